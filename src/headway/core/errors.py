@@ -1,0 +1,49 @@
+"""Errors that a person may read. Each says what is wrong, with the numbers, and what to do about it.
+
+Every error that Headway raises on purpose derives from `HeadwayError`; anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class HeadwayError(Exception):
+    """Base of all errors raised on purpose. `str(error)` is fit to be shown to a user."""
+
+
+class ConfigError(HeadwayError):
+    """A setting, a file or a combination of them cannot work. Raised before anything starts."""
+
+
+class CheckpointError(ConfigError):
+    """A model folder cannot be loaded: missing, truncated or misshapen tensors, or an unsupported architecture."""
+
+
+class RequestError(HeadwayError):
+    """One request is at fault and is refused; other requests go on untouched (HTTP 400).
+
+    `param` names the field of the request that is wrong, where one can be named.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class OverloadedError(HeadwayError):
+    """The queue is full; try again after `retry_after_s` (HTTP 429 with Retry-After)."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(HeadwayError):
+    """The engine is starting, draining or lost; try again after `retry_after_s` (HTTP 503 with Retry-After)."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class InvariantError(HeadwayError):
+    """An internal invariant does not hold (a ledger's `check()`, a plan out of sequence). Always a bug of ours."""
