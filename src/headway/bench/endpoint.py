@@ -1,0 +1,26 @@
+"""What an endpoint says about itself: the models that it serves. Asked once, before a run."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+
+def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
+    """The first entry of /v1/models (its `id` is the name to send); ConfigError when there is none to be had."""
+    url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            entries = json.load(response)["data"]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise ConfigError(
+            f"{url} does not answer with a list of models ({problem}); is a server there? Or name --model"
+        ) from None
+    if not entries or not isinstance(entries[0], dict) or "id" not in entries[0]:
+        raise ConfigError(f"{url} lists no model; name one with --model")
+    return dict(entries[0])

@@ -1,0 +1,68 @@
+"""Token-id prompts made of random valid ids, ready as JSON text.
+
+Ids are drawn once into a pool which is kept as JSON text; a prompt is a slice of it from a random place. So a prompt of
+a million ids costs one copy of five megabytes, and a client never falls behind its own schedule by building prompts.
+Two prompts share no prefix, up to the chance that they start at the same place of the pool.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+POOL_TOKENS = 1 << 20
+SAFE_VOCAB = 256
+"""Used when nobody knows the model's vocabulary: ids below 256 exist in every model that we know of."""
+
+
+class PromptPool:
+    """Prompts of any length up to `longest`, from ids 3 … vocab_size − 1 (0 … 2 are often padding, start and end)."""
+
+    def __init__(self, rng: np.random.Generator, vocab_size: int = SAFE_VOCAB, longest: int = 0) -> None:
+        if vocab_size < 2:
+            raise ValueError(f"a vocabulary of {vocab_size} ids leaves nothing to draw from")
+        self._rng = rng
+        self.vocab_size = vocab_size
+        first = 3 if vocab_size > 8 else 0
+        self._size = max(longest, 1) + POOL_TOKENS
+        ids = rng.integers(first, vocab_size, self._size)
+        self._text = ",".join(map(str, ids.tolist())).encode()
+        commas = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord(",")) + 1
+        self._starts = np.concatenate(([0], commas, [len(self._text) + 1]))
+
+    def place(self) -> int:
+        """A random place to start from; keep it to make prompts that share a prefix."""
+        return int(self._rng.integers(0, POOL_TOKENS))
+
+    def json(self, tokens: int, place: int | None = None) -> bytes:
+        """A JSON array of `tokens` ids from `place` (random when None)."""
+        return b"[" + self._slice(self.place() if place is None else place, tokens) + b"]"
+
+    def json_sharing(self, tokens: int, shared: int, place: int) -> bytes:
+        """A JSON array whose first `shared` ids are those of every other prompt from `place`; the rest are fresh."""
+        shared = min(shared, tokens)
+        parts = [self._slice(place, shared), self._slice(self.place(), tokens - shared)]
+        return b"[" + b",".join(part for part in parts if part) + b"]"
+
+    def _slice(self, place: int, tokens: int) -> bytes:
+        if place + tokens > self._size:
+            raise ValueError(
+                f"a prompt of {tokens} tokens is longer than this pool was made for ({self._size - POOL_TOKENS})"
+            )
+        if tokens <= 0:
+            return b""
+        return self._text[int(self._starts[place]) : int(self._starts[place + tokens]) - 1]
+
+
+def vocab_size_of(model: str | None) -> int | None:
+    """The vocabulary of a checkpoint folder, from its config.json; None when `model` is not such a folder."""
+    if model is None:
+        return None
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return int(size) if size else None

@@ -1,0 +1,136 @@
+"""A server as a child process: started, waited for, and always torn down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from headway.core.errors import HeadwayError
+
+SERVE: tuple[str, ...] = (sys.executable, "-m", "headway.cli.main", "serve")
+KEPT_STDERR_CHARS = 4000
+
+
+class ServerFailed(HeadwayError):
+    """The server did not come up; the message ends with the last of what it wrote to stderr."""
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """`command … --port P` on the loopback, as a context manager: ready on entry, gone on exit, whatever happens.
+
+    The child leads a process group of its own: Ctrl-C reaches only us, and on exit the group as a whole gets SIGTERM
+    and, `grace_s` later, SIGKILL. Its stderr and stdout go to a temporary file, whose end is part of any error.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        command: Sequence[str] = SERVE,
+        ready_s: float = 180.0,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.command = [*command, *arguments, "--port", str(self._port)]
+        self._ready_s, self._grace_s = ready_s, grace_s
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as this object
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start_s: float | None = None
+
+    def __enter__(self) -> Self:
+        begun = time.monotonic()
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while not _answers(f"{self.url}/ready", f"{self.url}/health"):
+                self._check_alive()
+                if time.monotonic() - begun > self._ready_s:
+                    raise ServerFailed(f"the server was not ready after {self._ready_s:g} s; {self.last_words()}")
+                time.sleep(0.05)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - begun
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if value is not None and isinstance(value, Exception) and self._process and self._process.poll() is not None:
+            value.add_note(f"the server had ended with status {self._process.returncode}; {self.last_words()}")
+        self.stop()
+
+    def _check_alive(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise ServerFailed(
+                f"the server ended with status {self._process.returncode} before it was ready "
+                f"({' '.join(self.command)}); {self.last_words()}"
+            )
+
+    def last_words(self) -> str:
+        """The end of what the server wrote."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - KEPT_STDERR_CHARS))
+        text = self._log.read().decode("utf-8", "replace").strip()
+        return f"it wrote:\n{text}" if text else "it wrote nothing"
+
+    def stop(self) -> None:
+        """End the server and everything that it started. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for number, patience in (
+            (signal.SIGTERM, self._grace_s),
+            (signal.SIGKILL, 10.0),
+        ):
+            try:
+                os.killpg(process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+            # The leader is gone; its children may not be: let the next round see to them.
+        process.poll()
+
+
+def _answers(*urls: str) -> bool:
+    """Whether the first of these that exists answers 200 (`/ready`, or `/health` where a server has no `/ready`)."""
+    for url in urls:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return True
+        except urllib.error.HTTPError as problem:
+            if problem.code != 404:
+                return False
+        except OSError:
+            return False
+    return False

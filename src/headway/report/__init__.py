@@ -1,0 +1,1 @@
+"""Tables and pictures. Functions take records, summaries or the JSON made of them; they measure nothing."""

@@ -1,0 +1,18 @@
+"""Talking to the terminal: progress goes to stderr, results to stdout."""
+
+from __future__ import annotations
+
+from rich.console import Console, RenderableType
+
+
+def say(line: str) -> None:
+    """A line of progress, with rich's markup, on stderr."""
+    Console(stderr=True, highlight=False).print(line)
+
+
+def show(thing: RenderableType) -> None:
+    """A result, on stdout; in a pipe it is made wide enough not to cut columns."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    console.print(thing)

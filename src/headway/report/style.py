@@ -1,0 +1,70 @@
+"""The house look: Okabe–Ito colours (safe for colour-blind readers), few lines, text large enough at README width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+INK = "#222222"
+FAINT = "#8a8a8a"
+BAND = "#e9e9ec"
+WIDTH_IN = 9.0
+
+_RC: dict[str, Any] = {
+    "font.size": 11,
+    "font.family": "DejaVu Sans",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "figure.dpi": 110,
+    "savefig.dpi": 160,
+    "svg.hashsalt": "headway",
+}
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Within it, figures get the house look; matplotlib's settings are as before afterwards."""
+    import matplotlib
+
+    with matplotlib.rc_context(_RC):  # type: ignore[arg-type]
+        yield
+
+
+def new_figure(height_in: float) -> Figure:
+    """An empty figure of README width, without pyplot's global state (nothing to close, safe in threads)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, file: Path) -> list[Path]:
+    """Write a figure. `.png` and `.svg` write that one; a name without suffix writes both. The files written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files = [file] if file.suffix else [file.with_suffix(".png"), file.with_suffix(".svg")]
+    with house_style():
+        for target in files:
+            metadata = {"Date": None} if target.suffix == ".svg" else None
+            figure.savefig(target, metadata=metadata)
+    return files

@@ -1,0 +1,138 @@
+"""A small OpenAI server with scripted delays, started by tests as a process of its own, as `headway serve` would be.
+
+Whole prompts: one request at a time, first come first served. Chunks: longs are read beside shorts, which do not wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+
+from aiohttp import web
+
+LONG = 2000
+
+
+class Fake:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.lock = asyncio.Lock()
+        self.seen: list[dict] = []
+        self.started = time.monotonic()
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if time.monotonic() - self.started > 0.1 else 503)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    async def requests(self, request: web.Request) -> web.Response:
+        return web.json_response(self.seen)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt, count = body["prompt"], body["max_tokens"]
+        length = len(prompt) if isinstance(prompt, list) else len(prompt) // 4
+        self.seen.append(
+            {
+                "tokens": length,
+                "head": prompt[:4],
+                "max_tokens": count,
+                "ignore_eos": body.get("ignore_eos"),
+                "headers": {k.lower(): v for k, v in request.headers.items()},
+            }
+        )
+        mode = self.args.mode
+        if mode == "refuse" and len(self.seen) % 2 == 0:
+            error = {
+                "message": "the queue is full",
+                "type": "overloaded",
+                "param": None,
+                "code": 429,
+            }
+            return web.json_response({"error": error}, status=429, headers={"Retry-After": "1"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": keep-alive\n\n")
+        delay = length / self.args.speed
+        if self.args.chunking == "whole":
+            async with self.lock:
+                await asyncio.sleep(delay)
+        else:
+            await asyncio.sleep(delay)
+        sent = 0
+        while sent < count:
+            step = min(self.args.chunk_tokens, count - sent)
+            sent += step
+            finish = "length" if sent == count else None
+            text = body.get("_text") or (
+                "x" * step if not self.args.answer else self.args.answer if sent == step else ""
+            )
+            chunk = {
+                "id": "c",
+                "object": "text_completion",
+                "model": "fake",
+                "choices": [{"index": 0, "text": text, "finish_reason": finish}],
+            }
+            if body.get("stream_options", {}).get("continuous_usage_stats"):
+                chunk["usage"] = {
+                    "prompt_tokens": length,
+                    "completion_tokens": sent,
+                    "total_tokens": length + sent,
+                }
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\r\n\r\n")
+            if mode == "cut" and sent * 2 >= count:
+                request.transport.close()
+                return response
+            if mode == "error-event" and sent * 2 >= count:
+                await response.write(b'data: {"error": {"message": "worker lost", "type": "server_error"}}\n\n')
+                return response
+            await asyncio.sleep(self.args.gap)
+        usage = {
+            "prompt_tokens": length,
+            "completion_tokens": count,
+            "total_tokens": length + count,
+        }
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--scheduling-policy", default="lars")
+    parser.add_argument("--chunking", default="adaptive")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--speed", type=float, default=10000.0, help="prompt tokens per second")
+    parser.add_argument("--gap", type=float, default=0.002)
+    parser.add_argument("--chunk-tokens", type=int, default=1)
+    parser.add_argument("--answer", default="")
+    parser.add_argument(
+        "--mode",
+        default="good",
+        choices=["good", "refuse", "cut", "error-event", "die"],
+    )
+    args = parser.parse_args()
+    if args.mode == "die":
+        print("cannot load the model: weights are missing", file=sys.stderr)
+        raise SystemExit(3)
+    fake = Fake(args)
+    app = web.Application(client_max_size=1 << 28)
+    app.add_routes(
+        [
+            web.get("/ready", fake.ready),
+            web.get("/v1/models", fake.models),
+            web.get("/requests", fake.requests),
+            web.post("/v1/completions", fake.completions),
+        ]
+    )
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None)
+
+
+if __name__ == "__main__":
+    main()
