@@ -1,0 +1,20 @@
+"""What a scheduler tells its surroundings: facts with a time, in the order in which they became true."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to one request at `at_s`.
+
+    started: its first chunk was scheduled. finished: all output is there. aborted: freed before its end.
+    preempted: its KV was given up and `tokens` of work must be done again.
+    """
+
+    kind: Literal["started", "finished", "aborted", "preempted"]
+    request: str
+    at_s: float
+    tokens: int = 0

@@ -1,0 +1,45 @@
+"""Where a run of tokens is computed: the type that Medha, Tetris and PecSched share (docs/architecture.md).
+
+A request is a list of spans; a span is a run of its tokens, placed on a group of instances, with a parallel strategy.
+On a single instance a whole request is one span.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headway.core.request import Request
+
+AttentionStrategy = Literal["local", "ring", "ulysses", "megatron"]
+MlpStrategy = Literal["local", "ulysses", "megatron"]
+
+
+class Strategy(msgspec.Struct, frozen=True):
+    """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3)."""
+
+    attn: AttentionStrategy = "local"
+    mlp: MlpStrategy = "local"
+    kvp: int = 1
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) of a request on the instances of `group` (ids, in order).
+
+    `lease` names KV that a placement has reserved already (None: the instance's scheduler reserves).
+    `resume` is the layer at which a paused span goes on (PecSched §5.1), None at a chunk edge.
+    """
+
+    request: Request
+    start: int
+    end: int
+    group: tuple[int, ...] = (0,)
+    strategy: Strategy = Strategy()
+    lease: int | None = None
+    resume: int | None = None
+
+    @classmethod
+    def whole(cls, request: Request, instance: int = 0) -> Span:
+        """The span of a request that lives on one instance: all of its prompt that is not cached."""
+        return cls(request=request, start=request.cached_tokens, end=request.prompt_tokens, group=(instance,))

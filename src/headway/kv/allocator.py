@@ -1,0 +1,134 @@
+"""Which blocks: a deterministic allocator that hands out *runs*.
+
+Attention on CPU reads a contiguous run of KV in one call, whatever the block size, so the allocator keeps requests
+contiguous: it extends a request's last run in place where it can, otherwise takes the smallest free run that holds all,
+otherwise the largest ones. The same operations in the same order give the same blocks, which is why an executor that
+replays them never has to be told a block table.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from headway.core.errors import InvariantError
+
+Run = tuple[int, int]
+"""(first block, number of blocks)."""
+
+
+class BlockAllocator:
+    """Free blocks 0..n_blocks-1 as sorted, disjoint, non-adjacent runs. O(free runs) an operation."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.n_blocks = n_blocks
+        self.free_blocks = n_blocks
+        self._free: list[Run] = [(0, n_blocks)] if n_blocks else []
+
+    def allocate(self, blocks: int, after: int | None = None) -> list[Run]:
+        """Take `blocks` blocks and return them as runs in order. `after`: the request's last block, to be extended.
+
+        Raises InvariantError when fewer are free: the ledger asks first.
+        """
+        if blocks > self.free_blocks or blocks < 0:
+            raise InvariantError(f"{blocks} blocks asked of an allocator with {self.free_blocks} free")
+        taken: list[Run] = []
+        left = blocks
+        if after is not None and left:
+            i = bisect_left(self._free, (after + 1, 0))
+            if i < len(self._free) and self._free[i][0] == after + 1:
+                left -= self._take(i, left, taken)
+        while left:
+            left -= self._take(self._choose(left), left, taken)
+        self.free_blocks -= blocks
+        return taken
+
+    def release(self, runs: list[Run]) -> None:
+        """Give runs back. Raises InvariantError on a block that is free already."""
+        for first, count in runs:
+            i = bisect_left(self._free, (first, 0))
+            before = self._free[i - 1] if i else None
+            behind = self._free[i] if i < len(self._free) else None
+            if (before and before[0] + before[1] > first) or (behind and first + count > behind[0]):
+                raise InvariantError(f"blocks {first}..{first + count - 1} are released twice")
+            self.free_blocks += count
+            if before and before[0] + before[1] == first:
+                self._free.remove(before)
+                first, count = before[0], before[1] + count
+            if behind and first + count == behind[0]:
+                self._free.remove(behind)
+                count += behind[1]
+            insort(self._free, (first, count))
+
+    def check(self) -> None:
+        """Raise InvariantError unless free runs are sorted, disjoint, non-adjacent, in range and add up."""
+        end = -1
+        for first, count in self._free:
+            if first <= end or count <= 0:
+                raise InvariantError(f"free runs overlap or touch at block {first}")
+            end = first + count
+        if end > self.n_blocks or sum(count for _, count in self._free) != self.free_blocks:
+            raise InvariantError("free runs do not add up to the free count")
+
+    def _choose(self, blocks: int) -> int:
+        """Index of the smallest free run that holds all `blocks`, else of the largest; the lowest one on ties."""
+        best, best_count = 0, -1
+        for i, (_, count) in enumerate(self._free):
+            fits, best_fits = count >= blocks, best_count >= blocks
+            if (fits and not best_fits) or (fits and count < best_count) or (not fits and not best_fits and count > best_count):
+                best, best_count = i, count
+        return best
+
+    def _take(self, i: int, blocks: int, taken: list[Run]) -> int:
+        first, count = self._free[i]
+        n = min(blocks, count)
+        if n == count:
+            del self._free[i]
+        else:
+            self._free[i] = (first + n, count - n)
+        if taken and taken[-1][0] + taken[-1][1] == first:
+            taken[-1] = (taken[-1][0], taken[-1][1] + n)
+        else:
+            taken.append((first, n))
+        return n
+
+
+class BlockTables:
+    """Every request's runs, kept by replaying `KvOp`s on an allocator: one copy in the ledger, one in each executor."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.allocator = BlockAllocator(n_blocks)
+        self._runs: dict[str, list[Run]] = {}
+
+    def add(self, request: str, blocks: int) -> None:
+        """Reserve or grow: append `blocks` blocks to the request's runs."""
+        runs = self._runs.setdefault(request, [])
+        after = runs[-1][0] + runs[-1][1] - 1 if runs else None
+        for first, count in self.allocator.allocate(blocks, after):
+            if runs and runs[-1][0] + runs[-1][1] == first:
+                runs[-1] = (runs[-1][0], runs[-1][1] + count)
+            else:
+                runs.append((first, count))
+
+    def free(self, request: str) -> None:
+        """Give all of a request's blocks back. Raises InvariantError for an unknown request."""
+        runs = self._runs.pop(request, None)
+        if runs is None:
+            raise InvariantError(f"request {request} owns no blocks")
+        self.allocator.release(runs)
+
+    def runs(self, request: str) -> tuple[Run, ...]:
+        """The request's runs of blocks, in order of its tokens."""
+        return tuple(self._runs[request])
+
+    def owners(self) -> tuple[str, ...]:
+        return tuple(self._runs)
+
+    def check(self) -> None:
+        """Raise InvariantError unless every block is free or owned exactly once."""
+        self.allocator.check()
+        owned = sorted(run for runs in self._runs.values() for run in runs)
+        for (first, count), (following, _) in zip(owned, owned[1:], strict=False):
+            if first + count > following:
+                raise InvariantError(f"block {following} has two owners")
+        if sum(count for _, count in owned) + self.allocator.free_blocks != self.allocator.n_blocks:
+            raise InvariantError("owned and free blocks do not add up to the pool")

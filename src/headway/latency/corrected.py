@@ -1,0 +1,65 @@
+"""A latency model that corrects itself from what iterations really take.
+
+Three scales (row term, decode attention, chunk attention) multiply a base model's terms and follow measurements by
+recursive least squares with forgetting. So a server that starts on a rough roofline has sized its chunks right
+after some dozens of iterations, and a machine that slows down is noticed. Deterministic: the same observations in
+the same order give the same scales, so a recorded run replays exactly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.latency.base import LatencyModel, Load, Seconds
+
+_FORGET = 0.995
+_FLOOR, _CEILING = 0.05, 20.0
+_OUTLIER = 3.0
+
+
+class CorrectedLatency:
+    """`LatencyModel` = base terms × learned scales.
+
+    Observations more than `_OUTLIER` times above the prediction are clipped to that (a descheduled process must not
+    shrink every later chunk), so that a true change still comes through, over several iterations.
+    """
+
+    def __init__(self, base: LatencyModel, confidence: float = 1.0) -> None:
+        """`confidence` is how much the base is trusted at the start: the prior's weight, in observations."""
+        self.base = base
+        self.scales = np.ones(3)
+        self._p = np.eye(3) / max(confidence, 1e-6)
+        self._k0, self._k1, self._k2 = 1.0, 1.0, 1.0
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        return self.base.token_s(first, last) * self._k0
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        return self.base.chunk_s(past, first, last) * self._k2
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return self.base.decode_s(decodes, kv_sum) * self._k1
+
+    def observe(self, load: Load, measured_s: float) -> None:
+        x = np.array(
+            [
+                float(self.base.token_s(load.tokens, load.tokens)[0]),
+                self.base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0,
+                load.chunk_s / self._k2,
+            ]
+        )
+        predicted = float(x @ self.scales)
+        if predicted <= 0.0 or measured_s <= 0.0:
+            return
+        measured_s = min(measured_s, _OUTLIER * predicted)
+        # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
+        x, error = x / predicted, measured_s / predicted - 1.0
+        px = self._p @ x
+        gain = px / (_FORGET + float(x @ px))
+        self.scales = np.clip(self.scales + gain * error, _FLOOR, _CEILING)
+        self._p = (self._p - np.outer(gain, px)) / _FORGET
+        # Directions that are never excited must not blow up while forgetting.
+        trace = float(np.trace(self._p))
+        if trace > 30.0:
+            self._p *= 30.0 / trace
+        self._k0, self._k1, self._k2 = (float(s) for s in self.scales)

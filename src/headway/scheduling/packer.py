@@ -1,0 +1,95 @@
+"""Medha's Algorithms 1 and 2: fill an iteration with decodes, then with prefill chunks in order of urgency.
+
+Stateless: views and aggregates in, quotas out, so that the scheduler, the simulator and a plug-in for another engine
+call the same function. Departures (DESIGN.md §4): one pass over the order, nothing is requeued; the *total* predicted
+time is held to the budget; a minimum chunk and a bound on how long the first in line may be passed over; a long
+request yields only while a short one waits, and at least rho_min.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.scheduling.chunking import Ask, Chunking
+
+
+class Candidate(NamedTuple):
+    """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
+
+    stalled: iterations since it last advanced (0 when it did in the last one, or has not begun).
+    """
+
+    request: str
+    past: int
+    remaining: int
+    is_long: bool
+    slack: float
+    stalled: int = 0
+
+
+class PackRules(NamedTuple):
+    """What of `SchedulerConfig` the packer needs, and t_target as tightened by the SLOs of running requests."""
+
+    t_target_s: float
+    max_tokens: int
+    min_chunk: int
+    progress_every: int
+    rho_min: float
+    rho_max: float
+    shares_space: bool
+
+
+class Quota(NamedTuple):
+    request: str
+    tokens: int
+
+
+def pack(
+    load: Load,
+    candidates: Iterable[Candidate],
+    shorts_wait: bool,
+    rules: PackRules,
+    chunking: Chunking,
+    latency: LatencyModel,
+    admit: Callable[[str], bool] = lambda _: True,
+) -> tuple[list[Quota], Load]:
+    """Quotas in order of urgency, and the load that they make together with the decodes in `load`.
+
+    `admit(request)` is asked right before a request is given its first tokens; False skips it (no KV). Candidates are
+    consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
+    """
+    quotas: list[Quota] = []
+    has_long = False
+    head = True
+    for candidate in candidates:
+        room = rules.max_tokens - load.tokens
+        if room <= 0 and chunking.timed:
+            break
+        if candidate.is_long and has_long:
+            continue
+        budget_s = rules.t_target_s
+        if rules.shares_space and candidate.is_long and shorts_wait:
+            budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
+        ask = Ask(candidate.past, candidate.remaining, max(room, 0))
+        tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
+        floor = min(max(rules.min_chunk, 1), candidate.remaining)
+        if tokens < floor and chunking.timed:
+            must = head and (not load.tokens or candidate.stalled >= rules.progress_every)
+            if must and rules.min_chunk:
+                tokens, attention_s = floor, one_chunk_s(latency, candidate.past, floor)
+            elif not head or not tokens:
+                tokens = 0
+        if tokens <= 0:
+            if chunking.timed and load.tokens and load_s(latency, load) >= rules.t_target_s:
+                break
+            head = False
+            continue
+        if not admit(candidate.request):
+            continue
+        head = False
+        quotas.append(Quota(candidate.request, tokens))
+        load = load.with_chunk(tokens, attention_s)
+        has_long = has_long or candidate.is_long
+    return quotas, load

@@ -1,0 +1,87 @@
+"""Waiting and half-done prefills, ordered by (priority, urgency now, order of arrival) without sorting them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headway.scheduling.policy import Line
+
+if TYPE_CHECKING:
+    from headway.scheduling.sequence import Sequence
+
+_FIRST = 16
+
+
+class PrefillQueue:
+    """Lines of all members as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in
+    vector operations. Every member knows its slot."""
+
+    def __init__(self) -> None:
+        self._members: list[Sequence] = []
+        self._intercept = np.zeros(64)
+        self._slope = np.zeros(64)
+        self._order = np.zeros(64, dtype=np.int64)
+        self._priority = np.zeros(64, dtype=np.int64)
+        self._prioritised = 0
+        self.longs = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    @property
+    def shorts(self) -> int:
+        return len(self._members) - self.longs
+
+    def add(self, member: Sequence, line: Line) -> None:
+        slot = len(self._members)
+        if slot == self._intercept.size:
+            for name in ("_intercept", "_slope", "_order", "_priority"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._members.append(member)
+        member.slot = slot
+        self._order[slot] = member.order
+        self._priority[slot] = member.request.priority
+        self._prioritised += member.request.priority != 0
+        self.longs += member.is_long
+        self.update(member, line)
+
+    def update(self, member: Sequence, line: Line) -> None:
+        self._intercept[member.slot], self._slope[member.slot] = line
+
+    def remove(self, member: Sequence) -> None:
+        """Take a member out; the last one moves into its slot."""
+        slot, last = member.slot, len(self._members) - 1
+        moved = self._members[last]
+        for array in (self._intercept, self._slope, self._order, self._priority):
+            array[slot] = array[last]
+        self._members[slot] = moved
+        moved.slot = slot
+        self._members.pop()
+        member.slot = -1
+        self._prioritised -= member.request.priority != 0
+        self.longs -= member.is_long
+
+    def ordered(self, now: float) -> Iterator[Sequence]:
+        """Members, most urgent first. The queue must not change while this is consumed."""
+        n = len(self._members)
+        members = list(self._members) if n <= _FIRST else self._members
+        keys = self._intercept[:n] - self._slope[:n] * now
+        if self._prioritised:
+            for i in np.lexsort((self._order[:n], keys, self._priority[:n])).tolist():
+                yield members[i]
+            return
+        if n <= _FIRST:
+            for i in np.lexsort((self._order[:n], keys)).tolist():
+                yield members[i]
+            return
+        bound = np.partition(keys, _FIRST - 1)[_FIRST - 1]
+        for chosen in (np.flatnonzero(keys <= bound), np.flatnonzero(keys > bound)):
+            for i in chosen[np.lexsort((self._order[chosen], keys[chosen]))].tolist():
+                yield members[i]

@@ -1,0 +1,430 @@
+"""The scheduler of one instance: add → schedule → complete, live and simulated alike.
+
+It decides; it never waits, reads a clock, or sees a token. The order of waiting prefills is the policy's, the size of
+chunks the chunking's, what fits together the packer's, and KV the ledger's; this module moves cursors between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from headway.core.batch import Batch, Chunk, DecodeGroup, Part, Progress
+from headway.core.errors import InvariantError, RequestError
+from headway.core.events import Event
+from headway.core.span import Span
+from headway.kv.ledger import Ledger
+from headway.latency.base import LatencyModel, Load, load_s
+from headway.latency.prefill_cache import PrefillCache
+from headway.scheduling.chunking import make_chunking
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.decodes import DecodeSet
+from headway.scheduling.packer import Candidate, PackRules, pack
+from headway.scheduling.policy import Line, make_policy
+from headway.scheduling.queue import PrefillQueue
+from headway.scheduling.sequence import Sequence
+
+
+class _Flight:
+    """A batch that has been handed out and not completed."""
+
+    __slots__ = ("batch", "decodes", "load")
+
+    def __init__(self, batch: Batch, decodes: DecodeSet, load: Load) -> None:
+        self.batch, self.decodes, self.load = batch, decodes, load
+
+
+class Scheduler:
+    """Deterministic: the same calls with the same times give the same batches.
+
+    At most `config.stages` batches are in flight. Preemption of a prefill happens at chunk edges and keeps its KV;
+    KV is given up (and computed again later) only when decodes cannot grow, youngest request first.
+    """
+
+    def __init__(self, config: SchedulerConfig, latency: LatencyModel, ledger: Ledger) -> None:
+        self.config = config
+        self.latency = latency
+        self.ledger = ledger
+        self.policy = make_policy(config.policy)
+        self.chunking = make_chunking(config.chunking, config.subtract_times)
+        self.prefill_times = PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
+        self._sequences: dict[str, Sequence] = {}
+        self._queue = PrefillQueue()
+        self._ready = DecodeSet()
+        self._parked: dict[str, Sequence] = {}
+        self._hungry: list[Sequence] = []
+        self._flights: dict[int, _Flight] = {}
+        self._incumbent: Sequence | None = None
+        self._tbt: dict[float, int] = {}
+        self._untold: list[Event] = []
+        self._leased = 0
+        self._arrivals = 0
+        self._iterations = 0
+        self._epochs = 0
+
+    # -- what surroundings may ask ------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that hold KV."""
+        return self._leased
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold none yet."""
+        return len(self._sequences) - self._leased
+
+    @property
+    def idle(self) -> bool:
+        return not self._sequences
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When `schedule` should be called although nothing was added or completed; None: no need.
+
+        Policies here act only when something arrives or ends, so a waiting request never needs a timer.
+        """
+        return None
+
+    # -- the three verbs ----------------------------------------------------------------------------------------
+
+    def add(self, span: Span, now: float) -> None:
+        """Take on a request. Raises RequestError when it could never be served here."""
+        request = span.request
+        if request.id in self._sequences:
+            raise RequestError(f"request id {request.id!r} is in use", "id")
+        need = request.prompt_tokens + 1
+        if need > self.ledger.total_tokens:
+            raise RequestError(
+                f"the prompt has {request.prompt_tokens} tokens and the KV cache holds {self.ledger.total_tokens}: "
+                "shorten the prompt or start the server with more KV memory",
+                "prompt",
+            )
+        sequence = Sequence(request, self._arrivals, request.prompt_tokens > self.config.long_tokens)
+        self._arrivals += 1
+        sequence.total_s = sequence.work_s = self._work_s(sequence)
+        ttft_s = request.slo.ttft_s
+        if ttft_s is None:
+            ttft_s = max(self.config.deadline_base_s, self.config.deadline_factor * sequence.total_s)
+        sequence.deadline_s = request.arrival_s + ttft_s
+        self._sequences[request.id] = sequence
+        self._queue.add(sequence, self._line(sequence))
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next batch, or None when there is nothing to do or `stages` batches are in flight."""
+        if len(self._flights) >= self.config.stages:
+            return None
+        if self._hungry or self._parked:
+            self._feed(now)
+        decodes, self._ready = self._ready, DecodeSet()
+        self._epochs += 1
+        group = decodes.group(self._epochs)
+        load = Load(group.count, group.count, group.kv_sum)
+        chunks, load = self._pack(load, now) if len(self._queue) else ([], load)
+        if not group.members and not chunks:
+            self._ready = decodes
+            return None
+        batch = Batch(
+            id=self._iterations,
+            parts=(Part((0,), group, tuple(chunks)),),
+            kv_ops=self.ledger.take_ops(),
+            predicted_s=load_s(self.latency, load),
+        )
+        self._iterations += 1
+        self._flights[batch.id] = _Flight(batch, decodes, load)
+        return batch
+
+    def complete(
+        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None
+    ) -> list[Event]:
+        """A batch has been carried out. `results` names each request that yielded output: all decodes of the batch and
+        the prompts whose last chunk was in it. `elapsed_s` teaches latency models that learn. Returns what has become
+        true since the last call, preemptions while scheduling included.
+        """
+        flight = self._flights.pop(batch_id, None)
+        if flight is None:
+            raise InvariantError(f"batch {batch_id} is not in flight")
+        if elapsed_s is not None:
+            self.latency.observe(flight.load, elapsed_s)
+        events, self._untold = self._untold, []
+        decodes = flight.decodes
+        ended: list[Sequence] = []
+        for chunk in flight.batch.parts[0].prefills:
+            sequence = self._sequences[chunk.request]
+            sequence.computed += chunk.tokens
+            sequence.in_flight -= 1
+            if not sequence.started:
+                sequence.started = True
+                events.append(Event("started", chunk.request, now))
+        members = decodes.members
+        for request_id, accepted, finished in ((r.request, r.accepted, r.finished) for r in results):
+            sequence = self._sequences[request_id]
+            if request_id in members:
+                sequence.computed += 1
+                sequence.scheduled += 1
+                decodes.kv_sum += 1
+            sequence.generated += accepted
+            if finished or sequence.aborted:
+                ended.append(sequence)
+            elif sequence.computed >= sequence.lease.tokens:  # type: ignore[union-attr]
+                self._hungry.append(sequence)
+        for sequence in ended:
+            if sequence.request.id in members:
+                decodes.remove(sequence)
+        self._rejoin(decodes)
+        for chunk in flight.batch.parts[0].prefills:
+            sequence = self._sequences[chunk.request]
+            if chunk.last and not sequence.aborted and sequence not in ended:
+                self._begin_decoding(sequence)
+            elif sequence.aborted and sequence.in_flight == 0 and sequence not in ended:
+                ended.append(sequence)
+        for sequence in ended:
+            kind = "aborted" if sequence.aborted else "finished"
+            self._forget(sequence)
+            events.append(Event(kind, sequence.request.id, now))  # type: ignore[arg-type]
+        return events
+
+    def abort(self, request_id: str, now: float) -> list[Event]:
+        """Drop a request: at once, or when the batch that it is in completes. Unknown ids are ignored (it has ended)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.aborted:
+            return []
+        sequence.aborted = True
+        if sequence.slot >= 0:
+            self._queue.remove(sequence)
+        if self._flying(sequence):
+            return []
+        if request_id in self._ready.members:
+            self._ready.remove(sequence)
+        self._forget(sequence)
+        return [Event("aborted", request_id, now)]
+
+    def lost(self, instance: int, now: float) -> list[Event]:
+        """The instance has lost its KV: everything in flight is void, all progress must be made again."""
+        self._flights.clear()
+        self._ready, self._hungry, self._parked = DecodeSet(), [], {}
+        events = []
+        for sequence in list(self._sequences.values()):
+            sequence.in_flight = 0
+            if sequence.aborted:
+                self._forget(sequence)
+                events.append(Event("aborted", sequence.request.id, now))
+            elif sequence.lease is not None:
+                events.append(self._give_up_kv(sequence, now))
+        return events
+
+    def check(self) -> None:
+        """Raise InvariantError unless cursors, sets and the ledger agree. Called when idle, and by tests each step."""
+        self.ledger.check()
+        leased = {s.request.id for s in self._sequences.values() if s.lease is not None}
+        if leased != {lease.request for lease in self.ledger.leases()} or len(leased) != self._leased:
+            raise InvariantError("sequences and ledger disagree on who holds KV")
+        for sequence in self._sequences.values():
+            if not sequence.computed <= sequence.scheduled <= sequence.known:
+                raise InvariantError(f"cursors of {sequence.request.id} are out of order")
+            if sequence.lease is not None and sequence.scheduled > sequence.lease.tokens:
+                raise InvariantError(f"{sequence.request.id} has been scheduled beyond its lease")
+        for group in (self._ready, *(flight.decodes for flight in self._flights.values())):
+            if group.kv_sum != sum(s.computed + 1 for s in group.members.values()):
+                raise InvariantError("a decode group's KV sum is off")
+
+    # -- prefills -----------------------------------------------------------------------------------------------
+
+    def _pack(self, load: Load, now: float) -> tuple[list[Chunk], Load]:
+        config = self.config
+        rules = PackRules(
+            t_target_s=min([config.t_target_s, *self._tbt]),
+            max_tokens=config.max_num_batched_tokens,
+            min_chunk=config.min_chunk,
+            progress_every=config.progress_every,
+            rho_min=config.rho_min,
+            rho_max=config.rho_max,
+            shares_space=config.shares_space,
+        )
+        shorts_wait = self._queue.shorts > 0 or not config.yield_only_to_shorts
+        blocked: list[Sequence] = []
+
+        def admit(request_id: str) -> bool:
+            return self._admit(self._sequences[request_id], now, blocked)
+
+        quotas, load = pack(load, self._candidates(now), shorts_wait, rules, self.chunking, self.latency, admit)
+        chunks = []
+        for request_id, tokens in quotas:
+            sequence = self._sequences[request_id]
+            start = sequence.scheduled
+            sequence.scheduled += tokens
+            sequence.in_flight += 1
+            sequence.last_progress = self._iterations + 1
+            last = sequence.remaining == 0
+            chunks.append(Chunk(request_id, start, tokens, last))
+            if sequence.is_long:
+                self._sit(sequence)
+            if last:
+                self._queue.remove(sequence)
+            else:
+                self._queue.update(sequence, self._line(sequence))
+        return chunks, load
+
+    def _candidates(self, now: float) -> Iterator[Candidate]:
+        one_at_a_time = self.config.pipeline_schedule == "microbatch"
+        for sequence in self._queue.ordered(now):
+            if one_at_a_time and sequence.in_flight:
+                continue
+            slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
+            stalled = self._iterations - sequence.last_progress if sequence.lease is not None else 0
+            yield Candidate(
+                sequence.request.id, sequence.scheduled, sequence.remaining, sequence.is_long, slack, stalled
+            )
+
+    def _admit(self, sequence: Sequence, now: float, blocked: list[Sequence]) -> bool:
+        """Reserve KV for a request that is about to get its first tokens.
+
+        A request that does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
+        nobody behind it enters before it does.
+        """
+        if sequence.lease is not None:
+            return True
+        if blocked or self._leased >= self.config.max_num_seqs:
+            return False
+        most = sequence.prompt + sequence.request.max_output_tokens
+        tokens = min(sequence.known + self.config.reserve_tokens, most, self.ledger.total_tokens)
+        headroom = int(self.config.kv_headroom * self.ledger.n_blocks) if sequence.is_long and self._leased else 0
+        lease = self.ledger.reserve(sequence.request.id, tokens, headroom)
+        if lease is None:
+            if sequence.skipped_since is None:
+                sequence.skipped_since = now
+            elif now - sequence.skipped_since >= self.config.admission_age_s:
+                blocked.append(sequence)
+            return False
+        sequence.skipped_since = None
+        sequence.lease = lease
+        self._leased += 1
+        return True
+
+    def _work_s(self, sequence: Sequence) -> float:
+        done = sequence.scheduled
+        return max(1e-6, self.prefill_times.remaining_s(sequence.known, done))
+
+    def _line(self, sequence: Sequence) -> Line:
+        sequence.work_s = self._work_s(sequence)
+        line = self.policy.line(sequence.facts(sequence.work_s))
+        if sequence is self._incumbent:
+            return Line(line.intercept - self.config.quantum * sequence.total_s * line.slope, line.slope)
+        return line
+
+    def _sit(self, sequence: Sequence) -> None:
+        """The long request that ran last keeps its place by a quantum, lest equally urgent ones alternate."""
+        before, self._incumbent = self._incumbent, sequence
+        if before is not None and before is not sequence and before.slot >= 0:
+            self._queue.update(before, self._line(before))
+
+    # -- decodes ------------------------------------------------------------------------------------------------
+
+    def _begin_decoding(self, sequence: Sequence) -> None:
+        self._ready.add(sequence)
+        tbt_s = sequence.request.slo.tbt_s
+        sequence.decoding = True
+        if tbt_s is not None:
+            per_stage = tbt_s / self.config.stages
+            self._tbt[per_stage] = self._tbt.get(per_stage, 0) + 1
+
+    def _rejoin(self, decodes: DecodeSet) -> None:
+        if not self._ready.members:
+            self._ready = decodes
+            return
+        for sequence in decodes.members.values():
+            self._ready.add(sequence)
+
+    def _feed(self, now: float) -> None:
+        """Give KV to decodes that have filled their lease; take it from the youngest when the pool is empty."""
+        hungry = sorted({*self._hungry, *self._parked.values()}, key=lambda s: s.order)
+        self._hungry, self._parked = [], {}
+        for sequence in hungry:
+            if sequence.lease is None or sequence.aborted or self._sequences.get(sequence.request.id) is not sequence:
+                continue
+            while not self._grow(sequence):
+                victim = self._youngest_behind(sequence)
+                if victim is None:
+                    break
+                self._untold.append(self._give_up_kv(victim, now))
+            ready = sequence.request.id in self._ready.members
+            if sequence.lease.tokens > sequence.computed:
+                if not ready:
+                    self._ready.add(sequence)
+            else:
+                if ready:
+                    self._ready.remove(sequence)
+                self._parked[sequence.request.id] = sequence
+
+    def _grow(self, sequence: Sequence) -> bool:
+        lease = sequence.lease
+        assert lease is not None
+        most = sequence.prompt + sequence.request.max_output_tokens
+        need = sequence.computed + 1
+        wanted = max(need, min(need + self.config.reserve_tokens, most))
+        return self.ledger.grow(lease, wanted) or self.ledger.grow(lease, need)
+
+    def _youngest_behind(self, sequence: Sequence) -> Sequence | None:
+        """The youngest request that holds KV, came after `sequence` and is in no batch in flight."""
+        behind = [
+            s
+            for s in self._sequences.values()
+            if s.lease is not None and s.order > sequence.order and not self._flying(s)
+        ]
+        return max(behind, key=lambda s: s.order, default=None)
+
+    def _give_up_kv(self, sequence: Sequence, now: float) -> Event:
+        """Preempt by recomputation: free the KV, keep the generated count, and queue for prefill of all that is known."""
+        lost = sequence.computed
+        if sequence.request.id in self._ready.members:
+            self._ready.remove(sequence)
+        self._parked.pop(sequence.request.id, None)
+        self._release(sequence)
+        self._untrack_tbt(sequence)
+        sequence.decoding = False
+        sequence.computed = sequence.scheduled = 0
+        if sequence.slot >= 0:
+            self._queue.update(sequence, self._line(sequence))
+        else:
+            self._queue.add(sequence, self._line(sequence))
+        return Event("preempted", sequence.request.id, now, lost)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _flying(self, sequence: Sequence) -> bool:
+        if sequence.in_flight:
+            return True
+        return any(sequence.request.id in flight.decodes.members for flight in self._flights.values())
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self._queue.remove(sequence)
+        self._parked.pop(sequence.request.id, None)
+        self._untrack_tbt(sequence)
+        if sequence is self._incumbent:
+            self._incumbent = None
+        self._release(sequence)
+        del self._sequences[sequence.request.id]
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            self.ledger.free(sequence.lease)
+            sequence.lease = None
+            self._leased -= 1
+
+    def _untrack_tbt(self, sequence: Sequence) -> None:
+        """Forget the TBT promise of a request that no longer decodes."""
+        tbt_s = sequence.request.slo.tbt_s
+        if tbt_s is None or not sequence.decoding:
+            return
+        per_stage = tbt_s / self.config.stages
+        left = self._tbt.get(per_stage, 0) - 1
+        if left > 0:
+            self._tbt[per_stage] = left
+        else:
+            self._tbt.pop(per_stage, None)
+
+
+__all__ = ["DecodeGroup", "Scheduler"]
