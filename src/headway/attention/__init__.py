@@ -1,0 +1,1 @@
+"""One attention primitive, one merge, and the backends that drive them over a pool of keys and values."""

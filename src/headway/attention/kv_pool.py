@@ -1,0 +1,59 @@
+"""Where keys and values live: one tensor for all layers, heads and slots of an instance.
+
+A *slot* holds one token's keys and values. Accounting (who owns which blocks) is `headway.kv`'s and never here; a
+request arrives as *runs* of contiguous slots, (first, count) pairs, so that whole blocks which happen to be adjacent
+are one zero-copy view and one attention call, whatever the block size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KvPool:
+    """The keys and values of `slots` tokens.
+
+    `data` is (layers, 2, kv_heads, slots, head_dim): index 0 of the second axis is keys, 1 is values. It is reserved
+    but not touched, so on CPU resident memory grows with the slots that are used, not with the size of the pool.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        slots: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layers = layers
+        self.kv_heads = kv_heads
+        self.slots = slots
+        self.head_dim = head_dim
+        self.data: Tensor = torch.empty((layers, 2, kv_heads, slots, head_dim), dtype=dtype, device=device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which keys and values are kept."""
+        return self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Address space reserved, in bytes."""
+        return self.data.numel() * self.data.element_size()
+
+    @staticmethod
+    def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one token's keys and values take over all layers: what sizing a pool needs before it exists."""
+        return layers * 2 * kv_heads * head_dim * dtype.itemsize
+
+    def run_views(self, first: int, count: int) -> tuple[Tensor, ...]:
+        """Zero-copy views of one run, 2 · layers of them (keys and values of layer 0, of layer 1, …).
+
+        Each is (kv_heads, count, head_dim), ready for the primitive. Called once a run and iteration.
+        """
+        if first < 0 or count < 0 or first + count > self.slots:
+            raise ValueError(f"slots {first}..{first + count} are outside the pool's {self.slots}")
+        rows = self.data[:, :, :, first : first + count]
+        return rows.flatten(0, 1).unbind(0)

@@ -1,0 +1,74 @@
+"""The one attention primitive and the one merge that every layout, split and schedule is made of.
+
+A shard of keys gives a partial answer and the log-sum-exp of its scores; two partial answers over disjoint keys merge
+exactly. KV parallelism, rings, cascades and split-KV decoding are data movements around these two functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of n query rows over one shard of m keys, with the weight that the shard's answer carries.
+
+    q: (q_heads, n, d); k, v: (kv_heads, m, d), same dtype; q_heads is a multiple of kv_heads, and query head h reads
+    KV head h // (q_heads // kv_heads). `causal` means row i sees keys 0..i and requires n == m. scale: 1/sqrt(d)
+    unless given. Returns out (q_heads, n, d) in q's dtype and lse (q_heads, n) in fp32, natural logarithm.
+
+    An empty shard gives zeros and -inf, which `merge` ignores. On CPU this is ATen's flash kernel; its bf16 scores and
+    sums are fp32. Strides are free except that d is contiguous.
+    """
+    q_heads, rows, dim = q.shape
+    kv_heads, keys, _ = k.shape
+    if causal and rows != keys:
+        raise ValueError(f"a causal call is square, but there are {rows} rows and {keys} keys")
+    if keys == 0 or rows == 0:
+        return torch.zeros_like(q), torch.full((q_heads, rows), -math.inf, dtype=torch.float32, device=q.device)
+    attention = _attend_flash if q.device.type == "cpu" else _attend_math
+    if causal or q_heads == kv_heads:
+        return attention(q, k, v, causal, scale)
+    group = q_heads // kv_heads
+    out, lse = attention(q.reshape(kv_heads, group * rows, dim), k, v, False, scale)
+    return out.reshape(q_heads, rows, dim), lse.reshape(q_heads, rows)
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine partial answers over disjoint key shards, in any number and order.
+
+    outs: each (..., d), any float dtype; lses: each (...), fp32. Returns (out, lse) in fp32. A shard with lse -inf has
+    no weight; rows without any key stay zero with lse -inf, never NaN.
+    """
+    stacked = torch.stack([lse.float() for lse in lses])
+    lse = torch.logsumexp(stacked, dim=0)
+    anchor = lse.masked_fill(lse == -math.inf, 0.0)
+    weights = torch.exp(stacked - anchor).unsqueeze(-1)
+    out = outs[0] * weights[0]
+    for part, weight in zip(outs[1:], weights[1:], strict=True):
+        out = torch.addcmul(out, part.float(), weight)
+    return out, lse
+
+
+def _attend_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse = _flash_cpu(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=scale)
+    return out.squeeze(0), lse.squeeze(0)
+
+
+def _attend_math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The same by plain operations, for devices without the CPU kernel. Scores are materialised in fp32."""
+    group = q.shape[0] // k.shape[0]
+    keys = k.float().repeat_interleave(group, dim=0)
+    values = v.float().repeat_interleave(group, dim=0)
+    scores = torch.matmul(q.float(), keys.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), values)
+    return out.to(q.dtype), lse

@@ -1,0 +1,1 @@
+"""Decoder families as data: configuration, loading, rotary embedding, the forward pass, and sampling."""

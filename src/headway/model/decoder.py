@@ -1,0 +1,101 @@
+"""The one decoder: rows of many requests, decodes and prefill chunks alike, through any range of layers.
+
+Nothing here knows which rows belong together: positions come with the rows, and the attention plan knows the requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headway.attention.base import AttentionBackend, AttentionPlan, make_backend
+from headway.attention.kv_pool import KvPool
+from headway.model.config import DecoderConfig
+from headway.model.rope import Rotary, RotaryTable, rotate_
+from headway.model.weights import DecoderWeights, LayerWeights
+
+
+class Decoder:
+    """A decoder, or the part of one that this process holds.
+
+    `first_layer` is the model's number of the first layer held (0 unless this is a later pipeline stage); the pool's
+    layer 0 belongs to it. All methods must run under `torch.inference_mode()`; `forward` enters it by itself.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        backend: AttentionBackend | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.backend = backend or make_backend("cpu")
+        self.fingerprint = fingerprint
+        sample = weights.layers[0].attention_norm
+        self.dtype, self.device = sample.dtype, sample.device
+        self.rotary = Rotary(config.rope, config.max_model_len, self.device)
+
+    def make_pool(self, slots: int) -> KvPool:
+        """A pool for the layers held here, in the decoder's dtype."""
+        config = self.config
+        held = len(self.weights.layers)
+        return KvPool(held, config.kv_heads, slots, config.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, logit_rows: Tensor | None) -> Tensor:
+        """One iteration through the whole model.
+
+        tokens, positions: (T,) int64; plan: this iteration's, from `backend.plan`; logit_rows: (R,) int64, the rows
+        whose next token is wanted (None: all). Returns (R, vocab) fp32. Writes T tokens' keys and values to the pool.
+        """
+        hidden = self.embed(tokens)
+        hidden = self.run_layers(hidden, self.rotary_table(positions), plan)
+        return self.head(hidden if logit_rows is None else hidden.index_select(0, logit_rows))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(T,) token ids to (T, hidden)."""
+        assert self.weights.embedding is not None, "this stage holds no embedding"
+        return F.embedding(tokens, self.weights.embedding)
+
+    def rotary_table(self, positions: Tensor) -> RotaryTable:
+        """Once an iteration, for every layer: the rotation of (T,) positions."""
+        return self.rotary.table(positions, self.dtype)
+
+    def run_layers(
+        self, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, first: int = 0, last: int | None = None
+    ) -> Tensor:
+        """Layers first .. last - 1 of those held (None: to the end). hidden (T, hidden_size) is overwritten.
+
+        Stopping between layers and going on later is exact: all state is in `hidden` and the pool.
+        """
+        for index in range(first, len(self.weights.layers) if last is None else last):
+            hidden = self._layer(index, self.weights.layers[index], hidden, rotary, plan)
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """(R, hidden) after the last layer to (R, vocab) fp32 logits."""
+        assert self.weights.head is not None and self.weights.final_norm is not None, "this stage holds no head"
+        return self.weights.head(self._norm(hidden, self.weights.final_norm)).float()
+
+    def _layer(
+        self, index: int, layer: LayerWeights, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan
+    ) -> Tensor:
+        config = self.config
+        rows, turned = hidden.shape[0], config.q_heads + config.kv_heads
+        heads = layer.qkv(self._norm(hidden, layer.attention_norm)).view(rows, -1, config.head_dim)
+        query, key, value = heads[:, : config.q_heads], heads[:, config.q_heads : turned], heads[:, turned:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query.copy_(self._norm(query, layer.q_norm))
+            key.copy_(self._norm(key, layer.k_norm))
+        rotate_(heads[:, :turned], rotary)
+        mixed = self.backend.run(index, query, key, value, plan)
+        hidden.add_(layer.out(mixed.view(rows, -1)))
+        both = layer.gate_up(self._norm(hidden, layer.mlp_norm))
+        gate, up = both[:, : config.mlp_size], both[:, config.mlp_size :]
+        return hidden.add_(layer.down(F.silu(gate).mul_(up)))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_eps)

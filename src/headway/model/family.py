@@ -1,0 +1,47 @@
+"""The supported families, as a table. One decoder runs them all; a row says what its checkpoint looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySpec:
+    """What an architecture implies that its config.json does not say.
+
+    qkv_bias / out_bias / mlp_bias: the value where config.json has no `attention_bias` or `mlp_bias` (None: the field
+    decides, absent means false). qk_norm: heads are RMS-normalised before rotation. fused: the checkpoint holds
+    qkv_proj and gate_up_proj as single tensors. window_switch: `sliding_window` counts only with `use_sliding_window`.
+    """
+
+    name: str
+    qkv_bias: bool | None = False
+    out_bias: bool | None = False
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+    fused: bool = False
+    windowed: bool = False
+    window_switch: bool = False
+
+
+FAMILIES: dict[str, FamilySpec] = {
+    "LlamaForCausalLM": FamilySpec("llama", qkv_bias=None, out_bias=None, mlp_bias=None),
+    "YiForCausalLM": FamilySpec("yi"),
+    "MistralForCausalLM": FamilySpec("mistral", windowed=True),
+    "Qwen2ForCausalLM": FamilySpec("qwen2", qkv_bias=True, windowed=True, window_switch=True),
+    "Qwen3ForCausalLM": FamilySpec(
+        "qwen3", qkv_bias=None, out_bias=None, qk_norm=True, windowed=True, window_switch=True
+    ),
+    "Phi3ForCausalLM": FamilySpec("phi3", fused=True, windowed=True),
+}
+
+
+def family_of(architecture: str) -> FamilySpec:
+    """The row of an architecture named in config.json; raises CheckpointError that lists the supported ones."""
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"architecture '{architecture}' is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[architecture]
