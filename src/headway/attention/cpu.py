@@ -103,7 +103,9 @@ def check_cover(segments: Sequence[Segment]) -> None:
     for segment in segments:
         held, needed = sum(count for _, count in segment.runs), segment.past + segment.tokens
         if segment.tokens < 1 or segment.past < 0 or held < needed:
-            raise ValueError(f"segment at row {segment.start}: {held} slots for {segment.past} + {segment.tokens} tokens")
+            raise ValueError(
+                f"segment at row {segment.start}: {held} slots for {segment.past} + {segment.tokens} tokens"
+            )
 
 
 def cut_runs(runs: Runs, begin: int, end: int) -> list[tuple[int, int]]:

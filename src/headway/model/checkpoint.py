@@ -54,7 +54,9 @@ class Checkpoint:
         self._taken.add(name)
         tensor: Tensor = self._files[file].get_tensor(name)
         if not tensor.is_floating_point():
-            raise CheckpointError(f"{self.folder / file}: tensor '{name}' has type {tensor.dtype}, expected a float type")
+            raise CheckpointError(
+                f"{self.folder / file}: tensor '{name}' has type {tensor.dtype}, expected a float type"
+            )
         return tensor
 
     def check_all_taken(self, ignored: tuple[str, ...]) -> None:

@@ -67,7 +67,9 @@ class DecoderConfig:
         return replace(self, max_model_len=tokens)
 
 
-def read_config(data: Mapping[str, Any], max_model_len: int | None = None, origin: str = "config.json") -> DecoderConfig:
+def read_config(
+    data: Mapping[str, Any], max_model_len: int | None = None, origin: str = "config.json"
+) -> DecoderConfig:
     """The decoder that a Hugging Face config.json describes, serving up to max_model_len (None: its own length).
 
     Both spellings are read (`dtype` / `torch_dtype`, `rope_parameters` / `rope_theta` + `rope_scaling`). Raises

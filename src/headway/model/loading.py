@@ -54,9 +54,7 @@ def resolve_dtype(name: str, config: DecoderConfig) -> torch.dtype:
 class _Loader:
     """One load: knows the names and shapes that a family's checkpoint must have."""
 
-    def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.checkpoint = checkpoint
         self.dtype = dtype
