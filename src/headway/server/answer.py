@@ -1,0 +1,156 @@
+"""From a checked job to an answer, streamed or whole: the part that both endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.server.context import Context, context
+from headway.server.errors import ApiError, as_api_error, json_response
+from headway.server.fields import Fields
+from headway.server.generate import Piece, generate
+from headway.server.identity import engine_id
+from headway.server.job import Asker, Job
+from headway.server.logprobs import Scored
+from headway.server.merge import cancel_all, merged
+from headway.server.prompts import PromptReader
+from headway.server.record import GenerationRecord
+from headway.server.sse import DONE, SseResponse, client_gone, event
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, complete."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    finish: str = "stop"
+    stop_reason: str | int | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Append the next piece."""
+        self.text.append(piece.text)
+        self.tokens.extend(piece.tokens)
+        self.scored.extend(piece.scored)
+        if piece.finish is not None:
+            self.finish, self.stop_reason = piece.finish, piece.stop_reason
+
+
+class Format(Protocol):
+    """How one endpoint words its answers. One object per request."""
+
+    job: Job
+
+    def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        """The stream's objects for one piece of choice `index`."""
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last object of a stream that reports usage."""
+
+    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+        """The whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What every object of an answer repeats."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def of(cls, prefix: str, request_id: str, model: str) -> Header:
+        """Stamped now."""
+        return cls(f"{prefix}-{request_id}", int(time.time()), model)
+
+    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """An object of the API around `choices`."""
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more
+        }  # fmt: skip
+
+
+Parser = Callable[[Fields, Asker, PromptReader], Job]
+MakeFormat = Callable[[Job, Context, str], Format]
+
+
+async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Response:
+    """Admit, parse, run, answer. Raises what the exception handlers turn into the error object."""
+    server = context(request)
+    request_id: str = request.scope["headway.id"]
+    with ExitStack() as held:
+        try:
+            held.enter_context(server.admitted())
+            job = await server.parse(request, parse)
+        except Exception as error:
+            server.metrics.rejected(as_api_error(error).status)
+            raise
+        records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
+        request.scope["headway.log"]["records"] = records
+        pieces = _run(server, job, request_id, records)
+        form = make_format(job, server, request_id)
+        if job.stream:
+            release = held.pop_all()
+            return SseResponse(_events(form, pieces, records), server.settings, release.close)
+        answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)))
+        return json_response(form.whole(answers, usage(job, records)))
+
+
+def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:
+    """Token counts over all choices."""
+    output = sum(record.output_tokens for record in records)
+    prompt = job.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _run(
+    server: Context, job: Job, request_id: str, records: Sequence[GenerationRecord]
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    return merged(
+        [
+            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record)
+            for prompt, record in zip(job.prompts, records, strict=True)
+        ]
+    )
+
+
+async def _events(
+    form: Format, pieces: AsyncGenerator[tuple[int, Piece], None], records: Sequence[GenerationRecord]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            yield b"".join(event(chunk) for chunk in form.chunks(index, piece))
+    if form.job.include_usage:
+        yield event(form.usage_chunk(usage(form.job, records)))
+    yield DONE
+
+
+async def _collect(pieces: AsyncGenerator[tuple[int, Piece], None], count: int) -> list[Answer]:
+    answers = [Answer() for _ in range(count)]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            answers[index].add(piece)
+    return answers
+
+
+async def _unless_client_leaves(request: Request, work: Any) -> list[Answer]:
+    """Run `work`; when the client leaves first, cancel it (which aborts in the engine)."""
+    task: asyncio.Task[list[Answer]] = asyncio.create_task(work)
+    watcher = asyncio.create_task(client_gone(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        request.scope["headway.log"]["client"] = "gone"
+        raise ApiError(499, "the client left")
+    finally:
+        await cancel_all([task, watcher])

@@ -1,0 +1,80 @@
+"""The application: endpoints, error handlers and lifespan, around one engine, one tokenizer and one set of settings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.core.errors import HeadwayError
+from headway.engine.protocol import EngineClient
+from headway.server import operations, tokens
+from headway.server.answer import answer
+from headway.server.body import BodyReader
+from headway.server.chat import ChatFormat, parse_chat
+from headway.server.completions import CompletionFormat, parse_completion
+from headway.server.context import Context
+from headway.server.errors import ApiError, as_api_error, error_response
+from headway.server.gate import Gate
+from headway.server.metrics import Metrics
+from headway.server.schema import body_schema
+from headway.server.settings import ServerSettings
+from headway.server.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None, openapi_extra=body_schema("completions"), summary="Continue text")
+async def completions(request: Request) -> Response:
+    """Text or token ids in, text (and token ids) out; streamed with `stream: true`."""
+    return await answer(request, parse_completion, CompletionFormat)
+
+
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=body_schema("chat"), summary="Answer a chat")
+async def chat_completions(request: Request) -> Response:
+    """Messages in, the assistant's next message out; streamed with `stream: true`."""
+    return await answer(request, parse_chat, ChatFormat)
+
+
+def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The ASGI application. Its lifespan starts the engine (if `settings.start_engine`) and closes it at the end.
+
+    An engine that cannot start makes the lifespan fail with its own ConfigError. The parts are in `app.state.headway`
+    (a `Context`), for `run.serve` and for tests.
+    """
+    served_as = settings.served_model_name[0] if settings.served_model_name else None
+    server = Context(engine, tokenizer, settings, BodyReader(settings), Metrics(engine, served_as))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            if settings.start_engine:
+                await engine.start()
+            yield
+        finally:
+            server.bodies.close()
+            await engine.close()
+
+    app = FastAPI(title="Headway", version=operations.package_version(), lifespan=lifespan)
+    app.state.headway = server
+    app.add_middleware(Gate, api_key=settings.api_key)
+    app.add_exception_handler(HeadwayError, _on_headway_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    for each in (router, operations.router, tokens.router):
+        app.include_router(each)
+    return app
+
+
+async def _on_headway_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in the same words as all other errors."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return error_response(ApiError(error.status_code, what, headers=dict(error.headers or {})))

@@ -1,0 +1,91 @@
+"""What every endpoint shares: one object per server, held in `app.state.headway`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from headway.core.errors import OverloadedError, UnavailableError
+from headway.engine.protocol import EngineClient, EngineInfo
+from headway.server.body import BodyReader
+from headway.server.fields import Fields
+from headway.server.job import Asker
+from headway.server.metrics import Metrics
+from headway.server.prompts import PromptReader
+from headway.server.settings import ServerSettings
+from headway.server.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Context:
+    """The server's parts. `in_flight` counts generation requests from acceptance to their last byte."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    settings: ServerSettings
+    bodies: BodyReader
+    metrics: Metrics
+    in_flight: int = 0
+    _reader: PromptReader | None = field(default=None)
+
+    def info(self) -> EngineInfo:
+        """The engine's description; raises UnavailableError unless it is ready to take requests."""
+        match self.engine.state:
+            case "ready":
+                return self.engine.info
+            case "draining":
+                raise UnavailableError("the server is finishing what it has and takes nothing new", 5.0)
+            case "lost":
+                raise UnavailableError("the engine is gone; the server must be restarted", 30.0)
+            case _:
+                raise UnavailableError("the engine is still starting", 5.0)
+
+    def models(self) -> tuple[str, ...]:
+        """The names this server answers to; the first is the one shown."""
+        return self.settings.served_model_name or (self.engine.info.model,)
+
+    def prompts(self, info: EngineInfo) -> PromptReader:
+        """Reads prompts for this engine's vocabulary."""
+        if self._reader is None:
+            self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts)
+        return self._reader
+
+    async def parse(self, request: Request, parse: Callable[[Fields, Asker, PromptReader], T]) -> T:
+        """Read the body and parse it, in a worker thread when it is large. 503 before a byte is read, if it must be."""
+        info = self.info()
+        reader = self.prompts(info)
+        models = self.models()
+
+        def work(body: bytearray) -> T:
+            asker = Asker(request.headers, time.monotonic(), info, self.settings, models)
+            return parse(Fields.parse(body), asker, reader)
+
+        return await self.bodies.parse(request, work)
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Held while a generation request is alive. Raises OverloadedError at the limits."""
+        settings = self.settings
+        if self.in_flight >= settings.max_concurrent_requests:
+            raise OverloadedError(f"{self.in_flight} requests are in flight (max_concurrent_requests); try again")
+        if settings.max_queued_requests and self.engine.stats.waiting >= settings.max_queued_requests:
+            raise OverloadedError(f"{self.engine.stats.waiting} requests wait (max_queued_requests); try again")
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+def context(request: Request) -> Context:
+    """The context of the server that answers `request`."""
+    found = request.app.state.headway
+    assert isinstance(found, Context)
+    return found

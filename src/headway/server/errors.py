@@ -1,0 +1,77 @@
+"""Errors as the OpenAI error object, and the one place that maps Headway's errors to HTTP.
+
+Shape: `{"error": {"message", "type", "param", "code"}}`, with `code` the HTTP status as an integer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headway.core.errors import HeadwayError, OverloadedError, RequestError, UnavailableError
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+class ApiError(HeadwayError):
+    """An answer other than 200. `headers` go out with it; `param` names the request's field at fault, if one is."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.headers = headers or {}
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Any exception as what the client may know of it. Unknown ones become a bare 500: their text stays in the log."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), error.param)
+        case OverloadedError():
+            return ApiError(429, str(error), headers=_retry_after(error.retry_after_s))
+        case UnavailableError():
+            return ApiError(503, str(error), headers=_retry_after(error.retry_after_s))
+        case HeadwayError():
+            return ApiError(500, str(error))
+        case _:
+            return ApiError(500, "internal error; the server's log has more under this request id")
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def error_object(error: ApiError) -> dict[str, Any]:
+    """The JSON object that clients expect, for a whole answer or for one event of a stream."""
+    kind = _TYPES.get(error.status, "InternalServerError" if error.status >= 500 else "BadRequestError")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole answer for a request that failed before its first byte was sent."""
+    return json_response(error_object(error), error.status, error.headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON by msgspec: as compact and as fast as it gets."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,0 +1,142 @@
+"""Reading the fields of a request body, one at a time, with errors that name the field and its limit.
+
+A body is decoded only one level deep at first (`dict[str, Raw]`): what nobody asks for is never built, and a prompt of
+a million token ids is decoded once, straight into integers. `null` counts as absent, as in the OpenAI API.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from headway.core.errors import RequestError
+
+_ENVELOPE = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder()
+_NEAREST_FIELD = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
+_POSITION = re.compile(r"\(byte (\d+)\)")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class Fields:
+    """The top-level fields of one JSON object."""
+
+    def __init__(self, raw: dict[str, msgspec.Raw]) -> None:
+        self._raw = raw
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Fields:
+        """Raises RequestError when the body is not one JSON object."""
+        try:
+            return cls(_ENVELOPE.decode(body))
+        except msgspec.ValidationError:
+            raise RequestError("the request body must be a JSON object") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _malformed(bytes(body), error, None) from None
+
+    def raw(self, name: str) -> msgspec.Raw | None:
+        """The undecoded bytes of a field; None when it is absent or null."""
+        value = self._raw.get(name)
+        return None if value is None or bytes(memoryview(value)[:4]) == b"null" else value
+
+    def get(self, name: str) -> Any:
+        """The decoded value, whatever it is; None when absent or null."""
+        raw = self.raw(name)
+        if raw is None:
+            return None
+        try:
+            return _ANY.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise _malformed(bytes(raw), error, name) from None
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise RequestError(f"'{name}' must be a string, not {kind(value)}", name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean; 0 and 1 are not."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise RequestError(f"'{name}' must be true or false, not {kind(value)}", name)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer in low..high, both inclusive."""
+        value = self.get(name)
+        return None if value is None else check_integer(value, name, low, high)
+
+    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
+        """A finite number in low..high; `above_low` leaves `low` itself out."""
+        value = self.get(name)
+        return None if value is None else check_number(value, name, low, high, above_low=above_low)
+
+    def refuse(self, name: str, allowed: Collection[object], why: str) -> None:
+        """Refuse a field whose feature does not exist here, unless its value asks for nothing anyway."""
+        value = self.get(name)
+        if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
+            raise RequestError(f"'{name}' is not supported: {why}", name)
+
+
+def check_integer(value: object, name: str, low: int, high: int) -> int:
+    """`value` as an integer in low..high, or RequestError that names `name`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"'{name}' must be an integer, not {kind(value)}", name)
+    if not low <= value <= high:
+        raise RequestError(f"'{name}' must lie in {low}..{high} (got {_short(value)})", name)
+    return value
+
+
+def check_number(value: object, name: str, low: float, high: float, *, above_low: bool = False) -> float:
+    """`value` as a finite float in low..high, or RequestError that names `name`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"'{name}' must be a number, not {kind(value)}", name)
+    if not low <= value <= high or (above_low and value == low) or math.isnan(value):
+        bounds = f"above {low:g} and at most {high:g}" if above_low else f"in {low:g}..{high:g}"
+        raise RequestError(f"'{name}' must be {bounds} (got {_short(value)})", name)
+    return float(value)
+
+
+def kind(value: object) -> str:
+    """A JSON value's type in JSON's own words, for messages."""
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+def _short(value: object) -> str:
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _malformed(data: bytes, error: Exception, name: str | None) -> RequestError:
+    """What is wrong with this JSON, near which field, in words that do not quote the prompt."""
+    place = _POSITION.search(str(error))
+    if name is None and place is not None:
+        before = _NEAREST_FIELD.findall(data, max(0, int(place[1]) - 200), int(place[1]) + 1)
+        name = before[-1].decode() if before else None
+    where = f" in or after '{name}'" if name else ""
+    if isinstance(error, RecursionError):
+        return RequestError(f"the request body is nested too deeply{where}", name)
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError(f"the text{where} is not valid UTF-8", name)
+    if "out of range" in str(error):
+        return RequestError(f"the number{where} is out of range", name)
+    if "truncated" in str(error) and _SURROGATE.search(data):
+        return RequestError(f"the text{where} holds half of a surrogate pair, which is not a character", name)
+    detail = f" at byte {place[1]}" if place is not None else ""
+    return RequestError(f"the request body is not valid JSON{where}{detail}", name)

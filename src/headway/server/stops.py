@@ -1,0 +1,69 @@
+"""Stop strings: find the first one in text that arrives in pieces, and never show a character of it.
+
+One Knuth-Morris-Pratt automaton a string, stepped once a character: how the text is cut into pieces cannot change
+what is shown. The match that *completes* first wins; of several that complete together, the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """State over one answer. Work per character is O(number of stop strings), memory O(the longest of them)."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include` shows the stop string itself at the end of the text."""
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._tables = [_failure_table(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self._include = include
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that is safe to show now. Once `matched` is set the answer is over and nothing more is shown."""
+        if not self._stops or self.matched is not None:
+            return text if self.matched is None else ""
+        whole = self._held + text
+        begin = len(self._held)
+        for place, char in enumerate(text, begin):
+            if self._step(char):
+                assert self.matched is not None
+                end = place + 1
+                self._held = ""
+                return whole[: end if self._include else end - len(self.matched)]
+        keep = len(whole) - max(self._states)
+        self._held = whole[keep:]
+        return whole[:keep]
+
+    def flush(self) -> str:
+        """At the end of the answer: a part of a stop string that never became whole is ordinary text."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _step(self, char: str) -> bool:
+        for which, stop in enumerate(self._stops):
+            state, table = self._states[which], self._tables[which]
+            while state and stop[state] != char:
+                state = table[state - 1]
+            if stop[state] == char:
+                state += 1
+            if state == len(stop):
+                self.matched = stop
+                return True
+            self._states[which] = state
+        return False
+
+
+def _failure_table(stop: str) -> list[int]:
+    """For each prefix, the length of its longest proper border."""
+    table = [0] * len(stop)
+    border = 0
+    for place in range(1, len(stop)):
+        while border and stop[border] != stop[place]:
+            border = table[border - 1]
+        if stop[border] == stop[place]:
+            border += 1
+        table[place] = border
+    return table
