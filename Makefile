@@ -1,0 +1,50 @@
+# Every target sets up what it needs in .venv. `make help` lists them.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long check format bench docs embedded clean
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP) ## make .venv with Headway and everything that its tests need
+
+demo: setup ## a long document and chats on one server: numbers, and a picture in out/
+	@$(BIN)/headway demo
+
+test: check ## checks, then all tests but the long ones (under 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist loadfile
+
+test-long: setup ## soaks and many-run chaos
+	@$(BIN)/python -m pytest -m long --timeout 1800
+
+check: setup ## lint, types, import layers
+	@$(BIN)/ruff check src tests scripts benchmarks
+	@$(BIN)/ruff format --check --quiet src tests scripts benchmarks
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup ## format the code
+	@$(BIN)/ruff check --fix --quiet src tests scripts benchmarks
+	@$(BIN)/ruff format src tests scripts benchmarks
+
+bench: setup ## the figures that the README states, on this machine (about 10 minutes)
+	@$(BIN)/python -m benchmarks.run
+
+docs: setup ## regenerate the figures that README and docs show
+	@$(BIN)/python scripts/make_figures.py
+
+embedded: setup ## make the embedded model again
+	@$(BIN)/python scripts/make_embedded_model.py
+
+clean: ## remove what was built
+	@rm -rf $(VENV) build dist out *.egg-info src/*.egg-info

@@ -1,0 +1,1 @@
+"""The command line. Every command is imported only when it is asked for."""

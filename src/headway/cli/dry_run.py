@@ -1,0 +1,37 @@
+"""`headway serve --dry-run`: what fits in memory, and what chunks and times to expect, before anything is served."""
+
+from __future__ import annotations
+
+from headway.cli.assemble import assemble
+from headway.engine.config import EngineConfig
+from headway.core.clock import ManualClock
+from headway.hardware.memory import available_bytes, gib
+from headway.latency.base import MAX_CHUNK, Load, solve_tokens
+
+
+def report(config: EngineConfig) -> str:
+    """Loads the model, measures for a moment, and says so in lines. Raises ConfigError like `serve` would."""
+    core = assemble(config, ManualClock())
+    info, scheduler = core.info, core.scheduler
+    budget = scheduler.config.t_target_s
+    lines = [
+        f"model                {info.model}",
+        f"architecture         {info.architecture}, {info.parameters / 1e6:.1f} M parameters, {info.dtype} on {info.device}",
+        f"weights              {gib(info.weights_bytes)}",
+        f"KV cache             {gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens "
+        f"({info.kv_bytes // info.kv_tokens_total:,} bytes a token), in blocks of {info.kv_block_tokens}",
+        f"memory available     {gib(available_bytes())}",
+        f"longest context      {info.max_model_len:,} tokens, output included",
+        f"policy               {info.policy}, {info.chunking} chunks, {info.mode} mode, "
+        f"iterations of at most {budget * 1e3:.0f} ms",
+        "",
+        "context so far   next chunk   prompt of this length takes, alone",
+    ]
+    past = 0
+    while past < info.max_model_len:
+        chunk, _ = solve_tokens(scheduler.latency, Load(), past, MAX_CHUNK, budget)
+        chunk = max(chunk, scheduler.config.min_chunk)
+        alone = scheduler.prefill_times.total_s(past)
+        lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")
+        past = max(1024, past * 4)
+    return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""`headway`: the one command. Each subcommand's modules are imported only when it is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from headway import __version__
+from headway.core.errors import HeadwayError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("headway.cli.serve", "serve a model to OpenAI clients"),
+    "bench": ("headway.bench.command", "load an OpenAI endpoint and measure it; `bench convoy` compares policies"),
+    "demo": ("headway.bench.demo", "a long document and chats on one server, in numbers and a picture"),
+    "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors that a user can mend are one line, not a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="headway", description=__doc__ and "Long-context LLM serving.")
+    parser.add_argument("--version", action="version", version=f"headway {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    run: Callable[[argparse.Namespace], int] | None = None
+    for name, (module_name, text) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            module = import_module(module_name)
+            module.add_arguments(sub)
+            run = module.run
+    arguments = parser.parse_args(words)
+    assert run is not None
+    try:
+        return run(arguments)
+    except HeadwayError as error:
+        print(f"headway: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

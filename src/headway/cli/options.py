@@ -1,0 +1,118 @@
+"""Where a setting comes from: flag > environment > `--config file.yaml` > default. One table makes all of them.
+
+An option's name is its key in the YAML file; the flag is the name with dashes and the environment variable is
+HEADWAY_ and the name in capitals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting. `parse` takes the text of a flag, or the value of a YAML key, and may raise ConfigError."""
+
+    name: str
+    parse: Callable[[Any], Any]
+    default: Any
+    help: str
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return f"HEADWAY_{self.name.upper()}"
+
+
+def boolean(value: Any) -> bool:
+    """true/false, yes/no, on/off, 1/0."""
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{value!r} is neither true nor false")
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """One flag an option. Values stay text until `resolve`."""
+    for option in options:
+        default = "none" if option.default in (None, ()) else option.default
+        text = f"{option.help} (default: {default})".replace("%", "%%")
+        extra: dict[str, Any] = {"metavar": option.metavar or option.name.rsplit("_", 1)[-1].upper()}
+        if option.parse is boolean:
+            extra |= {"nargs": "?", "const": "true"}
+        parser.add_argument(option.flag, *option.aliases, dest=option.name, default=argparse.SUPPRESS, help=text, **extra)
+
+
+def resolve(
+    options: Sequence[Option], arguments: argparse.Namespace, environment: Mapping[str, str], config: str | None
+) -> tuple[dict[str, Any], set[str]]:
+    """Every option's value, and the names of those that somebody gave. Raises ConfigError that names the option, where its value came from, and what is wrong."""
+    file = read_yaml(config) if config else {}
+    known = {option.name for option in options}
+    for key in file:
+        if key.replace("-", "_") not in known:
+            close = ", ".join(sorted(name for name in known if name[:3] == key[:3])) or ", ".join(sorted(known))
+            raise ConfigError(f"{config}: unknown setting {key!r}; did you mean one of: {close}?")
+    file = {key.replace("-", "_"): value for key, value in file.items()}
+    values: dict[str, Any] = {}
+    given: set[str] = set()
+    for option in options:
+        source, value = "default", option.default
+        if hasattr(arguments, option.name):
+            source, value = option.flag, getattr(arguments, option.name)
+        elif option.variable in environment:
+            source, value = option.variable, environment[option.variable]
+        elif file.get(option.name) is not None:
+            source, value = f"{config}: {option.name}", file[option.name]
+        if source != "default":
+            given.add(option.name)
+            try:
+                value = option.parse(value)
+            except (ConfigError, ValueError, TypeError) as error:
+                raise ConfigError(f"{source}: {error}") from error
+        values[option.name] = value
+    return values, given
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """A flat mapping of settings; raises ConfigError otherwise."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{path} must be a mapping of settings, such as 'port: 8000'")
+    return data
+
+
+def print_config(values: Mapping[str, Any]) -> str:
+    """The resolved settings as a YAML file that `--config` takes. Keys are never printed in clear."""
+    import yaml
+
+    shown = {name: ("***" if name == "api_key" and value else value) for name, value in values.items() if value is not None}
+    return str(yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in shown.items()}, sort_keys=True))
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment."""
+    return os.environ

@@ -1,0 +1,55 @@
+"""`headway profile [MODEL]`: measure how long this model takes on this machine, and keep the result for `serve`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from headway.cli import serve_options
+from headway.cli.options import add_options, environment, resolve
+from headway.cli.serve import model_folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
+    parser.add_argument("--budget", type=float, default=25.0, metavar="SECONDS", help="measure for about so long (default: 25)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)")
+    add_options(parser, [o for o in serve_options.ENGINE_OPTIONS if o.name not in ("event_log", "latency_profile")])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = serve_options.ENGINE_OPTIONS
+    values, _ = resolve(options, arguments, environment(), None)
+    model = model_folder(arguments.model)
+    from headway.cli.assemble import build_worker, profile_mark
+    from headway.engine.config import EngineConfig
+    from headway.latency import store
+    from headway.worker import profiling
+
+    config = EngineConfig(
+        model=model,
+        dtype=values["dtype"],
+        max_model_len=values["max_model_len"],
+        kv_cache_bytes=values["kv_cache_memory"],
+        block_size=values["block_size"],
+        threads=values["threads"],
+    )
+    worker = build_worker(config)
+    mark = profile_mark(worker)
+    started = time.perf_counter()
+    source = profiling.profile(worker, profiling.FULL, arguments.budget, mark, f"measured in {arguments.budget:.0f} s")
+    path = arguments.out or store.default_path(mark)
+    store.save(source, path)
+    print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
+    print("rows        seconds  (matrix products and all else that goes by rows)")
+    for rows, seconds in source.tokens[1:]:
+        print(f"{rows:>6}   {seconds:>10.5f}")
+    print("chunk    attention of its own   per 1,000 tokens of history")
+    for chunk, own, per_past in source.chunks[1:]:
+        print(f"{chunk:>6}   {own:>18.5f}   {per_past * 1000:>10.6f}")
+    fixed, per_request, per_token = source.decode
+    print(f"decodes: {fixed * 1e3:.3f} ms + {per_request * 1e6:.1f} us a request + {per_token * 1e9:.2f} ns a KV token")
+    print(f"histories up to {source.validated_past:,} tokens were measured; beyond that the line goes on, unvalidated")
+    print(f"written to {path}")
+    return 0

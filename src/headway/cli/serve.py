@@ -1,0 +1,70 @@
+"""`headway serve [MODEL]`: an OpenAI-compatible server; the embedded model when none is named."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headway.cli import serve_options
+from headway.cli.options import Option, add_options, environment, print_config, resolve
+from headway.core.errors import ConfigError
+
+
+def _options() -> tuple[Option, ...]:
+    return (*serve_options.ENGINE_OPTIONS, *serve_options.scheduler_options(), *serve_options.server_options())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it")
+    parser.add_argument("--print-config", action="store_true", help="print the settings that result, as YAML, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="load, print what fits and the chunks to expect, and exit")
+    parser.add_argument(
+        "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
+    )
+    add_options(parser, _options())
+
+
+def model_folder(named: str | None) -> str:
+    """The checkpoint to serve; raises ConfigError when there is no such folder."""
+    if named is None:
+        from headway.embedded import model_path
+
+        return str(model_path())
+    if not Path(named).is_dir():
+        raise ConfigError(f"{named} is not a folder: give the folder of a Hugging Face checkpoint (config.json, *.safetensors)")
+    return named
+
+
+def run(arguments: argparse.Namespace) -> int:
+    values, given = resolve(_options(), arguments, environment(), arguments.config)
+    if arguments.print_config:
+        print(print_config(values), end="")
+        return 0
+    model = model_folder(arguments.model)
+    settings = serve_options.server_settings(values)
+    config = serve_options.engine_config(model, values, given)
+    if arguments.dry_run:
+        from headway.cli.dry_run import report
+
+        print(report(config))
+        return 0
+    from headway.server.binding import check_binding
+
+    check_binding(settings.host, settings.api_key, arguments.allow_public)
+
+    from headway.engine.client import ProcessEngineClient
+
+    client = ProcessEngineClient(config)  # the engine loads while this process imports the server
+    try:
+        from headway.server.app import create_app
+        from headway.server.run import serve
+        from headway.server.tokenizer import Tokenizer
+
+        app = create_app(client, Tokenizer.load(Path(model)), settings)
+        started = serve(app, settings, force_binding=arguments.allow_public)
+    finally:
+        client.end()
+    if client.failure is not None:
+        raise ConfigError(client.failure)
+    return 0 if started else 1

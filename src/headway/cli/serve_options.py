@@ -1,0 +1,115 @@
+"""All settings of `headway serve`, in vLLM's spelling where vLLM has them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from headway.cli.options import Option, boolean
+from headway.cli.units import size, tokens
+from headway.engine.config import EngineConfig
+from headway.scheduling.config import SchedulerConfig
+from headway.server.settings import ServerSettings
+
+
+def _text(value: Any) -> str:
+    return str(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(value) if isinstance(value, list) else tuple(str(value).split(","))
+
+
+ENGINE_OPTIONS = (
+    Option("dtype", _text, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
+    Option("device", _text, "auto", "where to compute: auto or cpu"),
+    Option("max_model_len", tokens, None, "longest prompt plus output, in tokens; 128k and 1M are understood", metavar="LEN"),
+    Option("kv_cache_memory", size, None, "memory for keys and values, e.g. 4G; default: half of what is free", metavar="SIZE"),
+    Option("block_size", int, 64, "tokens in a KV block", metavar="TOKENS"),
+    Option("threads", int, None, "threads that compute; default: torch's choice", metavar="N"),
+    Option("max_queued_requests", int, 1024, "requests that may wait before new ones get 429", metavar="N"),
+    Option("latency_profile", _text, "auto", "auto (cached, else quick), quick, or a file of `headway profile`", metavar="FILE"),
+    Option("event_log", _text, None, "write what the scheduler saw and decided to this JSON-lines file", metavar="FILE"),
+)
+
+_SCHEDULER_FLAGS = {
+    "policy": "scheduling_policy",
+    "t_target_s": "t_target_ms",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+}
+_SCHEDULER_HIDDEN = {"stages", "pipeline_schedule"}
+_SERVER_HIDDEN = {"start_engine", "max_n", "max_queued_requests"}
+
+
+def scheduler_options() -> tuple[Option, ...]:
+    """One option for each field of `SchedulerConfig`; its mode's value where none is given."""
+    options = []
+    for field in fields(SchedulerConfig):
+        if field.name in _SCHEDULER_HIDDEN:
+            continue
+        name = _SCHEDULER_FLAGS.get(field.name, field.name)
+        parse: Any = _kind(field.default)
+        text = field.metadata["help"]
+        if field.name == "t_target_s":
+            parse, text = _milliseconds, text.replace("seconds", "milliseconds")
+        default = 55 if field.name == "t_target_s" else field.default
+        options.append(Option(name, parse, default, text))
+    return tuple(options)
+
+
+def server_options() -> tuple[Option, ...]:
+    """One option for each public field of `ServerSettings`."""
+    options = []
+    for field in fields(ServerSettings):
+        if field.name in _SERVER_HIDDEN:
+            continue
+        default = None if field.default is MISSING else field.default
+        parse: Any = size if field.name.endswith("_bytes") else _kind(default)
+        if field.name in ("request_timeout_s",):
+            parse = float
+        if field.name == "served_model_name":
+            parse = _names
+        text = str(field.metadata["help"]).rstrip(".")
+        options.append(Option(field.name, parse, default, text[0].lower() + text[1:]))
+    return tuple(options)
+
+
+def _kind(default: Any) -> Any:
+    if isinstance(default, bool) or default is None:
+        return boolean if isinstance(default, bool) else _text
+    return type(default) if isinstance(default, int | float) else _text
+
+
+def _milliseconds(value: Any) -> float:
+    return float(value) / 1000.0
+
+
+def engine_config(model: str, values: dict[str, Any], given: set[str]) -> EngineConfig:
+    """From resolved options; `given` names those that did not come from a default."""
+    scheduler = {}
+    for field in fields(SchedulerConfig):
+        name = _SCHEDULER_FLAGS.get(field.name, field.name)
+        if name in given and field.name != "mode":
+            scheduler[field.name] = boolean(values[name]) if field.name == "space_sharing" else values[name]
+    SchedulerConfig.named(values["mode"], **scheduler)
+    return EngineConfig(
+        model=model,
+        dtype=values["dtype"],
+        device=values["device"],
+        max_model_len=values["max_model_len"],
+        kv_cache_bytes=values["kv_cache_memory"],
+        block_size=values["block_size"],
+        threads=values["threads"],
+        max_queued_requests=values["max_queued_requests"],
+        mode=values["mode"],
+        scheduler=scheduler,
+        latency_profile=values["latency_profile"],
+        event_log=values["event_log"],
+    )
+
+
+def server_settings(values: dict[str, Any]) -> ServerSettings:
+    """From resolved options."""
+    names = {field.name for field in fields(ServerSettings)} - _SERVER_HIDDEN
+    return ServerSettings(**{name: values[name] for name in names})

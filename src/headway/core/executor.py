@@ -1,0 +1,48 @@
+"""The seam between deciding and computing: what the engine's loop asks of whoever runs the model.
+
+Plans carry deltas only. A prompt is handed over once (`admit`); after that an executor knows a request by its id,
+keeps its tokens, and replays the KV operations of each batch on its own copy of the block tables. Who should not call
+this: policies and servers. Test double: `tests/engine/fake_executor.py`. The simulator has its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from headway.core.batch import Batch
+from headway.core.sampling import SamplingParams, TokenLogprobs
+
+
+class Emitted(NamedTuple):
+    """The token that an iteration drew for a request."""
+
+    request: str
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class StepResult(NamedTuple):
+    """A batch has been carried out in `elapsed_s` seconds. One entry for each decode and each finished prompt."""
+
+    batch_id: int
+    emitted: list[Emitted]
+    elapsed_s: float
+
+
+class Executor(Protocol):
+    """Carries out batches in the order in which they are submitted."""
+
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
+        """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch."""
+
+    def submit(self, batch: Batch) -> None:
+        """Begin a batch. Requests that its `kv_ops` free and that are `forget`-ed need no further care."""
+
+    def result(self, timeout_s: float | None) -> StepResult | None:
+        """The next finished batch, in order; None when none finished within `timeout_s`."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended; its tokens may be dropped once batches in flight are done."""
+
+    def close(self) -> None:
+        """Free everything. Called once."""

@@ -1,0 +1,37 @@
+"""What an engine process is started with. Filled from the command line, sent to the process as JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from headway.core.errors import ConfigError
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's."""
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    block_size: int = 64
+    threads: int | None = None
+    max_queued_requests: int = 1024
+    mode: Literal["default", "paper"] = "default"
+    scheduler: dict[str, Any] = {}
+    latency_profile: str = "auto"
+    event_log: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_cache_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {value}")
+        if not 1 <= self.block_size <= 65536:
+            raise ConfigError(f"block-size must be between 1 and 65536 tokens, not {self.block_size}")
+        if self.max_queued_requests < 1:
+            raise ConfigError(f"max-queued-requests must be at least 1, not {self.max_queued_requests}")

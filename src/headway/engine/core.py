@@ -1,0 +1,235 @@
+"""The engine's loop body: schedule → execute → update, in the time of whoever calls `step`.
+
+Knows requests as ids and tokens as numbers; decides when a request has ended (end token, stop token, length,
+time-out); never blocks on a client. No torch, no sockets, no clock of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+
+from headway.core.batch import Batch, Progress
+from headway.core.clock import Clock
+from headway.core.errors import OverloadedError, RequestError, UnavailableError
+from headway.core.request import Request
+from headway.core.sampling import SamplingParams
+from headway.core.span import Span
+from headway.core.executor import Emitted, Executor
+from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
+from headway.scheduling.scheduler import Scheduler
+
+
+class _Live:
+    """A request inside the engine."""
+
+    __slots__ = ("emitted", "first_scheduled_s", "params", "stops", "submit")
+
+    def __init__(self, submit: Submit, eos: tuple[int, ...]) -> None:
+        self.submit = submit
+        self.params: SamplingParams = submit.params
+        self.stops = frozenset(submit.params.stop_token_ids) | (frozenset() if submit.params.ignore_eos else frozenset(eos))
+        self.emitted = 0
+        self.first_scheduled_s: float | None = None
+
+
+Log = Callable[[str, dict[str, object]], None]
+
+
+class EngineCore:
+    """One engine over one scheduler and one executor. Single-threaded."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, info: EngineInfo, log: Log | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.info = info
+        self.draining = False
+        self._clock = clock
+        self._log = log
+        self._live: dict[str, _Live] = {}
+        self._timeouts: list[tuple[float, str]] = []
+        self._batches: dict[int, tuple[Batch, float]] = {}
+        self._stats: dict[str, int | float] = {}
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self._batches
+
+    # -- arrivals -----------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, prompt: memoryview) -> Delta | None:
+        """Take on a request, or return the delta that refuses it and says why."""
+        now = self._clock.now()
+        try:
+            self._admit(submit, prompt, now)
+        except (RequestError, OverloadedError, UnavailableError) as error:
+            kind = {OverloadedError: "overloaded", UnavailableError: "unavailable"}.get(type(error))
+            param = kind or getattr(error, "param", None)
+            return Delta(id=submit.id, finish="error", error=str(error), param=param, emitted_s=now)
+        return None
+
+    def _admit(self, submit: Submit, prompt: memoryview, now: float) -> None:
+        if self.draining:
+            raise UnavailableError("the server is shutting down and takes no new requests")
+        if self.scheduler.waiting >= self.info.max_queued_requests:
+            raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
+        if submit.id in self._live:
+            raise RequestError(f"request id {submit.id!r} is in use", "id")
+        ids = np.frombuffer(prompt, dtype=np.int32)
+        if ids.size == 0 or ids.size != submit.prompt_tokens:
+            raise RequestError(f"the prompt frame holds {ids.size} tokens, not {submit.prompt_tokens}", "prompt")
+        if ids.size + 1 > self.info.max_model_len:
+            raise RequestError(
+                f"the prompt has {ids.size} tokens; this model serves at most {self.info.max_model_len} tokens, "
+                "output included",
+                "prompt",
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
+            raise RequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}", "prompt")
+        request = Request(
+            id=submit.id,
+            arrival_s=submit.received_s,
+            prompt_tokens=int(ids.size),
+            max_output_tokens=min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)),
+            slo=submit.slo,
+            priority=submit.priority,
+        )
+        self.scheduler.add(Span.whole(request), now)
+        self.executor.admit(submit.id, prompt, submit.params)
+        self._live[submit.id] = _Live(submit, self.info.eos_token_ids)
+        if submit.timeout_s is not None:
+            heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id))
+        self._note("add", request=submit.id, at_s=now, arrival_s=submit.received_s, prompt=ids.size)
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Delta | None:
+        """Drop a request at the next chunk edge. None when it has ended already."""
+        if self._live.pop(request_id, None) is None:
+            return None
+        now = self._clock.now()
+        if self.scheduler.abort(request_id, now):
+            self.executor.forget(request_id)
+        self._note("abort", request=request_id, at_s=now)
+        return Delta(id=request_id, finish=reason, emitted_s=now)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def step(self, wait_s: float | None = None) -> list[Delta]:
+        """Schedule what fits, execute, update. Returns what clients should hear; empty when there was nothing to do.
+
+        `wait_s` bounds the wait for an executor with several batches in flight (None: until a batch is done).
+        """
+        deltas = self._expire()
+        while True:
+            now = self._clock.now()
+            batch = self.scheduler.schedule(now)
+            if batch is None:
+                break
+            self._batches[batch.id] = (batch, now)
+            self._count("schedule_s_total", self._clock.now() - now)
+            self.executor.submit(batch)
+        if not self._batches:
+            return deltas
+        result = self.executor.result(wait_s)
+        if result is None:
+            return deltas
+        batch, submitted_s = self._batches.pop(result.batch_id)
+        now = self._clock.now()
+        progress: list[Progress] = []
+        for emitted in result.emitted:
+            deltas.extend(self._emit(emitted, now, submitted_s, progress))
+        for event in self.scheduler.complete(batch.id, progress, now, result.elapsed_s):
+            if event.kind == "started" and event.request in self._live:
+                self._live[event.request].first_scheduled_s = submitted_s
+            elif event.kind in ("finished", "aborted"):
+                self.executor.forget(event.request)
+            elif event.kind == "preempted":
+                self._count("preemptions_total", 1)
+                self._count("recomputed_tokens_total", event.tokens)
+        self._account(batch, result.elapsed_s, now)
+        return deltas
+
+    def _emit(self, emitted: Emitted, now: float, submitted_s: float, progress: list[Progress]) -> list[Delta]:
+        live = self._live.get(emitted.request)
+        if live is None:  # aborted while in flight
+            progress.append(Progress(emitted.request, 0, True))
+            return []
+        if live.first_scheduled_s is None:
+            live.first_scheduled_s = submitted_s
+        stop = emitted.token in live.stops and live.emitted >= live.params.min_tokens
+        live.emitted += 0 if stop else 1
+        room = self.info.max_model_len - live.submit.prompt_tokens
+        finish: FinishReason | None = None
+        if stop:
+            finish = "stop"
+        elif live.emitted >= min(live.params.max_tokens, room):
+            finish = "length"
+        progress.append(Progress(emitted.request, 1, finish is not None))
+        if finish is not None:
+            del self._live[emitted.request]
+        logprobs = None if emitted.logprobs is None else (emitted.logprobs,)
+        return [
+            Delta(
+                id=emitted.request,
+                tokens=() if stop else (emitted.token,),
+                logprobs=() if stop and logprobs is not None else logprobs,
+                finish=finish,
+                stop_token=emitted.token if stop else None,
+                emitted_s=now,
+                first_scheduled_s=live.first_scheduled_s if live.emitted + stop == 1 else None,
+            )
+        ]
+
+    def _expire(self) -> list[Delta]:
+        deltas = []
+        now = self._clock.now()
+        while self._timeouts and self._timeouts[0][0] <= now:
+            _, request_id = heapq.heappop(self._timeouts)
+            delta = self.abort(request_id, "timeout")
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    # -- counters -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+        return EngineStats(
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            kv_tokens_used=self.scheduler.ledger.used_tokens,
+            kv_tokens_total=self.scheduler.ledger.total_tokens,
+            **self._stats,  # type: ignore[arg-type]
+        )
+
+    def _account(self, batch: Batch, elapsed_s: float, now: float) -> None:
+        part = batch.parts[0]
+        prefill = sum(chunk.tokens for chunk in part.prefills)
+        self._count("prefill_tokens_total", prefill)
+        self._count("decode_tokens_total", part.decodes.count)
+        self._count("iterations_total", 1)
+        self._count("busy_s_total", elapsed_s)
+        self._count("predicted_s_total", batch.predicted_s)
+        self._stats["last_chunk_tokens"] = prefill
+        self._stats["last_iteration_s"] = elapsed_s
+        if self._log is not None:
+            self._note(
+                "batch",
+                id=batch.id,
+                at_s=now,
+                elapsed_s=elapsed_s,
+                predicted_s=batch.predicted_s,
+                decodes=part.decodes.count,
+                kv_sum=part.decodes.kv_sum,
+                chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills],
+            )
+
+    def _count(self, name: str, amount: float) -> None:
+        self._stats[name] = self._stats.get(name, 0) + amount
+
+    def _note(self, kind: str, **fields: object) -> None:
+        if self._log is not None:
+            self._log(kind, fields)

@@ -1,0 +1,91 @@
+"""The engine process's outer loop: messages in, steps, messages out, over one ZeroMQ socket.
+
+While there is work, the socket is drained between iterations and never waited for; when idle, the process sleeps in
+poll(). Messages that arrive during an iteration wait in ZeroMQ's own buffers, so that a client can't slow a step down.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable
+
+import msgspec
+import zmq
+
+from headway.core.clock import Clock
+from headway.engine.core import EngineCore
+from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit
+
+_STATS_EVERY_S = 0.1
+_IDLE_POLL_MS = 500
+
+_decoder = msgspec.msgpack.Decoder(Submit | Abort | Drain)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class EngineService:
+    """Speaks for one engine at `endpoint` until told to drain, or until its parent process is gone."""
+
+    def __init__(self, endpoint: str, clock: Clock) -> None:
+        self._clock = clock
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(endpoint)
+        self._parent = os.getppid()
+        self._stats_sent_s = 0.0
+
+    def fail(self, error: str) -> None:
+        """The engine cannot start, or go on."""
+        self._send(Fatal(error))
+
+    def run(self, core: EngineCore) -> None:
+        """Announce readiness and serve until drained."""
+        self._send(core.info)
+        gc.collect()
+        gc.freeze()  # the model is here to stay: collections need not walk it
+        was_idle = False
+        while os.getppid() == self._parent:
+            refused = self._receive(core, wait=core.idle)
+            deltas = [*refused, *core.step()]
+            if core.idle and not was_idle:
+                core.scheduler.check()
+            now = self._clock.now()
+            due = now - self._stats_sent_s >= _STATS_EVERY_S or (core.idle and not was_idle)
+            was_idle = core.idle
+            if deltas or due:
+                stats = core.stats() if due else None
+                self._stats_sent_s = now if due else self._stats_sent_s
+                self._send(Outputs(deltas=tuple(deltas), stats=stats))
+            if core.draining and core.idle:
+                break
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self, core: EngineCore, wait: bool) -> Iterable[Delta]:
+        deltas = []
+        if wait and not core.draining:
+            self._socket.poll(_IDLE_POLL_MS)
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return deltas
+            message = _decoder.decode(frames[0].buffer)
+            delta: Delta | None = None
+            if isinstance(message, Submit):
+                delta = core.submit(message, memoryview(frames[1].buffer))
+            elif isinstance(message, Abort):
+                core.abort(message.id)
+            else:
+                core.draining = True
+            if delta is not None:
+                deltas.append(delta)
+
+    def _send(self, message: EngineInfo | Outputs | Fatal) -> None:
+        self._socket.send(_encoder.encode(message))

@@ -1,0 +1,36 @@
+"""The executor of a single process: runs each batch at once, in the caller's thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from headway.core.batch import Batch
+from headway.core.sampling import SamplingParams
+from headway.core.executor import StepResult
+from headway.worker.worker import Worker
+
+
+class LocalExecutor:
+    """`Executor` over one `Worker`. `submit` blocks for the iteration; `result` never does."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._done: deque[StepResult] = deque()
+
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
+        self.worker.admit(request_id, prompt, params)
+
+    def submit(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        emitted = self.worker.execute(batch)
+        self._done.append(StepResult(batch.id, emitted, time.perf_counter() - started))
+
+    def result(self, timeout_s: float | None) -> StepResult | None:
+        return self._done.popleft() if self._done else None
+
+    def forget(self, request_id: str) -> None:
+        self.worker.forget(request_id)
+
+    def close(self) -> None:
+        """Memory goes with the process."""
