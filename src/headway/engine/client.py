@@ -117,7 +117,7 @@ class ProcessEngineClient:
                 yield delta
         finally:
             self._streams.pop(submit.id, None)
-            if not finished and self._state != "lost":
+            if not finished and self.state != "lost":
                 self._socket.send(_encoder.encode(Abort(submit.id)))
 
     async def drain(self) -> None:

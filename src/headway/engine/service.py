@@ -68,7 +68,7 @@ class EngineService:
         self._context.term()
 
     def _receive(self, core: EngineCore, wait: bool) -> Iterable[Delta]:
-        deltas = []
+        deltas: list[Delta] = []
         if wait and not core.draining:
             self._socket.poll(_IDLE_POLL_MS)
         while True:

@@ -85,4 +85,4 @@ def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: in
         dense[beyond] = y[-1] + (grid[beyond] - x[-1]) * max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
     else:
         dense[beyond] = y[-1] * (grid[beyond] / x[-1]) ** power
-    return np.maximum(dense, 0.0)
+    return np.asarray(np.maximum(dense, 0.0), dtype=np.float64)

@@ -49,7 +49,7 @@ def profile(worker: Worker, grid: Grid, budget_s: float, fingerprint: str, prove
     longest = 0
     share = deadline - 0.55 * budget_s
     for c in grid.chunks:
-        points = []
+        points: list[tuple[int, float]] = []
         for past in grid.pasts:
             if past + c > slots or (len(points) >= 2 and time.perf_counter() > share):
                 break
@@ -65,7 +65,7 @@ def profile(worker: Worker, grid: Grid, budget_s: float, fingerprint: str, prove
     for n, past in grid.decodes:
         if n * (past + 1) <= slots and (len(decodes) < 2 or time.perf_counter() < deadline - 0.4 * budget_s):
             decodes.append((n, n * (past + 1), measure.decodes(n, past)))
-    rows = []
+    rows: list[tuple[int, float]] = []
     for t in grid.rows:
         if t > slots or (len(rows) >= 2 and time.perf_counter() > deadline):
             break
