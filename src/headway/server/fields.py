@@ -17,9 +17,9 @@ from headway.core.errors import RequestError
 
 _ENVELOPE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
-_NEAREST_FIELD = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
+_FIELD_NAME = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 _POSITION = re.compile(r"\(byte (\d+)\)")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 class Fields:
@@ -125,18 +125,28 @@ def _short(value: object) -> str:
 
 def _malformed(data: bytes, error: Exception, name: str | None) -> RequestError:
     """What is wrong with this JSON, near which field, in words that do not quote the prompt."""
-    place = _POSITION.search(str(error))
-    if name is None and place is not None:
-        before = _NEAREST_FIELD.findall(data, max(0, int(place[1]) - 200), int(place[1]) + 1)
-        name = before[-1].decode() if before else None
-    where = f" in or after '{name}'" if name else ""
     if isinstance(error, RecursionError):
-        return RequestError(f"the request body is nested too deeply{where}", name)
+        return RequestError("the request body is nested too deeply" + (f" in '{name}'" if name else ""), name)
+    truncated = "truncated" in str(error)
+    surrogate = _LONE_SURROGATE.search(data) if truncated else None
+    place = _POSITION.search(str(error))
+    position = surrogate.start() if surrogate else int(place[1]) if place else len(data) if truncated else 0
+    if name is None:
+        name = _field_before(data, position)
+    where = f" in or after '{name}'" if name else ""
     if isinstance(error, UnicodeDecodeError):
         return RequestError(f"the text{where} is not valid UTF-8", name)
+    if surrogate:
+        return RequestError(f"the text{where} holds half of a surrogate pair, which is not a character", name)
     if "out of range" in str(error):
         return RequestError(f"the number{where} is out of range", name)
-    if "truncated" in str(error) and _SURROGATE.search(data):
-        return RequestError(f"the text{where} holds half of a surrogate pair, which is not a character", name)
-    detail = f" at byte {place[1]}" if place is not None else ""
+    detail = ": it ends too early" if truncated else f" at byte {place[1]}" if place is not None else ""
     return RequestError(f"the request body is not valid JSON{where}{detail}", name)
+
+
+def _field_before(data: bytes, position: int) -> str | None:
+    """The last `"name":` up to `position`. Inside strings quotes are escaped, so text cannot look like a name."""
+    found = None
+    for found in _FIELD_NAME.finditer(data, 0, position + 1):
+        pass
+    return found[1].decode() if found is not None else None

@@ -106,7 +106,7 @@ class Tokenizer:
         """The chat template applied. Raises RequestError when the model has no template or no tokenizer."""
         if self._template is None:
             what = "chat template" if self.has_text else "tokenizer"
-            raise RequestError(f"this model has no {what}: use /v1/completions", "messages")
+            raise RequestError(f"'messages' cannot be used: this model has no {what}; use /v1/completions", "messages")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
 

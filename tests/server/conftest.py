@@ -1,0 +1,130 @@
+"""A tiny byte-level tokenizer, a fake engine, a client on the application, and a real server on loopback."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_engine import FakeEngine
+
+from headway.server.app import create_app
+from headway.server.run import Server
+from headway.server.settings import ServerSettings
+from headway.server.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' and loop.first %}"
+    "{{ raise_exception('the first message must not be the assistant\\'s') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "[user] [assistant] [system]"] * 4
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """<s> is 0, </s> is 1, the 256 bytes follow, then some merges; completions get <s> in front."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "not this one"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Text to token ids without special tokens."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def application(engine: FakeEngine, tokenizer: Tokenizer) -> Callable[..., Any]:
+    """The application as an async context; keywords are settings."""
+
+    @asynccontextmanager
+    async def made(tokens: Tokenizer | None = None, **settings: Any) -> AsyncIterator[Any]:
+        app = create_app(engine, tokens or tokenizer, ServerSettings(**settings))
+        async with app.router.lifespan_context(app):
+            yield app
+
+    return made
+
+
+@pytest.fixture
+def connect(application: Callable[..., Any]) -> Connect:
+    """A client that talks to the application without a socket; keywords are settings."""
+
+    @asynccontextmanager
+    async def made(tokens: Tokenizer | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+        async with application(tokens, **settings) as app:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                yield client
+
+    return made
+
+
+@pytest.fixture
+def live(tokenizer: Tokenizer) -> Callable[..., Any]:
+    """A uvicorn server in a thread; yields its address."""
+
+    @contextmanager
+    def made(engine: FakeEngine, **settings: Any) -> Iterator[str]:
+        chosen = ServerSettings(port=0, **settings)
+        server = Server(create_app(engine, tokenizer, chosen), chosen)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.005)
+        try:
+            yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+    return made

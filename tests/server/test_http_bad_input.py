@@ -1,0 +1,267 @@
+"""Every bad input gets a 4xx with the OpenAI error object, which names the field; the engine never hears of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from headway.server.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+
+HUGE = 10**400
+
+COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"model": 7}, "model"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": True}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], None]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [512]}, "prompt"),
+    ({"prompt": [HUGE]}, "prompt"),
+    ({"prompt": ["a"] * 65}, "prompt"),
+    ({"prompt": [2] * 4096}, "prompt"),
+    ({"prompt": [2] * 9000}, "prompt"),
+    ({"prompt": [2] * 4000, "max_tokens": 97}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": HUGE}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": HUGE}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 0.5}, "top_k"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": 1}, "stop"),
+    ({"stop": ["a" * 2000]}, "stop"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"stop_token_ids": 3}, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": "true"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": 1}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"priority": "high"}, "priority"),
+    ({"priority": HUGE}, "priority"),
+    ({"slo": 5}, "slo"),
+    ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+    ({"slo": {"ttft_ms": -5}}, "slo.ttft_ms"),
+    ({"slo": {"tpot_ms": "fast"}}, "slo.tpot_ms"),
+    ({"timeout_s": 0}, "timeout_s"),
+    ({"timeout_s": -3}, "timeout_s"),
+    ({"add_special_tokens": 1}, "add_special_tokens"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+]
+
+USER = {"role": "user", "content": "hi"}
+CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 4096}, "max_completion_tokens"),
+    ({"max_tokens": 4096}, "max_tokens"),
+    ({"min_tokens": 4096}, "min_tokens"),
+    ({"messages": [{"role": "user", "content": "xyz" * 2000}]}, "prompt"),
+    ({"n": 3}, "n"),
+]
+
+
+def _check(answer: Any, param: str | None, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status and error["param"] == param, error
+    if param is not None:
+        assert param in error["message"], error
+    return dict(error)
+
+
+@pytest.mark.parametrize(("change", "param"), COMPLETION, ids=[str(case)[:60] for case in COMPLETION])
+async def test_completions(connect: Any, engine: FakeEngine, change: dict[str, Any], param: str) -> None:
+    async with connect() as client:
+        _check(await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi", **change}), param)
+    assert not engine.submits
+
+
+@pytest.mark.parametrize(("change", "param"), CHAT, ids=[str(case)[:60] for case in CHAT])
+async def test_chat(connect: Any, engine: FakeEngine, change: dict[str, Any], param: str) -> None:
+    async with connect() as client:
+        body = {"model": "fake-model", "messages": [USER], **change}
+        _check(await client.post("/v1/chat/completions", json=body), param)
+    assert not engine.submits
+
+
+BROKEN: list[tuple[bytes, str | None]] = [
+    (b"", None),
+    (b"{", None),
+    (b"[]", None),
+    (b'"text"', None),
+    (b"null", None),
+    (b"{'model': 1}", None),
+    (b'{"model":"fake-model","prompt":"hi"} more', "prompt"),
+    (b'{"model":"fake-model","prompt":"hi","temperature":NaN}', "temperature"),
+    (b'{"model":"fake-model","prompt":"hi","top_p":Infinity}', "top_p"),
+    (b'{"model":"fake-model","prompt":"hi","temperature":-Infinity}', "temperature"),
+    (b'{"model":"fake-model","prompt":"hi","temperature":1e999}', "temperature"),
+    (b'{"model":"fake-model","prompt":"hi","max_tokens":1e999}', "max_tokens"),
+    (b'{"model":"fake-model","prompt":"\xff\xfe"}', "prompt"),
+    (b'{"model":"fake-model","prompt":"\xed\xa0\x80"}', "prompt"),
+    (b'{"model":"fake-model","prompt":"\\ud800"}', "prompt"),
+    (b'{"model":"fake-model","prompt":"\\ud800x"}', "prompt"),
+    (b'{"model":"fake-model","prompt":"\\udc00"}', "prompt"),
+    (b'{"model":"fake-model","prompt":"hi","stop":["\\ud800 "]}', "stop"),
+    (b'{"model":"fake-model","prompt":"hi","slo":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    (b'{"model":"fake-model","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", None),
+    (b'{"model":"fake-model","prompt":[1,2', "prompt"),
+    (b'{"model":"fake-model","prompt":[1,2,]}', "prompt"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BROKEN, ids=[str(case[0])[:60] for case in BROKEN])
+async def test_broken_json(connect: Any, engine: FakeEngine, body: bytes, param: str | None) -> None:
+    async with connect() as client:
+        answer = await client.post("/v1/completions", content=body)
+        error = _check(answer, answer.json()["error"]["param"] if param is None else param)
+        assert len(error["message"]) < 300
+    assert not engine.submits
+
+
+async def test_models_missing_and_unknown(connect: Any) -> None:
+    async with connect() as client:
+        _check(await client.post("/v1/completions", json={"prompt": "hi"}), "model")
+        _check(await client.post("/v1/completions", json={"model": "gpt-4", "prompt": "hi"}), "model", 404)
+        _check(await client.post("/v1/chat/completions", json={"model": "", "messages": [USER]}), "model", 404)
+
+
+async def test_numbers_are_in_the_messages(connect: Any) -> None:
+    async with connect() as client:
+        body = {"model": "fake-model", "prompt": [2] * 5000}
+        message = _check(await client.post("/v1/completions", json=body), "prompt")["message"]
+        assert "5000" in message and "4096" in message
+        body = {"model": "fake-model", "prompt": [2] * 4000, "max_tokens": 100}
+        message = _check(await client.post("/v1/completions", json=body), "max_tokens")["message"]
+        assert "4000" in message and "100" in message and "4096" in message
+
+
+async def test_kv_pool_smaller_than_the_context(connect: Any, engine: FakeEngine) -> None:
+    import msgspec
+
+    engine.info_value = msgspec.structs.replace(engine.info_value, kv_tokens_total=100)
+    async with connect() as client:
+        body = {"model": "fake-model", "prompt": [2] * 100}
+        assert "KV pool" in _check(await client.post("/v1/completions", json=body), "prompt")["message"]
+        body = {"model": "fake-model", "prompt": [2] * 50, "max_tokens": 51}
+        assert "KV pool" in _check(await client.post("/v1/completions", json=body), "max_tokens")["message"]
+        body = {"model": "fake-model", "messages": [USER]}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert engine.submits[0].params.max_tokens == 100 - engine.submits[0].prompt_tokens
+
+
+async def test_unknown_fields_are_ignored_and_null_means_absent(connect: Any, engine: FakeEngine) -> None:
+    body = {"model": "fake-model", "prompt": "hi", "max_tokens": 2, "user": "me", "frobnicate": {"a": [1]}}
+    nulls = dict.fromkeys(["temperature", "stop", "seed", "n", "logprobs", "logit_bias", "stream", "slo", "suffix"])
+    async with connect() as client:
+        assert (await client.post("/v1/completions", json={**body, **nulls})).status_code == 200
+    params = engine.submits[0].params
+    assert (params.temperature, params.logprobs, params.logit_bias) == (1.0, None, {}) and params.seed is not None
+
+
+async def test_parameters_reach_the_engine(connect: Any, engine: FakeEngine) -> None:
+    given = {
+        "max_tokens": 7, "min_tokens": 2, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "seed": -5,
+        "presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1.5, "logit_bias": {"5": -100},
+        "logprobs": 0, "ignore_eos": True, "stop_token_ids": [4, 5],
+    }  # fmt: skip
+    async with connect(request_timeout_s=20.0) as client:
+        body = {"model": "fake-model", "prompt": "hi", "priority": -3, "timeout_s": 50, **given}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    submit = engine.submits[0]
+    expected = {**given, "top_k": 0, "logit_bias": {5: -100.0}, "stop_token_ids": (4, 5)}
+    assert {name: getattr(submit.params, name) for name in expected} == expected
+    assert submit.priority == -3 and submit.timeout_s == 20.0
+
+
+async def test_without_a_tokenizer_only_ids_are_served(connect: Any) -> None:
+    async with connect(Tokenizer.none()) as client:
+        _check(await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi"}), "prompt")
+        body = {"model": "fake-model", "messages": [USER]}
+        error = _check(await client.post("/v1/chat/completions", json=body), "messages")
+        assert "no tokenizer" in error["message"]
+
+
+async def test_wrong_paths_and_methods(connect: Any) -> None:
+    async with connect() as client:
+        _check(await client.get("/v2/completions"), None, 404)
+        _check(await client.get("/v1/completions"), None, 405)
