@@ -6,11 +6,12 @@ import argparse
 import signal
 from types import FrameType
 
-from headway.bench import convoy_command
+from headway.bench import convoy_command, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the load run, and the sub-command `convoy` with its own."""
+    load.add_arguments(parser)
     commands = parser.add_subparsers(dest="bench_command", metavar="convoy", required=False)
     convoy = commands.add_parser("convoy", help="one long prompt and a beat of short ones: who waits for whom?")
     convoy_command.add_arguments(convoy)
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     end_like_ctrl_c()
     if args.bench_command == "convoy":
         return convoy_command.run(args)
-    raise NotImplementedError
+    return load.run(args)
 
 
 def end_like_ctrl_c() -> None:

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.bench.arguments import tokens
 from headway.bench.convoy import (
     ConvoyPlan,
     ConvoyRun,
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--max-model-len",
-        type=int,
+        type=tokens,
         help="for the servers (default: what the long prompt needs)",
     )
     where.add_argument(
@@ -55,25 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("the load")
     load.add_argument(
         "--long-tokens",
-        type=int,
+        type=tokens,
         default=32768,
         help="length of the long prompt (default %(default)s)",
     )
     load.add_argument(
         "--long-output",
-        type=int,
+        type=tokens,
         default=1,
         help="tokens it is to generate (default %(default)s)",
     )
     load.add_argument(
         "--short-tokens",
-        type=int,
+        type=tokens,
         default=200,
         help="length of a short prompt (default %(default)s)",
     )
     load.add_argument(
         "--short-output",
-        type=int,
+        type=tokens,
         default=16,
         help="tokens a short generates (default %(default)s)",
     )

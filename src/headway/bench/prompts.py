@@ -18,7 +18,7 @@ SAFE_VOCAB = 256
 
 
 class PromptPool:
-    """Prompts of any length up to `longest`, from ids 3 … vocab_size − 1 (0 … 2 are often padding, start and end)."""
+    """Prompts of any length up to `longest`, from ids 3 … vocab_size - 1 (0 … 2 are often padding, start and end)."""
 
     def __init__(self, rng: np.random.Generator, vocab_size: int = SAFE_VOCAB, longest: int = 0) -> None:
         if vocab_size < 2:

@@ -1,11 +1,11 @@
 """The latencies of one request. Each returns None (or nothing) where the record cannot answer.
 
-TTFT   time to first token: first token − arrival (when the request was due, not when a late client sent it).
+TTFT   time to first token: first token - arrival (when the request was due, not when a late client sent it).
 TBT    time between tokens: the gaps between consecutive output tokens. A chunk of k tokens is one gap since the token
-       before it and k − 1 gaps of zero: the gaps always sum to last − first, and batching tokens does not hide a stall.
-TPOT   time per output token: (last token − first token) / (output tokens − 1), the mean TBT; needs two tokens.
-E2E    finish − arrival.
-queueing delay       first scheduled − arrival; only a simulator or a server that says so knows it.
+       before it and k - 1 gaps of zero: the gaps always sum to last - first, and batching tokens does not hide a stall.
+TPOT   time per output token: (last token - first token) / (output tokens - 1), the mean TBT; needs two tokens.
+E2E    finish - arrival.
+queueing delay       first scheduled - arrival; only a simulator or a server that says so knows it.
 normalised latency   E2E / output tokens.
 good   a request is good if it succeeded and met all of its objectives; without objectives, if it succeeded.
 """

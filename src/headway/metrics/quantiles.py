@@ -1,4 +1,4 @@
-"""The one definition of a percentile: linear interpolation, Hyndman–Fan type 7 (numpy's default)."""
+"""The one definition of a percentile: linear interpolation, Hyndman-Fan type 7 (numpy's default)."""
 
 from __future__ import annotations
 

@@ -87,6 +87,11 @@ class RunSummary:
         }
 
 
+def error_reason(record: RequestRecord) -> str:
+    """What a failed request is counted under: its error up to the first colon."""
+    return record.error.split(":", 1)[0] if record.error else "unfinished"
+
+
 def summarise_class(
     klass: str,
     records: Sequence[RequestRecord],
@@ -106,7 +111,7 @@ def summarise_class(
         prompt_tokens=sum(record.prompt_tokens for record in done),
         output_tokens=sum(record.output_tokens for record in done),
         latencies=latencies,
-        errors=dict(Counter(record.error or "unfinished" for record in records if not record.ok).most_common()),
+        errors=dict(Counter(error_reason(record) for record in records if not record.ok).most_common()),
     )
 
 

@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 def say(line: str) -> None:
     """A line of progress, with rich's markup, on stderr."""
-    Console(stderr=True, highlight=False).print(line)
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
 def show(thing: RenderableType) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.report.style import BAND, COLOURS, INK, MARKERS, house_style, new_figure
-from headway.report.units import duration, tokens
+from headway.report.units import duration, tick, tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,8 +100,4 @@ def _limits(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xlim(0, max(run["long"]["ttft_s"]["p50"] for run in runs) * 1.08)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 3.0)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-
-
-def _tick(seconds: float) -> str:
-    return f"{seconds * 1000:g} ms" if seconds < 1 else f"{seconds:g} s"
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))

@@ -30,7 +30,7 @@ def convoy_table(data: Mapping[str, Any]) -> Table:
         "alone",
         "long TTFT",
         "alone",
-        "×",
+        "ratio",
     ):
         table.add_column(name, justify="right")
     for run in data["runs"]:

@@ -1,4 +1,4 @@
-"""The house look: Okabe–Ito colours (safe for colour-blind readers), few lines, text large enough at README width."""
+"""The house look: Okabe-Ito colours (safe for colour-blind readers), few lines, text large enough at README width."""
 
 from __future__ import annotations
 

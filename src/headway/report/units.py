@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def duration(seconds: float | None) -> str:
-    """0.0452 → `45 ms`, 7.91 → `7.9 s`; `–` for None. Two to three significant digits."""
+    """0.0452 → `45 ms`, 7.91 → `7.9 s`; `-` for None. Two to three significant digits."""
     if seconds is None:
-        return "–"
+        return "-"
     if seconds < 0.9995:
         ms = seconds * 1000
         return f"{ms:.1f} ms" if ms < 10 else f"{ms:.0f} ms"
@@ -21,5 +21,10 @@ def tokens(count: float) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A plain number; `–` for None."""
-    return "–" if value is None else f"{value:,.{digits}f}"
+    """A plain number; `-` for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def tick(seconds: float) -> str:
+    """An axis label: `30 ms`, `1 s`, without trailing zeros."""
+    return f"{seconds * 1000:g} ms" if seconds < 1 else f"{seconds:g} s"

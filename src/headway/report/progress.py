@@ -1,0 +1,48 @@
+"""A progress bar for a load run: answered, open, failed."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class LoadProgress:
+    """On stderr, where that is a terminal; silent otherwise. Use as a context manager."""
+
+    def __init__(self, total: int) -> None:
+        self._open = self._failed = 0
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task(self._words(), total=total)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def _words(self) -> str:
+        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
+        return f"{self._open} open{failed}"
+
+    def sent(self) -> None:
+        """A request has left."""
+        self._open += 1
+        self._bar.update(self._task, description=self._words())
+
+    def done(self, ok: bool) -> None:
+        """A request has ended."""
+        self._open -= 1
+        self._failed += not ok
+        self._bar.update(self._task, advance=1, description=self._words())
