@@ -122,7 +122,7 @@ def live(tokenizer: Tokenizer) -> Callable[..., Any]:
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.005)
         try:
-            yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(10)

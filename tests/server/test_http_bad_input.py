@@ -139,7 +139,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
 
 def _check(answer: Any, param: str | None, status: int = 400) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"]
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status and error["param"] == param, error
@@ -209,10 +210,13 @@ async def test_numbers_are_in_the_messages(connect: Any) -> None:
     async with connect() as client:
         body = {"model": "fake-model", "prompt": [2] * 5000}
         message = _check(await client.post("/v1/completions", json=body), "prompt")["message"]
-        assert "5000" in message and "4096" in message
+        assert "5000" in message
+        assert "4096" in message
         body = {"model": "fake-model", "prompt": [2] * 4000, "max_tokens": 100}
         message = _check(await client.post("/v1/completions", json=body), "max_tokens")["message"]
-        assert "4000" in message and "100" in message and "4096" in message
+        assert "4000" in message
+        assert "100" in message
+        assert "4096" in message
 
 
 async def test_kv_pool_smaller_than_the_context(connect: Any, engine: FakeEngine) -> None:
@@ -235,7 +239,8 @@ async def test_unknown_fields_are_ignored_and_null_means_absent(connect: Any, en
     async with connect() as client:
         assert (await client.post("/v1/completions", json={**body, **nulls})).status_code == 200
     params = engine.submits[0].params
-    assert (params.temperature, params.logprobs, params.logit_bias) == (1.0, None, {}) and params.seed is not None
+    assert (params.temperature, params.logprobs, params.logit_bias) == (1.0, None, {})
+    assert params.seed is not None
 
 
 async def test_parameters_reach_the_engine(connect: Any, engine: FakeEngine) -> None:
@@ -250,7 +255,8 @@ async def test_parameters_reach_the_engine(connect: Any, engine: FakeEngine) -> 
     submit = engine.submits[0]
     expected = {**given, "top_k": 0, "logit_bias": {5: -100.0}, "stop_token_ids": (4, 5)}
     assert {name: getattr(submit.params, name) for name in expected} == expected
-    assert submit.priority == -3 and submit.timeout_s == 20.0
+    assert submit.priority == -3
+    assert submit.timeout_s == 20.0
 
 
 async def test_without_a_tokenizer_only_ids_are_served(connect: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -86,12 +87,13 @@ def test_window_detokeniser_gives_up_on_bytes_that_never_become_text() -> None:
     stream = WindowDetokeniser(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
     shown = [stream.feed(0xC3 + 1) for _ in range(400)]
     assert len("".join(shown)) >= 390
-    assert len(stream._pending) <= 4 and len(stream._context) <= 4
+    assert len(stream._pending) <= 4
+    assert len(stream._context) <= 4
 
 
 def _cut(text: str, cuts: Sequence[int]) -> list[str]:
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
 
 def _expected(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
@@ -132,7 +134,9 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert matcher.flush() == ""
 
 
-def _assemble(tokenizer: Tokenizer, tokens: Sequence[int], size: int, options: TextOptions) -> tuple[str, list[int], int]:
+def _assemble(
+    tokenizer: Tokenizer, tokens: Sequence[int], size: int, options: TextOptions
+) -> tuple[str, list[int], int]:
     assembler = Assembler(tokenizer, options)
     text, scored, used = "", [], 0
     parts = [tuple(tokens[begin : begin + size]) for begin in range(0, len(tokens), size)]
@@ -172,4 +176,5 @@ def test_logprobs_cover_all_tokens_when_nothing_stops(tokenizer: Tokenizer, text
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if tokens:
         shown, scored, _ = _assemble(tokenizer, tokens, size, TextOptions(stops=("\x00never\x00",)))
-        assert shown == text and scored == tokens
+        assert shown == text
+        assert scored == tokens

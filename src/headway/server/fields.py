@@ -146,7 +146,5 @@ def _malformed(data: bytes, error: Exception, name: str | None) -> RequestError:
 
 def _field_before(data: bytes, position: int) -> str | None:
     """The last `"name":` up to `position`. Inside strings quotes are escaped, so text cannot look like a name."""
-    found = None
-    for found in _FIELD_NAME.finditer(data, 0, position + 1):
-        pass
-    return found[1].decode() if found is not None else None
+    names = _FIELD_NAME.findall(data, 0, position + 1)
+    return names[-1].decode() if names else None

@@ -33,7 +33,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name: value for name, value in reversed(scope["headers"])}  # the first of several wins
+        headers = dict(reversed(scope["headers"]))  # the first of several wins
         ident = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         notes: dict[str, Any] = {}
         scope["headway.id"], scope["headway.log"] = ident, notes

@@ -30,7 +30,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             async with aclosing(source):
                 async for item in source:
                     await queue.put((index, item))
-        except Exception as error:  # noqa: BLE001 - raised again by the reader
+        except Exception as error:  # raised again by the reader
             end = error
         await queue.put(end)
 

@@ -28,11 +28,11 @@ class StopMatcher:
         whole = self._held + text
         begin = len(self._held)
         for place, char in enumerate(text, begin):
-            if self._step(char):
-                assert self.matched is not None
+            stop = self._step(char)
+            if stop is not None:
                 end = place + 1
-                self._held = ""
-                return whole[: end if self._include else end - len(self.matched)]
+                self._held, self.matched = "", stop
+                return whole[: end if self._include else end - len(stop)]
         keep = len(whole) - max(self._states)
         self._held = whole[keep:]
         return whole[:keep]
@@ -42,7 +42,7 @@ class StopMatcher:
         rest, self._held = self._held, ""
         return rest
 
-    def _step(self, char: str) -> bool:
+    def _step(self, char: str) -> str | None:
         for which, stop in enumerate(self._stops):
             state, table = self._states[which], self._tables[which]
             while state and stop[state] != char:
@@ -50,10 +50,9 @@ class StopMatcher:
             if stop[state] == char:
                 state += 1
             if state == len(stop):
-                self.matched = stop
-                return True
+                return stop
             self._states[which] = state
-        return False
+        return None
 
 
 def _failure_table(stop: str) -> list[int]:

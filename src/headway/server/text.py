@@ -100,7 +100,7 @@ class WindowDetokeniser:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 and on, in order."""
+    """Byte-level BPE's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     shown = {chr(byte): byte for byte in printable}

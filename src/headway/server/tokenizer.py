@@ -34,7 +34,7 @@ class Tokenizer:
         self._backend = backend
         self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
         added = backend.get_added_tokens_decoder() if backend is not None else {}
-        self._special = frozenset(id for id, token in added.items() if token.special)
+        self._special = frozenset(ident for ident, token in added.items() if token.special)
         self._bytes = _byte_table(backend) if backend is not None else None
 
     @classmethod
@@ -52,7 +52,7 @@ class Tokenizer:
 
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from None
         backend.no_padding()
         backend.no_truncation()
@@ -116,7 +116,7 @@ def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     stages = decoder.get("decoders", [decoder])
     if [stage.get("type") for stage in stages] != ["ByteLevel"]:
         return None
-    return {id: byte_level_bytes(piece) for piece, id in backend.get_vocab(with_added_tokens=True).items()}
+    return {ident: byte_level_bytes(piece) for piece, ident in backend.get_vocab(with_added_tokens=True).items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+"""Sizes, floods, keys, latency promises, request ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from asgi_driver import Caller, until
+from fake_engine import FakeEngine
+
+from headway.core.errors import ConfigError
+from headway.core.request import Slo
+from headway.engine.protocol import EngineStats
+from headway.server.binding import check_binding
+from headway.server.settings import ServerSettings
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"model": "fake-model", "prompt": [2, 3], "max_tokens": 2}
+
+
+async def test_large_body_is_refused_unread(application: Any, engine: FakeEngine) -> None:
+    async with application(max_body_bytes=1000) as app:
+        announced = Caller(app, PATH, b"{", {"content-length": "1001"})
+        await announced.done()
+        assert announced.status == 413
+        assert json.loads(announced.received)["error"]["code"] == 413
+        assert b"1000 bytes" in announced.received
+        unannounced = Caller(app, PATH, b" " * 1001)
+        await unannounced.done()
+        assert unannounced.status == 413
+        fits = Caller(app, PATH, json.dumps(BODY).encode().ljust(1000))
+        await fits.done()
+        assert fits.status == 200
+
+
+async def test_bodies_together_are_bounded(application: Any) -> None:
+    async with application(max_buffered_bytes=500) as app:
+        call = Caller(app, PATH, b" " * 501)
+        await call.done()
+        assert call.status == 429
+        again = Caller(app, PATH, BODY)
+        await again.done()
+        assert again.status == 200
+
+
+async def test_a_body_that_never_arrives(application: Any) -> None:
+    async with application(body_timeout_s=0.02) as app:
+        call = Caller(app, PATH, b"")
+        call._body.clear()
+        await call.done()
+        assert call.status == 408
+
+
+async def test_compressed_bodies_are_refused(connect: Any) -> None:
+    async with connect() as client:
+        answer = await client.post(PATH, content=b"x", headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+
+
+async def test_a_million_token_ids(connect: Any, engine: FakeEngine) -> None:
+    million = 1_000_000
+    room = {"max_model_len": 2 * million, "kv_tokens_total": 2 * million}
+    engine.info_value = msgspec.structs.replace(engine.info_value, **room)
+    prompt = [number % 500 for number in range(million)]
+    async with connect() as client:
+        answer = await client.post(PATH, json={**BODY, "prompt": prompt})
+    assert answer.json()["usage"]["prompt_tokens"] == million
+    assert engine.prompts[0] == prompt
+
+
+async def test_a_long_text(connect: Any, engine: FakeEngine) -> None:
+    engine.info_value = msgspec.structs.replace(engine.info_value, max_model_len=10**6, kv_tokens_total=10**6)
+    async with connect() as client:
+        answer = await client.post(PATH, json={**BODY, "prompt": "hello world " * 10_000})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] > 10_000
+
+
+async def test_flood_gets_429_and_the_rest_is_served(application: Any, engine: FakeEngine) -> None:
+    engine.hold = asyncio.Event()
+    async with application(max_concurrent_requests=3) as app:
+        calls = [Caller(app, PATH, BODY) for _ in range(3)]
+        await until(lambda: len(engine.running) == 3)
+        refused = [Caller(app, PATH, {**BODY, "stream": bool(number % 2)}) for number in range(20)]
+        for call in refused:
+            await call.done()
+            assert call.status == 429
+            assert b"max_concurrent_requests" in call.received
+        engine.hold.set()
+        for call in calls:
+            await call.done()
+            assert call.status == 200
+        again = Caller(app, PATH, BODY)
+        await again.done()
+        assert again.status == 200
+
+
+async def test_queue_limit(connect: Any, engine: FakeEngine) -> None:
+    engine.stats = EngineStats(waiting=5)
+    async with connect(max_queued_requests=5) as client:
+        answer = await client.post(PATH, json=BODY)
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_not_ready_is_503(connect: Any, engine: FakeEngine) -> None:
+    async with connect(start_engine=False) as client:
+        for state in ("starting", "draining", "lost"):
+            engine.state = state  # type: ignore[assignment]
+            for answer in (
+                await client.post(PATH, json=BODY),
+                await client.get("/ready"),
+                await client.get("/v1/models"),
+            ):
+                assert answer.status_code == 503
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+            assert (await client.get("/health")).status_code == (503 if state == "lost" else 200)
+            assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_api_key(connect: Any) -> None:
+    async with connect(api_key="secret") as client:
+        for given in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"authorization": "Bearer \xff"},
+        ):
+            headers = {key: value.encode("latin-1") for key, value in given.items()}
+            for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize"):
+                answer = await client.post(path, json=BODY, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["type"] == "AuthenticationError"
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.headers["x-request-id"]
+        right = {"authorization": "Bearer secret"}
+        assert (await client.post(PATH, json=BODY, headers=right)).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.8.0.1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    check_binding(host, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org", ""])
+def test_other_addresses_need_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        check_binding(host, None)
+    check_binding(host, "key")
+    check_binding(host, None, force=True)
+
+
+CANONICAL, ALIAS = {"x-llm-d-slo-ttft-ms": "300"}, {"x-slo-ttft-ms": "700"}
+SLOS = [
+    ({}, None, Slo()),
+    ({}, {"ttft_ms": 900, "tpot_ms": 40}, Slo(ttft_s=0.9, tbt_s=0.04)),
+    (ALIAS, {"ttft_ms": 900, "tpot_ms": 40}, Slo(ttft_s=0.7, tbt_s=0.04)),
+    ({**ALIAS, **CANONICAL}, {"ttft_ms": 900}, Slo(ttft_s=0.3)),
+    ({"x-llm-d-slo-tpot-ms": "25.5", "x-slo-tpot-ms": "99"}, None, Slo(tbt_s=0.0255)),
+    ({"x-slo-ttft-ms": "0.001", "x-slo-tpot-ms": "0.001"}, None, Slo(ttft_s=0.1, tbt_s=0.02)),
+    ({"x-slo-ttft-ms": "1e9", "x-slo-tpot-ms": "1e9"}, None, Slo(ttft_s=60.0, tbt_s=2.0)),
+]
+
+
+@pytest.mark.parametrize(("headers", "body", "expected"), SLOS)
+async def test_slo(connect: Any, engine: FakeEngine, headers: dict[str, str], body: Any, expected: Slo) -> None:
+    limits = {"slo_min_ttft_s": 0.1, "slo_max_ttft_s": 60.0, "slo_min_tbt_s": 0.02, "slo_max_tbt_s": 2.0}
+    async with connect(**limits) as client:
+        assert (await client.post(PATH, json={**BODY, "slo": body}, headers=headers)).status_code == 200
+    assert engine.submits[0].slo == expected
+
+
+@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["", "fast", "0", "-5", "nan", "inf", "1e99", "5ms"])
+async def test_bad_slo_header(connect: Any, name: str, value: str) -> None:
+    async with connect() as client:
+        answer = await client.post(PATH, json=BODY, headers={name: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+async def test_request_ids(connect: Any, engine: FakeEngine) -> None:
+    async with connect() as client:
+        for given, expected in [("abc-1.2:3_4", "abc-1.2:3_4"), ("a b<c>/\u00e9", "abc"), ("x" * 500, "x" * 128)]:
+            headers = {"x-request-id": given.encode("latin-1")}
+            answer = await client.post(PATH, json=BODY, headers=headers)
+            assert answer.headers["x-request-id"] == expected
+            assert answer.json()["id"] == f"cmpl-{expected}"
+        for headers in ({}, {"x-request-id": b"  "}):
+            assert re.fullmatch("[0-9a-f]{32}", (await client.get("/health", headers=headers)).headers["x-request-id"])
+        for _ in range(2):
+            await client.post(PATH, json=BODY, headers={"x-request-id": "twice"})
+    ids = [submit.id for submit in engine.submits]
+    assert len(set(ids)) == len(ids)
+    assert ids[-1].startswith("twice")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_body_bytes": 0}, {"port": 70000}, {"keep_alive_s": 0}, {"request_timeout_s": -1.0}, {"log_level": "loud"},
+        {"slo_min_ttft_s": 9.0, "slo_max_ttft_s": 1.0}, {"api_key": " "}, {"max_n": 2}, {"log_format": "xml"},
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_by_name(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        ServerSettings(**bad)
+
+
+def test_every_setting_has_help() -> None:
+    from dataclasses import fields
+
+    assert all(len(field.metadata["help"]) > 10 for field in fields(ServerSettings))
