@@ -143,7 +143,7 @@ def _check(answer: Any, param: str | None, status: int = 400) -> dict[str, Any]:
     assert answer.headers["x-request-id"]
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status and error["param"] == param, error
+    assert (error["code"], error["param"]) == (status, param)
     if param is not None:
         assert param in error["message"], error
     return dict(error)

@@ -1,0 +1,160 @@
+"""What operators see: metrics, health, logs, token endpoints, the API's own description."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi_driver import Caller
+from fake_engine import FakeEngine, fail, say
+from prometheus_client.parser import text_string_to_metric_families
+
+from headway.engine.protocol import EngineStats
+from headway.server.logging import _JsonFormatter, _TextFormatter
+from headway.server.metrics import ALIASES
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"model": "m", "prompt": [2, 3, 4], "max_tokens": 5}
+
+Values = Callable[[str], float]
+
+
+async def _scrape(client: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "m"
+            assert labels.pop("engine") == "0"
+            found[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return found
+
+
+async def test_metrics(connect: Any, engine: FakeEngine) -> None:
+    engine.stats = EngineStats(
+        running=3, waiting=4, kv_tokens_used=2048, kv_tokens_total=8192, preemptions_total=6, iterations_total=70,
+        recomputed_tokens_total=11, busy_s_total=1.5,
+    )  # fmt: skip
+    async with connect(served_model_name=("m", "alias")) as client:
+        await client.post(PATH, json=BODY)
+        engine.script = say([5])
+        await client.post(PATH, json={**BODY, "model": "alias", "stream": True})
+        engine.script = fail("timeout", after=[5])
+        await client.post(PATH, json=BODY)
+        await client.post(PATH, json={**BODY, "temperature": 7})
+        values = await _scrape(client)
+    for prefix in ("headway_", "vllm:"):
+        assert values[f"{prefix}num_requests_running", ()] == 3
+        assert values[f"{prefix}num_requests_waiting", ()] == 4
+        assert values[f"{prefix}kv_cache_usage_perc", ()] == 0.25
+        assert values[f"{prefix}num_preemptions_total", ()] == 6
+        assert values[f"{prefix}prompt_tokens_total", ()] == 9
+        assert values[f"{prefix}generation_tokens_total", ()] == 5 + 1 + 1
+        assert values[f"{prefix}time_to_first_token_seconds_count", ()] == 3
+        assert values[f"{prefix}inter_token_latency_seconds_count", ()] == 4
+        assert values[f"{prefix}e2e_request_latency_seconds_count", ()] == 2
+        assert values[f"{prefix}request_queue_time_seconds_count", ()] == 3
+        assert values[f"{prefix}request_time_per_output_token_seconds_count", ()] == 1
+        for reason, count in (("stop", 1), ("length", 1), ("timeout", 1), ("abort", 0), ("error", 0)):
+            assert values[f"{prefix}request_success_total", (("finished_reason", reason),)] == count
+        config = (("block_size", "16"), ("cache_dtype", "float32"), ("num_gpu_blocks", "512"))
+        assert values[f"{prefix}cache_config_info", config] == 1
+    assert values["headway_iterations_total", ()] == 70
+    assert values["headway_busy_seconds_total", ()] == 1.5
+    assert values["headway_http_requests_rejected_total", (("status", "400"),)] == 1
+    assert values["headway_engine_up", ()] == 1
+
+
+async def test_every_alias_exists_and_nothing_else(connect: Any) -> None:
+    async with connect(served_model_name=("m",)) as client:
+        text = (await client.get("/metrics")).text
+    families = {family.name for family in text_string_to_metric_families(text)}
+    assert {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")} == ALIASES
+    assert {f"headway_{name}" for name in ALIASES} <= families
+    assert "_created" not in text
+
+
+async def test_two_servers_share_nothing(connect: Any) -> None:
+    async with connect(served_model_name=("m",)) as one, connect(served_model_name=("m",)) as other:
+        await one.post(PATH, json=BODY)
+        assert (await _scrape(one))["headway_prompt_tokens_total", ()] == 3
+        assert (await _scrape(other))["headway_prompt_tokens_total", ()] == 0
+
+
+async def test_metrics_of_a_client_that_left(application: Any, engine: FakeEngine) -> None:
+    import asyncio
+
+    engine.gate = asyncio.Semaphore(0)
+    async with application(served_model_name=("m",)) as app:
+        call = Caller(app, PATH, {**BODY, "stream": True})
+        await call.until(b"data:")
+        call.leave()
+        await call.done()
+        text = app.state.headway.metrics.render().decode()
+    assert 'headway_request_success_total{engine="0",finished_reason="abort",model_name="m"} 1.0' in text
+
+
+async def test_models_version_docs(connect: Any) -> None:
+    async with connect(served_model_name=("m", "alias")) as client:
+        models = (await client.get("/v1/models")).json()
+        assert [(model["id"], model["root"], model["max_model_len"]) for model in models["data"]] == [
+            ("m", "fake-model", 4096),
+            ("alias", "fake-model", 4096),
+        ]
+        assert "version" in (await client.get("/version")).json()
+        assert (await client.get("/docs")).status_code == 200
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} <= set(paths)
+
+
+async def test_tokenize_and_back(connect: Any) -> None:
+    async with connect() as client:
+        answer = (await client.post("/tokenize", json={"prompt": "hello é", "return_token_strs": True})).json()
+        assert answer["tokens"][0] == 0
+        assert answer["count"] == len(answer["tokens"])
+        assert answer["max_model_len"] == 4096
+        assert "".join(answer["token_strs"][1:4]).startswith("h")
+        back = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+        assert back == {"prompt": "<s>hello é"}
+        bare = (await client.post("/tokenize", json={"prompt": "hello é", "add_special_tokens": False})).json()
+        assert bare["tokens"] == answer["tokens"][1:]
+        chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False, "model": "fake-model"}
+        tokens = (await client.post("/tokenize", json=chat)).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "<s>[user]x\n"}
+        for path, body, param in [
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": [1]}, "prompt"),
+            ("/detokenize", {"tokens": [999]}, "tokens"),
+            ("/detokenize", {"tokens": "x"}, "tokens"),
+            ("/detokenize", {}, "tokens"),
+        ]:
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == param
+
+
+async def test_one_log_line_a_request_without_the_prompt(
+    connect: Any, caplog: pytest.LogCaptureFixture, engine: FakeEngine
+) -> None:
+    with caplog.at_level(logging.DEBUG, "headway.server"):
+        async with connect() as client:
+            body = {"model": "fake-model", "prompt": "my secret", "max_tokens": 3}
+            await client.post(PATH, json=body, headers={"x-request-id": "r1"})
+            await client.get("/health")
+    lines = [record for record in caplog.records if record.getMessage() == "request"]
+    assert [line.levelname for line in lines] == ["INFO", "DEBUG"]
+    fields: dict[str, Any] = lines[0].__dict__["fields"]
+    assert (fields["request_id"], fields["status"], fields["output_tokens"]) == ("r1", 200, 3)
+    assert fields["finish_reason"] == "length"
+    assert fields["ttft_s"] >= 0
+    text, parsed = _TextFormatter().format(lines[0]), json.loads(_JsonFormatter().format(lines[0]))
+    assert "request_id=r1" in text
+    assert parsed["request_id"] == "r1"
+    assert "secret" not in caplog.text + text + str(parsed)
