@@ -1,7 +1,8 @@
 """Attention on CPU over ATen's flash kernel: views for history, the fresh tensors for the chunk itself.
 
 A chunk's history needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is
-one folded call a run plus one causal call, merged. A decode is one call a run, and nearly always there is one run.
+one folded call a run plus one causal call, merged. A decode is one call a run, and nearly always there is one run; where
+the compiled kernels are available, all bf16 decodes of a layer are one call of those.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from headway.attention.base import AttentionPlan, Segment
 from headway.attention.kv_pool import KvPool
+from headway.attention.native import Kernels, kernels
+from headway.attention.native_decode import NativeDecodes
 from headway.attention.primitive import attend, merge
-
-Runs = tuple[tuple[int, int], ...]
+from headway.attention.slots import Writes, cut_runs, plan_writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +33,26 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """One iteration, worked out: where to write, and what each segment reads."""
+    """One iteration, worked out: what each segment reads, and where its new keys and values go.
+
+    Decodes are either in `native`, which also stores them, or in `decodes`.
+    """
 
     rows: int
+    native: NativeDecodes | None
     decodes: tuple[_Rows, ...]
     chunks: tuple[_Rows, ...]
-    writes: tuple[tuple[int, int, tuple[Tensor, ...]], ...]
-    slots: Tensor | None
-    pool: tuple[Tensor, ...]
+    writes: Writes
 
 
 class CpuBackend:
-    """The backend named "cpu". Stateless: everything that lasts is in the pool."""
+    """The backend named "cpu". Stateless: everything that lasts is in the pool.
+
+    native: compiled kernels to use for bf16 decodes; by default those of this machine, if any.
+    """
+
+    def __init__(self, native: Kernels | bool | None = True) -> None:
+        self._kernels = kernels() if native is True else native or None
 
     def plan(self, segments: Sequence[Segment], pool: KvPool) -> CpuPlan:
         """See `AttentionBackend.plan`."""
@@ -50,36 +60,38 @@ class CpuBackend:
         decodes: list[_Rows] = []
         chunks: list[_Rows] = []
         new: list[tuple[int, int, int]] = []
+        single_rows: list[int] = []
+        single_runs: list[list[tuple[int, int]]] = []
+        by_kernel = self._kernels is not None and NativeDecodes.fits(pool)
         for segment in segments:
-            stop = segment.start + segment.tokens
-            seen = segment.past + (1 if segment.tokens == 1 else 0)
-            shards = tuple(pool.run_views(first, count) for first, count in cut_runs(segment.runs, 0, seen))
-            (decodes if segment.tokens == 1 else chunks).append(_Rows(segment.start, stop, shards))
+            decode = segment.tokens == 1
+            seen = cut_runs(segment.runs, 0, segment.past + (1 if decode else 0))
+            if decode and by_kernel:
+                single_rows.append(segment.start)
+                single_runs.append(seen)
+                continue
+            shards = tuple(pool.run_views(first, count) for first, count in seen)
+            (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
             row = segment.start
             for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):
                 new.append((row, first, count))
                 row += count
         rows = segments[-1].start + segments[-1].tokens
-        slots, writes = None, []
-        if len(new) > 2 and rows < 64 * len(new):
-            slots = torch.cat([torch.arange(first, first + count) for _, first, count in new])
-        else:
-            writes = [(row, row + count, pool.run_views(first, count)) for row, first, count in new]
-        layers = pool.data.flatten(0, 1).unbind(0) if slots is not None else ()
-        return CpuPlan(rows, tuple(decodes), tuple(chunks), tuple(writes), slots, layers)
+        native = None
+        if self._kernels is not None and single_rows:
+            native = NativeDecodes(self._kernels, single_rows, single_runs, pool)
+        return CpuPlan(rows, native, tuple(decodes), tuple(chunks), plan_writes(new, rows, pool))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """See `AttentionBackend.run`."""
         assert isinstance(plan, CpuPlan)
-        _store(layer, k, v, plan)
         rows, q_heads, dim = q.shape
         kv_heads = k.shape[1]
-        keys, values = 2 * layer, 2 * layer + 1
-        if rows == 1 and len(plan.decodes[0].shards) == 1:
-            shard = plan.decodes[0].shards[0]
-            grouped = q.reshape(kv_heads, q_heads // kv_heads, dim)
-            return attend(grouped, shard[keys], shard[values], False)[0].reshape(1, q_heads, dim)
         out = torch.empty((rows, q_heads, dim), dtype=q.dtype, device=q.device)
+        if plan.native is not None:
+            plan.native.run(layer, q, k, v, out)
+        plan.writes.store(layer, k, v)
+        keys, values = 2 * layer, 2 * layer + 1
         for decode in plan.decodes:
             grouped = q[decode.start].reshape(kv_heads, q_heads // kv_heads, dim)
             parts = [attend(grouped, shard[keys], shard[values], False) for shard in decode.shards]
@@ -106,35 +118,6 @@ def check_cover(segments: Sequence[Segment]) -> None:
             raise ValueError(
                 f"segment at row {segment.start}: {held} slots for {segment.past} + {segment.tokens} tokens"
             )
-
-
-def cut_runs(runs: Runs, begin: int, end: int) -> list[tuple[int, int]]:
-    """The slots of tokens begin..end of a request, as runs; adjacent runs are joined."""
-    cut: list[tuple[int, int]] = []
-    token = 0
-    for first, count in runs:
-        low, high = max(begin, token), min(end, token + count)
-        if low < high:
-            slot = first + low - token
-            if cut and sum(cut[-1]) == slot:
-                cut[-1] = (cut[-1][0], cut[-1][1] + high - low)
-            else:
-                cut.append((slot, high - low))
-        token += count
-        if token >= end:
-            break
-    return cut
-
-
-def _store(layer: int, k: Tensor, v: Tensor, plan: CpuPlan) -> None:
-    keys, values = 2 * layer, 2 * layer + 1
-    if plan.slots is not None:
-        plan.pool[keys].index_copy_(1, plan.slots, k.transpose(0, 1))
-        plan.pool[values].index_copy_(1, plan.slots, v.transpose(0, 1))
-        return
-    for start, stop, views in plan.writes:
-        views[keys].copy_(k[start:stop].transpose(0, 1))
-        views[values].copy_(v[start:stop].transpose(0, 1))
 
 
 def _combine(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

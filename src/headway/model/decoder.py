@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from headway.attention.base import AttentionBackend, AttentionPlan, make_backend
 from headway.attention.kv_pool import KvPool
 from headway.model.config import DecoderConfig
+from headway.model.few_rows import MOST_ROWS, few_rows_of
 from headway.model.rope import Rotary, RotaryTable, rotate_
 from headway.model.weights import DecoderWeights, LayerWeights
 
@@ -36,6 +37,7 @@ class Decoder:
         self.fingerprint = fingerprint
         sample = weights.layers[0].attention_norm
         self.dtype, self.device = sample.dtype, sample.device
+        self._few = few_rows_of(config, weights)
         self.rotary = Rotary(config.rope, config.max_model_len, self.device)
 
     def make_pool(self, slots: int) -> KvPool:
@@ -71,13 +73,22 @@ class Decoder:
 
         Stopping between layers and going on later is exact: all state is in `hidden` and the pool.
         """
-        for index in range(first, len(self.weights.layers) if last is None else last):
+        indices = range(first, len(self.weights.layers) if last is None else last)
+        if self._few is not None and hidden.shape[0] <= MOST_ROWS:
+            for index in indices:
+                self._few.layer(index, hidden, rotary, plan, self.backend)
+            return hidden
+        for index in indices:
             hidden = self._layer(index, self.weights.layers[index], hidden, rotary, plan)
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """(R, hidden) after the last layer to (R, vocab) fp32 logits."""
         assert self.weights.head is not None and self.weights.final_norm is not None, "this stage holds no head"
+        if self._few is not None and hidden.shape[0] <= MOST_ROWS:
+            logits = self._few.head(hidden)
+            if logits is not None:
+                return logits
         return self.weights.head(self._norm(hidden, self.weights.final_norm)).float()
 
     def _layer(
