@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ T = TypeVar("T")
 INLINE_BYTES = 8 << 10
 """Bodies up to this size are parsed on the event loop: a thread would cost more than it saves."""
 
+SHORT_BYTES = 256 << 10
+"""Bodies above this size have threads of their own: a chat does not queue behind a document's tokenisation."""
+
 
 class BodyReader:
     """Reads and parses bodies. One per server; it owns the threads that parse and tokenise the large ones."""
@@ -26,23 +30,27 @@ class BodyReader:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._held = 0
-        self._threads = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse")
+        self._short = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-short")
+        self._long = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-long")
 
-    async def parse(self, request: Request, parse: Callable[[bytearray], T]) -> T:
-        """The body, parsed by `parse`: at once when small, in a worker thread otherwise.
+    async def parse(self, request: Request, parse: Callable[[bytearray, float], T]) -> T:
+        """The body, parsed by `parse(body, received_s)`: at once when small, in a worker thread otherwise.
 
         Raises ApiError 413 above the size limit (without reading on), 408 when the body does not arrive in time, 415
         for compressed bodies, and OverloadedError when all bodies together are too large.
         """
         with self._reserve() as hold:
             body = await self._read(request, hold)
+            received_s = time.monotonic()
             if len(body) <= INLINE_BYTES:
-                return parse(body)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, parse, body)
+                return parse(body, received_s)
+            threads = self._short if len(body) <= SHORT_BYTES else self._long
+            return await asyncio.get_running_loop().run_in_executor(threads, parse, body, received_s)
 
     def close(self) -> None:
         """End the threads; parses that have begun run to their end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _reserve(self) -> Iterator[Callable[[int], None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,8 +62,8 @@ class Context:
         reader = self.prompts(info)
         models = self.models()
 
-        def work(body: bytearray) -> T:
-            asker = Asker(request.headers, time.monotonic(), info, self.settings, models)
+        def work(body: bytearray, received_s: float) -> T:
+            asker = Asker(request.headers, received_s, info, self.settings, models)
             return parse(Fields.parse(body), asker, reader)
 
         return await self.bodies.parse(request, work)

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from headway.core.errors import OverloadedError, UnavailableError
 from headway.engine.protocol import Delta, EngineClient, Submit
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, as_api_error
 from headway.server.job import Job, TextOptions
 from headway.server.logprobs import Scored
 from headway.server.prompts import Prompt
@@ -64,6 +65,11 @@ async def generate(
                 if piece.finish is not None:
                     return
         raise ApiError(500, "the engine ended the request without a finish reason")
+    except (OverloadedError, UnavailableError) as error:
+        if record.first_token_s is None:
+            record.reject(as_api_error(error).status)
+        record.finish("error")
+        raise
     except Exception:
         record.finish("error")
         raise

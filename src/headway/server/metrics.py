@@ -92,7 +92,7 @@ class Metrics:
                 gaps.observe(seconds / tokens)
 
         first = self._histograms["time_to_first_token_seconds"].observe
-        return GenerationRecord(received_s, prompt_tokens, first, gap, self._finish)
+        return GenerationRecord(received_s, prompt_tokens, first, gap, self._finish, self.rejected)
 
     def rejected(self, status: int) -> None:
         """Called for each generation request that was answered without reaching the engine's end."""

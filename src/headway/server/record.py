@@ -14,7 +14,7 @@ class GenerationRecord:
     """One prompt's way through the engine. Times are `time.monotonic()` seconds, as the engine stamps them.
 
     `on_gap` is called with (seconds, tokens) each time tokens arrive after the first, `on_first` with the seconds since
-    the request was received, `on_finish` once, with the record.
+    the request was received, `on_finish` once, with the record; or instead `on_reject`, with the status.
     """
 
     received_s: float
@@ -22,6 +22,7 @@ class GenerationRecord:
     on_first: Callable[[float], None]
     on_gap: Callable[[float, int], None]
     on_finish: Callable[[GenerationRecord], None]
+    on_reject: Callable[[int], None]
     output_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -50,6 +51,12 @@ class GenerationRecord:
             self.reason = reason
             self.finished_s = time.monotonic()
             self.on_finish(self)
+
+    def reject(self, status: int) -> None:
+        """The engine took nothing on: an end that counts as a refusal and not as a failure."""
+        if self.reason is None:
+            self.reason = "error"
+            self.on_reject(status)
 
     @property
     def ttft_s(self) -> float | None:

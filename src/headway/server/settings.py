@@ -72,7 +72,10 @@ class ServerSettings:
     drain_timeout_s: float = field(
         default=300.0, metadata=_help("Seconds that a SIGTERM waits for accepted requests to finish.")
     )
-    worker_threads: int = field(default=2, metadata=_help("Threads that parse and tokenise large bodies."))
+    worker_threads: int = field(
+        default=2,
+        metadata=_help("Threads that parse and tokenise bodies above 8 KiB, and as many for those above 256 KiB."),
+    )
     log_level: str = field(default="info", metadata=_help("debug, info, warning or error."))
     log_format: str = field(default="text", metadata=_help("text (key=value) or json (one object a line)."))
 

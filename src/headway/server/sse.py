@@ -76,7 +76,7 @@ class SseResponse(Response):
             self._on_end()
 
     async def _pump(self) -> None:
-        blocked_s = 0.0
+        blocked_s = 0.0  # how far the client is behind
         try:
             async with aclosing(self._source) as source:
                 async for item in source:
@@ -84,16 +84,10 @@ class SseResponse(Response):
                     self._buffered += len(item)
                     self._filled.set()
                     await asyncio.sleep(0)
-                    if self._buffered <= self._settings.slow_client_buffer_bytes:
-                        blocked_s = 0.0 if not self._buffer else blocked_s
-                        continue
-                    since = time.monotonic()
-                    self._emptied.clear()
-                    async with asyncio.timeout(self._settings.slow_client_timeout_s - blocked_s):
-                        await self._emptied.wait()
-                    blocked_s += time.monotonic() - since
-        except TimeoutError:
-            self._error = ApiError(408, "the stream was not read fast enough")
+                    if self._buffered > self._settings.slow_client_buffer_bytes:
+                        blocked_s += await self._room(self._settings.slow_client_timeout_s - blocked_s)
+                    elif not self._buffer:
+                        blocked_s = 0.0
         except Exception as error:
             self._error = as_api_error(error)
             if self._error.status == 500 and not isinstance(error, ApiError):
@@ -101,6 +95,17 @@ class SseResponse(Response):
         finally:
             self._ended = True
             self._filled.set()
+
+    async def _room(self, patience_s: float) -> float:
+        """Wait until the writer has taken what is there; returns how long that took."""
+        began = time.monotonic()
+        self._emptied.clear()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._emptied.wait()
+        except TimeoutError:
+            raise ApiError(408, "the stream was not read fast enough") from None
+        return time.monotonic() - began
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._wait(min(_FIRST_WAIT_S, self._settings.keep_alive_s))
