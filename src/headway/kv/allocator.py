@@ -59,6 +59,10 @@ class BlockAllocator:
                 count += behind[1]
             insort(self._free, (first, count))
 
+    def free_runs(self) -> tuple[Run, ...]:
+        """What is free, in order."""
+        return tuple(self._free)
+
     def check(self) -> None:
         """Raise InvariantError unless free runs are sorted, disjoint, non-adjacent, in range and add up."""
         end = -1
@@ -74,7 +78,7 @@ class BlockAllocator:
         best, best_count = 0, -1
         for i, (_, count) in enumerate(self._free):
             fits, best_fits = count >= blocks, best_count >= blocks
-            if (fits and not best_fits) or (fits and count < best_count) or (not fits and not best_fits and count > best_count):
+            if (fits and (not best_fits or count < best_count)) or (not best_fits and not fits and count > best_count):
                 best, best_count = i, count
         return best
 
@@ -126,9 +130,13 @@ class BlockTables:
     def check(self) -> None:
         """Raise InvariantError unless every block is free or owned exactly once."""
         self.allocator.check()
-        owned = sorted(run for runs in self._runs.values() for run in runs)
-        for (first, count), (following, _) in zip(owned, owned[1:], strict=False):
-            if first + count > following:
-                raise InvariantError(f"block {following} has two owners")
-        if sum(count for _, count in owned) + self.allocator.free_blocks != self.allocator.n_blocks:
+        owned = [run for runs in self._runs.values() for run in runs]
+        expected = 0
+        for first, count in sorted([*owned, *self.allocator.free_runs()]):
+            if first < expected:
+                raise InvariantError(f"block {first} has two owners, or is owned and free")
+            if first > expected:
+                raise InvariantError(f"block {expected} is neither owned nor free")
+            expected = first + count
+        if expected != self.allocator.n_blocks:
             raise InvariantError("owned and free blocks do not add up to the pool")

@@ -70,6 +70,7 @@ class Ledger:
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Make the lease hold at least `tokens` tokens. False, and no change, when the pool cannot give that."""
+        self._own(lease)
         blocks = self.blocks_for(tokens) - lease.blocks
         if blocks <= 0:
             return True
@@ -80,8 +81,8 @@ class Ledger:
 
     def free(self, lease: Lease) -> None:
         """Give everything back. The caller knows that no batch in flight touches it."""
-        if self._leases.pop(lease.request, None) is not lease:
-            raise InvariantError(f"the lease of {lease.request} is not of this ledger, or was freed")
+        self._own(lease)
+        del self._leases[lease.request]
         self._tables.free(lease.request)
         self._ops.append(KvOp("free", lease.request, 0))
         lease.blocks = lease.tokens = 0
@@ -110,6 +111,10 @@ class Ledger:
             held = sum(count for _, count in self._tables.runs(lease.request))
             if held != lease.blocks or lease.tokens != held * self.block_tokens:
                 raise InvariantError(f"the lease of {lease.request} says {lease.blocks} blocks and holds {held}")
+
+    def _own(self, lease: Lease) -> None:
+        if self._leases.get(lease.request) is not lease:
+            raise InvariantError(f"the lease of {lease.request} is not of this ledger, or was freed")
 
     def _add(self, lease: Lease, blocks: int, verb: str) -> None:
         self._tables.add(lease.request, blocks)

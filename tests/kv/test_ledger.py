@@ -1,0 +1,153 @@
+"""The ledger: leases are kept, counts agree, and its operations rebuild its tables elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from headway.core.batch import KvOp
+from headway.core.errors import ConfigError, InvariantError
+from headway.kv.allocator import BlockTables
+from headway.kv.ledger import Lease, Ledger
+
+BLOCKS, BLOCK = 20, 4
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Random reserve, grow and free; a replica replays the operations in batches of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(BLOCKS * BLOCK, BLOCK)
+        self.replica = BlockTables(BLOCKS)
+        self.blocks: dict[str, int] = {}
+        self.named = 0
+
+    leases = Bundle("leases")
+
+    def free(self) -> int:
+        return BLOCKS - sum(self.blocks.values())
+
+    @rule(target=leases, tokens=st.integers(0, 40), headroom=st.integers(0, 6))
+    def reserve(self, tokens: int, headroom: int) -> Lease | None:
+        name = f"r{self.named}"
+        self.named += 1
+        need = max(1, -(-tokens // BLOCK))
+        fits = need + headroom <= self.free()
+        lease = self.ledger.reserve(name, tokens, headroom)
+        assert (lease is not None) == fits
+        if lease is not None:
+            self.blocks[name] = need
+            assert lease.tokens >= tokens
+        return lease
+
+    @rule(lease=leases, tokens=st.integers(0, 80))
+    def grow(self, lease: Lease | None, tokens: int) -> None:
+        if lease is None:
+            return
+        before = lease.tokens
+        more = max(0, -(-tokens // BLOCK) - self.blocks[lease.request])
+        fits = more <= self.free()
+        assert self.ledger.grow(lease, tokens) == fits
+        self.blocks[lease.request] += more if fits else 0
+        assert lease.tokens == max(before, -(-tokens // BLOCK) * BLOCK) if fits else lease.tokens == before
+
+    @rule(lease=consumes(leases))
+    def give_back(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.ledger.free(lease)
+            del self.blocks[lease.request]
+            with pytest.raises(InvariantError):
+                self.ledger.free(lease)
+            with pytest.raises(InvariantError):
+                self.ledger.grow(lease, 1)
+
+    @rule()
+    def carry_out(self) -> None:
+        replay(self.replica, self.ledger.take_ops())
+        held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
+        assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
+        self.replica.check()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.ledger.check()
+        assert self.ledger.free_blocks == self.free()
+        assert self.ledger.used_tokens == sum(self.blocks.values()) * BLOCK
+        assert {lease.request: lease.blocks for lease in self.ledger.leases()} == self.blocks
+
+
+def replay(tables: BlockTables, ops: tuple[KvOp, ...]) -> None:
+    for op in ops:
+        tables.free(op.request) if op.verb == "free" else tables.add(op.request, op.blocks)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_operations_are_told_once_and_in_order() -> None:
+    ledger = Ledger(64, 4)
+    lease = ledger.reserve("a", 5)
+    assert lease is not None
+    assert ledger.grow(lease, 8)  # fits already: no operation
+    assert ledger.grow(lease, 9)
+    ledger.free(lease)
+    assert ledger.take_ops() == (KvOp("reserve", "a", 2), KvOp("grow", "a", 1), KvOp("free", "a", 0))
+    assert ledger.take_ops() == ()
+
+
+def test_an_old_lease_cannot_touch_its_successor_of_the_same_name() -> None:
+    ledger = Ledger(64, 4)
+    old = ledger.reserve("a", 4)
+    assert old is not None
+    ledger.free(old)
+    new = ledger.reserve("a", 4)
+    assert new is not None
+    with pytest.raises(InvariantError, match="lease of a"):
+        ledger.free(old)
+    with pytest.raises(InvariantError, match="lease of a"):
+        ledger.grow(old, 8)
+    ledger.check()
+    assert list(ledger.leases()) == [new]
+    ledger.free(new)
+    assert ledger.free_blocks == ledger.n_blocks
+
+
+def test_a_second_lease_for_the_same_request_is_an_error() -> None:
+    ledger = Ledger(64, 4)
+    ledger.reserve("a", 4)
+    with pytest.raises(InvariantError, match="a has a lease already"):
+        ledger.reserve("a", 4)
+    ledger.check()
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(10, 16), (16, 0), (0, 1)])
+def test_a_pool_that_cannot_be_cut_into_blocks_is_refused_with_the_numbers(tokens: int, block: int) -> None:
+    with pytest.raises(ConfigError, match=f"{tokens} tokens cannot be cut into blocks of {block}"):
+        Ledger(tokens, block)
+
+
+def test_a_partial_block_at_the_end_is_not_used() -> None:
+    ledger = Ledger(67, 4)
+    assert (ledger.n_blocks, ledger.total_tokens) == (16, 64)
+
+
+@pytest.mark.parametrize("field", ["blocks", "tokens"])
+def test_check_notices_a_lease_that_lies(field: str) -> None:
+    ledger = Ledger(64, 4)
+    lease = ledger.reserve("a", 9)
+    assert lease is not None
+    setattr(lease, field, getattr(lease, field) + 1)
+    with pytest.raises(InvariantError, match="lease of a"):
+        ledger.check()
+
+
+def test_check_notices_blocks_without_a_lease() -> None:
+    ledger = Ledger(64, 4)
+    ledger.reserve("a", 9)
+    ledger._leases.clear()
+    with pytest.raises(InvariantError, match="owners and leases differ"):
+        ledger.check()
