@@ -1,0 +1,12 @@
+"""The checkpoint that ships inside the package, so that a fresh install can serve and check itself offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["model_path"]
+
+
+def model_path() -> Path:
+    """Return the folder of the embedded Llama checkpoint; use it wherever a local checkpoint path is expected."""
+    return Path(__file__).resolve().parent
