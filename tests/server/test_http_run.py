@@ -25,12 +25,21 @@ PROGRAM = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from fake_engine import FakeEngine
+from headway.core.errors import ConfigError
 from headway.server.app import create_app
 from headway.server.run import serve
 from headway.server.settings import ServerSettings
 from headway.server.tokenizer import Tokenizer
 
 class Engine(FakeEngine):
+    async def start(self):
+        if sys.argv[3] == "broken":
+            raise ConfigError("no such model")
+        while sys.argv[3] == "hangs":
+            print("loading", file=sys.stderr, flush=True)
+            await asyncio.sleep(0.1)
+        return await super().start()
+
     async def close(self):
         print("closed", file=sys.stderr, flush=True)
 
@@ -44,8 +53,8 @@ print("ended", started, len(engine.aborted), file=sys.stderr, flush=True)
 class Process:
     """A server process, its port, and what it wrote to stderr."""
 
-    def __init__(self, delay_s: float) -> None:
-        command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(delay_s)]
+    def __init__(self, delay_s: float = 0.0, engine: str = "works", until: str = r"running on .*:(\d+)") -> None:
+        command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(delay_s), engine]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
         )
@@ -54,9 +63,9 @@ class Process:
         self.port = 0
         for line in self.process.stderr:
             self.lines.append(line)
-            found = re.search(r"running on http://127\.0\.0\.1:(\d+)", line)
+            found = re.search(until, line)
             if found:
-                self.port = int(found[1])
+                self.port = int(found[1]) if found.groups() else 0
                 break
 
     def post(self, tokens: int) -> bytes:
@@ -133,6 +142,25 @@ def test_second_signal_ends_at_once(slow: Process) -> None:
     assert slow.process.returncode is not None
     assert "ending at once" in log
     assert "[DONE]" not in got[0].decode()
+
+
+def test_an_engine_that_cannot_start_says_so_without_a_stack_trace() -> None:
+    process = Process(engine="broken")
+    log = process.end()
+    assert 'reason="no such model"' in log
+    assert "Traceback" not in log
+    assert "closed" in log
+    assert "ended False" in log
+    process.kill()
+
+
+def test_a_signal_while_the_engine_starts_ends_the_wait() -> None:
+    process = Process(engine="hangs", until="loading")
+    process.process.send_signal(signal.SIGTERM)
+    log = process.end()
+    assert "Traceback" not in log
+    assert "ended False" in log
+    process.kill()
 
 
 def test_open_binding_without_a_key_is_refused() -> None:

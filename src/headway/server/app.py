@@ -53,7 +53,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             if settings.start_engine:
-                await engine.start()
+                await server.start_engine()
             yield
         finally:
             server.bodies.close()

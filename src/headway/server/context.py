@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from headway.core.errors import OverloadedError, UnavailableError
+from headway.core.errors import HeadwayError, OverloadedError, UnavailableError
 from headway.engine.protocol import EngineClient, EngineInfo
 from headway.server.body import BodyReader
 from headway.server.fields import Fields
@@ -24,7 +25,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Context:
-    """The server's parts. `in_flight` counts generation requests from acceptance to their last byte."""
+    """The server's parts. `in_flight` counts generation requests from acceptance to their last byte.
+
+    `failure` is why the engine did not start, once that is known.
+    """
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -32,7 +36,28 @@ class Context:
     bodies: BodyReader
     metrics: Metrics
     in_flight: int = 0
+    failure: HeadwayError | None = None
+    _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
+
+    async def start_engine(self) -> None:
+        """Wait until the engine is ready. Raises its ConfigError, or UnavailableError when `give_up` was called."""
+        self._starting = asyncio.ensure_future(self.engine.start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            if not self._starting.cancelled():
+                raise
+            self.failure = UnavailableError("stopped while the engine was starting")
+            raise self.failure from None
+        except HeadwayError as error:
+            self.failure = error
+            raise
+
+    def give_up(self) -> None:
+        """Stop waiting for an engine that is still starting."""
+        if self._starting is not None:
+            self._starting.cancel()
 
     def info(self) -> EngineInfo:
         """The engine's description; raises UnavailableError unless it is ready to take requests."""

@@ -45,6 +45,7 @@ class Server(uvicorn.Server):
         context = app.state.headway
         assert isinstance(context, Context)
         self._context = context
+        logging.getLogger("uvicorn.error").addFilter(self._worth_logging)
 
     async def serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Until a signal, or until the engine cannot start."""
@@ -60,9 +61,17 @@ class Server(uvicorn.Server):
         if self._draining is None and self.started:
             log.info("draining", extra={"fields": {"signal": name, "in_flight": self._context.in_flight}})
             self._draining = asyncio.create_task(self._drain())
+        elif not self.started:
+            log.info("ending", extra={"fields": {"signal": name}})
+            self.should_exit = True
+            self._context.give_up()
         else:
             log.warning("ending at once", extra={"fields": {"signal": name}})
             self.should_exit = self.force_exit = True
+
+    def _worth_logging(self, record: logging.LogRecord) -> bool:
+        """False for the stack traces that uvicorn makes of an engine that did not start: `failure` says it in words."""
+        return self._context.failure is None or record.levelno < logging.ERROR
 
     async def _drain(self) -> None:
         try:
@@ -85,5 +94,11 @@ def serve(app: FastAPI, settings: ServerSettings, *, force_binding: bool = False
     check_binding(settings.host, settings.api_key, force_binding)
     setup(settings.log_level, settings.log_format)
     server = Server(app, settings)
-    server.run()
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's way to say that it could not start: address in use, or a failed lifespan
+        log.info("not started")
+    failure = app.state.headway.failure
+    if failure is not None:
+        log.error("the engine did not start", extra={"fields": {"reason": str(failure)}})
     return server.started
