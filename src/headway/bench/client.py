@@ -150,7 +150,7 @@ class Client:
             error = f"timeout: no end within {self.endpoint.timeout_s} s"
         except asyncio.CancelledError:
             error = "cancelled: the run was stopped"
-        except Exception as problem:  # noqa: BLE001 — the record must exist, whatever the network or the server came up with
+        except Exception as problem:  # the record must exist, whatever the network or the server came up with
             error = f"{type(problem).__name__}: {problem}"
         return answer.record(job, sent_s=sent_s, finish_s=self.now(), error=error)
 

@@ -11,7 +11,7 @@ Prompts are random token ids, all different, so that no prefix cache helps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,13 +24,14 @@ from headway.metrics.definitions import ttft_s
 from headway.metrics.quantiles import quantile
 
 
-class ConvoyFailed(HeadwayError):
+class ConvoyError(HeadwayError):
     """The experiment could not be finished: the long prompt, or a warm-up, failed. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvoyPlan:
-    """What to send. Tokens as counts, intervals in seconds; `seed` decides every prompt."""
+    """What to send. Tokens as counts, intervals in seconds; `seed` decides every prompt; `alone` measures
+    the long prompt alone too."""
 
     long_tokens: int
     long_output: int = 1
@@ -39,6 +40,7 @@ class ConvoyPlan:
     short_interval_s: float = 1.0
     warmup: int = 5
     repeat: int = 1
+    alone: bool = True
     seed: int = 0
 
 
@@ -126,14 +128,15 @@ class ConvoyRunner:
     say: Say = field(default=lambda line: None)
 
     async def run(self) -> ConvoyRun:
-        """The whole experiment; raises ConvoyFailed if a warm-up or a long prompt fails. A failed short is a record."""
+        """The whole experiment; raises ConvoyError if a warm-up or a long prompt fails. A failed short is a record."""
         async with Client(self.endpoint) as client:
             shorts_alone = [await self._one(client, self.prompts.short(), f"warm-{i}") for i in range(self.plan.warmup)]
             self.say(f"warm-up: {self.plan.warmup} shorts")
             alone, convoys = [], []
             for number in range(self.plan.repeat):
-                alone.append(await self._one(client, self.prompts.long(), f"long-alone-{number}"))
-                self.say(f"long prompt alone: {ttft_s(alone[-1]) or 0.0:.2f} s")
+                if self.plan.alone:
+                    alone.append(await self._one(client, self.prompts.long(), f"long-alone-{number}"))
+                    self.say(f"long prompt alone: {ttft_s(alone[-1]) or 0.0:.2f} s")
                 convoys.append(await self._convoy(client, number))
                 long_s, count = ttft_s(convoys[-1].long) or 0.0, len(convoys[-1].shorts)
                 self.say(f"long prompt among {count} shorts: {long_s:.2f} s")
@@ -184,10 +187,5 @@ def _named(job: Job, name: str, due_s: float) -> Job:
 
 def _checked(record: RequestRecord) -> RequestRecord:
     if not record.ok:
-        raise ConvoyFailed(f"request {record.id} ({record.prompt_tokens} tokens) failed: {record.error}")
+        raise ConvoyError(f"request {record.id} ({record.prompt_tokens} tokens) failed: {record.error}")
     return record
-
-
-def shorts_failed(runs: Sequence[ConvoyRun]) -> int:
-    """How many shorts failed in all of these."""
-    return sum(not short.ok for run in runs for short in run.shorts)

@@ -21,7 +21,7 @@ SERVE: tuple[str, ...] = (sys.executable, "-m", "headway.cli.main", "serve")
 KEPT_STDERR_CHARS = 4000
 
 
-class ServerFailed(HeadwayError):
+class ServerError(HeadwayError):
     """The server did not come up; the message ends with the last of what it wrote to stderr."""
 
 
@@ -68,7 +68,7 @@ class ServerProcess:
             while not _answers(f"{self.url}/ready", f"{self.url}/health"):
                 self._check_alive()
                 if time.monotonic() - begun > self._ready_s:
-                    raise ServerFailed(f"the server was not ready after {self._ready_s:g} s; {self.last_words()}")
+                    raise ServerError(f"the server was not ready after {self._ready_s:g} s; {self.last_words()}")
                 time.sleep(0.05)
         except BaseException:
             self.stop()
@@ -89,7 +89,7 @@ class ServerProcess:
     def _check_alive(self) -> None:
         assert self._process is not None
         if self._process.poll() is not None:
-            raise ServerFailed(
+            raise ServerError(
                 f"the server ended with status {self._process.returncode} before it was ready "
                 f"({' '.join(self.command)}); {self.last_words()}"
             )

@@ -79,6 +79,6 @@ def _seconds(axes: Axes, which: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(base=10, numticks=6))
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 3.0), numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())

@@ -43,9 +43,9 @@ _RC: dict[str, Any] = {
 @contextmanager
 def house_style() -> Iterator[None]:
     """Within it, figures get the house look; matplotlib's settings are as before afterwards."""
-    import matplotlib
+    import matplotlib as mpl
 
-    with matplotlib.rc_context(_RC):  # type: ignore[arg-type]
+    with mpl.rc_context(_RC):  # type: ignore[arg-type]
         yield
 
 

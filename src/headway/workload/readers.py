@@ -24,7 +24,7 @@ from typing import Any
 from headway.workload.request import Trace, TraceError, TraceRequest
 
 Row = Mapping[str, Any]
-_AZURE_ZERO = datetime(2023, 1, 1)  # noqa: DTZ001 — stamps are UTC; near them, so that floats keep 100 ns
+_AZURE_ZERO = datetime(2023, 1, 1)  # stamps are UTC; near them, so that floats keep 100 ns
 
 
 @dataclass(frozen=True)
