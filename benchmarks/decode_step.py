@@ -85,7 +85,7 @@ def main() -> None:
         low, median = min(times), statistics.median(times)
         print(
             f"batch {batch}: KV {kept / 1e6:.1f} MB, limit {limit * 1e3:.2f} ms, min {low * 1e3:.2f} ms, "
-            f"median {median * 1e3:.2f} ms = limit + {(median - limit) * 1e3:.2f} ms ({limit / median:.0%} of the limit)"
+            f"median {median * 1e3:.2f} ms = limit + {(median - limit) * 1e3:.2f} ms ({limit / median:.0%})"
         )
 
 

@@ -1,8 +1,8 @@
 """Attention on CPU over ATen's flash kernel: views for history, the fresh tensors for the chunk itself.
 
 A chunk's history needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is
-one folded call a run plus one causal call, merged. A decode is one call a run, and nearly always there is one run; where
-the compiled kernels are available, all bf16 decodes of a layer are one call of those.
+one folded call a run plus one causal call, merged. A decode is one call a run, and nearly always there is one run;
+where the compiled kernels are available, all bf16 decodes of a layer are one call of those.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Checkpoint:
         found = tuple(self._files[file].get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{self.folder / file}: tensor '{name}' has shape {list(found)}, expected {list(shape)} from config.json"
+                f"{self.folder / file}: tensor '{name}' has shape {list(found)}, "
+                f"expected {list(shape)} from config.json"
             )
         self._taken.add(name)
         tensor: Tensor = self._files[file].get_tensor(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from headway.attention.base import AttentionBackend, AttentionPlan, make_backend
 from headway.attention.kv_pool import KvPool
@@ -60,7 +60,7 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """(T,) token ids to (T, hidden)."""
         assert self.weights.embedding is not None, "this stage holds no embedding"
-        return F.embedding(tokens, self.weights.embedding)
+        return functional.embedding(tokens, self.weights.embedding)
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
         """Once an iteration, for every layer: the rotation of (T,) positions."""
@@ -84,12 +84,14 @@ class Decoder:
 
     def head(self, hidden: Tensor) -> Tensor:
         """(R, hidden) after the last layer to (R, vocab) fp32 logits."""
-        assert self.weights.head is not None and self.weights.final_norm is not None, "this stage holds no head"
+        weights = self.weights
+        assert weights.head is not None, "this stage holds no head"
+        assert weights.final_norm is not None, "this stage holds no final norm"
         if self._few is not None and hidden.shape[0] <= MOST_ROWS:
             logits = self._few.head(hidden)
             if logits is not None:
                 return logits
-        return self.weights.head(self._norm(hidden, self.weights.final_norm)).float()
+        return weights.head(self._norm(hidden, weights.final_norm)).float()
 
     def _layer(
         self, index: int, layer: LayerWeights, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan
@@ -106,7 +108,7 @@ class Decoder:
         hidden.add_(layer.out(mixed.view(rows, -1)))
         both = layer.gate_up(self._norm(hidden, layer.mlp_norm))
         gate, up = both[:, : config.mlp_size], both[:, config.mlp_size :]
-        return hidden.add_(layer.down(F.silu(gate).mul_(up)))
+        return hidden.add_(layer.down(functional.silu(gate).mul_(up)))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_eps)
+        return functional.rms_norm(x, weight.shape, weight, self.config.rms_eps)

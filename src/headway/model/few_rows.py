@@ -1,7 +1,7 @@
 """The same decoder layer for an iteration of few rows, by the compiled kernels: decode steps, mostly.
 
-Five calls a layer instead of some thirty, each weight read once at memory speed. Results are rounded to bf16 at the same
-places as the general path or fewer, so both agree within bf16's own error.
+Six calls a layer instead of some thirty, each weight read once. Results are rounded to bf16 at the same places as the
+general path or fewer, so both agree within bf16's own error.
 """
 
 from __future__ import annotations

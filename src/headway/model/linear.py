@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from headway.attention.native import kernels
 
@@ -30,7 +30,7 @@ class Linear:
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
             return out
-        return F.linear(x, self._weight, self.bias)
+        return functional.linear(x, self._weight, self.bias)
 
     @property
     def plain(self) -> Tensor | None:

@@ -31,7 +31,7 @@ def reference_config(max_model_len: int = 131072) -> DecoderConfig:
 
 
 def random_decoder(config: DecoderConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
-    """A decoder of that shape; the same seed gives the same weights (normal, 1/sqrt(inputs), so activations stay O(1))."""
+    """A decoder of that shape. The same seed gives the same weights: normal, deviation 1/sqrt(inputs)."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(out: int, inputs: int) -> Tensor:

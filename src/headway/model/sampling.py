@@ -1,4 +1,4 @@
-"""From logits to tokens. What a request gets depends on its own row, settings, seed and position: never on its batch."""
+"""From logits to tokens. What a request gets depends on its own row, settings, seed and position, not on its batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _nucleus_edge(weights: Tensor, top_p: float) -> Tensor:
-    """The least weight in the smallest set of heaviest tokens that holds `top_p` of the total. Sorts all only if it must."""
+    """The least weight in the smallest set of heaviest tokens with `top_p` of the total. Sorts all only if it must."""
     target = top_p * float(weights.sum(dtype=torch.float64))
     for count in (*_NUCLEUS_LOOKS, weights.numel()):
         heaviest = weights.topk(min(count, weights.numel())).values

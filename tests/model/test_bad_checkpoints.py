@@ -1,0 +1,173 @@
+"""Whatever is wrong with a model folder is said in one sentence that names the file, the tensor or the field."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_tiny
+from headway.core.errors import CheckpointError, ConfigError
+from headway.model.loading import load_decoder
+
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(folder)
+
+
+def shard(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    mapping = {}
+    for part, chosen in enumerate((names[::2], names[1::2])):
+        file = f"model-0000{part + 1}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in chosen}, folder / file)
+        mapping.update(dict.fromkeys(chosen, file))
+    (folder / WEIGHTS).unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))
+
+
+def test_shards_load_like_one_file_and_share_its_fingerprint(folder: Path) -> None:
+    one = load_decoder(folder)
+    shard(folder)
+    two = load_decoder(folder)
+    assert one.fingerprint == two.fingerprint
+    assert torch.equal(one.weights.layers[1].attention_norm, two.weights.layers[1].attention_norm)
+
+
+def test_another_shape_has_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    other = make_tiny("llama", tmp_path / "other", intermediate_size=64)
+    assert load_decoder(folder).fingerprint != load_decoder(other).fingerprint
+
+
+def test_missing_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop(Q_PROJ))
+    refused(folder, re.escape(f"tensor '{Q_PROJ}' of shape [32, 32] is missing"))
+
+
+def test_misshapen_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 16)}))
+    refused(folder, re.escape(f"model.safetensors: tensor '{Q_PROJ}' has shape [32, 16], expected [32, 32]"))
+
+
+def test_integer_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}))
+    refused(folder, "has type torch.int8, expected a float type")
+
+
+def test_extra_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.experts.weight": torch.zeros(2)}))
+    refused(folder, "1 tensors that this architecture does not have: 'model.layers.0.experts.weight'")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, -100])
+def test_truncated_file(folder: Path, kept: int) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:kept])
+    refused(folder, r"model\.safetensors: truncated or damaged safetensors file of \d+ bytes")
+
+
+def test_missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, "model-00002-of-00002.safetensors: no such file, though")
+
+
+def test_index_that_lists_what_a_file_lacks(folder: Path) -> None:
+    shard(folder)
+    path = folder / "model.safetensors.index.json"
+    mapping = json.loads(path.read_text())["weight_map"]
+    path.write_text(json.dumps({"weight_map": dict.fromkeys(mapping, "model-00001-of-00002.safetensors")}))
+    refused(folder, "is missing, though model.safetensors.index.json lists it here")
+
+
+def test_index_that_leaves_the_folder(folder: Path) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    refused(folder, "is not a file name in this folder")
+
+
+def test_pickles_are_refused(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    refused(folder, "holds pytorch_model.bin but no safetensors. Pickled weights can run code")
+
+
+def test_empty_and_missing_folders(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such model folder")
+    refused(tmp_path, "config.json: no such file")
+
+
+def test_bad_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{'hidden_size': 3")
+    refused(folder, "config.json: cannot be read as JSON")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "must hold a JSON object, not a list")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported are LlamaFor"),
+        ({"architectures": None}, "'architectures' must name"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"'quantization_config' \(awq\)"),
+        ({"hidden_act": "gelu"}, "'hidden_act' 'gelu' is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "wide"}, "'hidden_size' must be an integer"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"dtype": "float8"}, "dtype 'float8' is not supported"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id' must be"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "'sliding_window' 128"),
+    ],
+)
+def test_bad_configurations(folder: Path, fields: dict[str, Any], message: str) -> None:
+    edit_config(folder, **fields)
+    refused(folder, message)
+
+
+def test_a_window_that_no_sequence_outgrows_is_allowed(folder: Path) -> None:
+    edit_config(folder, architectures=["MistralForCausalLM"], sliding_window=128)
+    assert load_decoder(folder, max_model_len=128).config.max_model_len == 128
+
+
+def test_an_unused_window_switch_is_honoured(folder: Path) -> None:
+    make_tiny("qwen2", folder, use_sliding_window=False, sliding_window=16)
+    assert load_decoder(folder).config.sliding_window is None
+
+
+def test_unknown_dtype_setting(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype 'int4' is not supported; supported are auto"):
+        load_decoder(folder, "int4")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")]
+)
+def test_auto_keeps_every_bit(tmp_path: Path, saved: str, loaded: str) -> None:
+    decoder = load_decoder(make_tiny("llama", tmp_path, dtype=saved))
+    assert decoder.dtype == getattr(torch, loaded)
