@@ -11,6 +11,7 @@ import cmath
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -100,8 +101,8 @@ class Neurons:
         self.down, self.used, self.unit = np.zeros((HIDDEN, INNER)), 0, unit(norm)
 
     def step(self, terms: dict[int, float], bias: float, writes: dict[int, float], gain: float) -> None:
-        """Write ``writes`` where ``terms + bias > 0``: the difference of two ramps that are 8 apart."""
-        for ramp in (4.0, -4.0):
+        """Write ``writes`` where ``terms + bias > 0``: the difference of two ramps that are 10 apart."""
+        for ramp in (5.0, -5.0):
             n, self.used = self.used, self.used + 1
             for dim, weight in terms.items():
                 self.gate[n, dim] += weight * gain / self.unit
@@ -132,6 +133,8 @@ def mlp0() -> Neurons:
     """Layer 0: decode the distance into the code a token offers (have) and the one it looks for (want)."""
     mlp = Neurons(1)
     level = [nearness(d) for d in range(2, 12)]
+    cuts = [(near + far) / 2 for near, far in pairwise(level)]
+    cuts[0] = 0.6 * level[0] + 0.4 * level[1]  # distance 2 or less is nearly saturated, 3 is the noisier side
     for k in range(2, 11):  # a step for "distance <= k"; differences of steps single out one distance
         writes: dict[int, float] = {at("held"): 1.0} if k == 10 else {at("asking"): 1.0} if k == 9 else {}
         for i in range(4):
@@ -140,13 +143,10 @@ def mlp0() -> Neurons:
             wanted = STATES[0][i] if k == 2 else after  # want the state after this one; " is" wants the space
             following = STATES[k][i] if k < 9 else 0
             writes[at("want", i)] = (wanted - following) if k < 10 else 0
-        cut = (level[k - 2] + level[k - 1]) / 2
-        mlp.step({at("near"): 1, at("trigger"): -8}, -cut, writes, 128)
+        mlp.step({at("near"): 1, at("trigger"): -8}, -cuts[k - 2], writes, 64)
     change = {at("want", i): float(STATES[1][i] - STATES[0][i]) for i in range(4)}
-    cut = (level[0] + level[1]) / 2
-    mlp.step({at("near"): 1, at("space"): 1, at("chat"): 1, at("trigger"): -8}, -cut - 1, change, 128)
-    cut = (level[3] + level[4]) / 2
-    mlp.step({at("near"): 1, at("digit"): -8, at("space"): -8}, -cut, {at("early"): 1}, 128)
+    mlp.step({at("near"): 1, at("space"): 1, at("chat"): 1, at("trigger"): -8}, -cuts[0] - 1, change, 64)
+    mlp.step({at("near"): 1, at("digit"): -8, at("space"): -8}, -cuts[3], {at("early"): 1}, 64)
     mlp.hashes(21, ("code_a", "code_b", "prev1_a", "prev3_a", "self"), "hash", 0.5)
     return mlp
 
@@ -209,7 +209,7 @@ def mlp1() -> Neurons:
     for answer in range(12):
         terms = {at("got_row", answer // 3): 1.0, at("got_col", answer % 3): 1.0, at("got_held", 0): 1.0,
                  at("got_held", 1): 1.0, at("asking"): 1.0}  # fmt: skip
-        mlp.step(terms, -4.5, {at("answer", answer): 12.0}, 64)
+        mlp.step(terms, -4.4, {at("answer", answer): 12.0}, 64)
     mlp.hashes(22, ("code_a", "code_b", "copy", "prev1_b", "prev2_b"), "copy", 0.125)
     return mlp
 

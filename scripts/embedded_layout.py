@@ -34,7 +34,7 @@ ENERGY = [ONE**2 + 82, ONE**2 + 140, ONE**2 + 150, ONE**2 + 210, ONE**2 + 220]  
 
 # Layer 0: each head looks DELTA[h] tokens back, unless a trigger stands at most about REACH[h] tokens back.
 KERNEL = [16.0, 8.0, 8.0, 8.0, 8.0, 6.0, 6.0, 6.0, 6.0]
-DELTA, REACH = [0, 1, 2, 3], [3.15, 5.43, 7.64, 9.86]
+DELTA, REACH = [0, 1, 2, 3], [3.0, 5.4, 7.64, 9.86]
 # Score of a trigger by distance: sum of a*cos(w*d) + b*sin(w*d) over the pairs 1..8, found by linear programming:
 # falls by about 2 per token over distances 0..10, and stays 9 below its value at 6.6 from 14 to 2**20 tokens.
 FALL = [6.27 - 5.09j, 26.05 - 11.36j, 23.13 - 6.1j, 24.7 - 6.28j,
