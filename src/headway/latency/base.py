@@ -69,7 +69,8 @@ def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_
 
     Returns (tokens, its attention seconds), (0, 0.0) when none fits. Solves *total time <= budget* (DESIGN: roofline
     terms do not subtract, so Medha's Algorithm 2 is not taken literally); all candidates are evaluated as one vector
-    and the largest feasible one is taken, because measured time is not monotone in chunk size.
+    and the largest feasible one is taken, because measured time is not monotone in chunk size. Exact as long as no
+    larger chunk takes less than half the time of a smaller one (sizes beyond twice the budget are not looked at).
     """
     limit = min(limit, MAX_CHUNK)
     if limit <= 0:

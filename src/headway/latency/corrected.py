@@ -49,7 +49,7 @@ class CorrectedLatency:
             ]
         )
         predicted = float(x @ self.scales)
-        if predicted <= 0.0 or measured_s <= 0.0:
+        if not (predicted > 0.0 and measured_s > 0.0):  # a NaN would stay for ever
             return
         measured_s = min(measured_s, _OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.

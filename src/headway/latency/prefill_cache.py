@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import bisect
 
+import numpy as np
+
 from headway.latency.base import MAX_CHUNK, LatencyModel, Load, one_chunk_s, solve_tokens
 
 
@@ -21,8 +23,7 @@ class PrefillCache:
         self._t_target_s = t_target_s
         self._min_chunk = max(1, min_chunk)
         self._max_chunk = max_chunk
-        self._tokens = [0]
-        self._seconds = [0.0]
+        self.rebuild()
 
     def total_s(self, tokens: int) -> float:
         """Seconds to prefill `tokens` from an empty cache, alone. Monotone; total_s(0) == 0."""
@@ -31,8 +32,7 @@ class PrefillCache:
         while self._tokens[-1] < tokens:
             self._extend()
         if tokens <= self._tokens[1]:  # one chunk: exact, with what is fixed
-            alone = float(self._model.token_s(tokens, tokens)[0]) + one_chunk_s(self._model, 0, tokens)
-            return min(alone, self._seconds[1])
+            return float(self._first[tokens - 1])
         i = bisect.bisect_left(self._tokens, tokens)
         x0, x1 = self._tokens[i - 1], self._tokens[i]
         y0, y1 = self._seconds[i - 1], self._seconds[i]
@@ -45,15 +45,25 @@ class PrefillCache:
     def rebuild(self) -> None:
         """Forget what was computed: the latency model has changed."""
         self._tokens, self._seconds = [0], [0.0]
+        self._first = np.zeros(0)
 
-    def _extend(self) -> None:
-        """One more grid point. Inside a step of up to 5% of the context the chunk size is taken as constant."""
-        past = self._tokens[-1]
+    def _chunk(self, past: int) -> tuple[int, float]:
+        """The chunk that a lone prefill takes over `past` tokens, and its seconds."""
         chunk, attention = solve_tokens(self._model, Load(), past, self._max_chunk, self._t_target_s)
         if chunk < self._min_chunk:
             chunk = self._min_chunk
             attention = one_chunk_s(self._model, past, chunk)
-        seconds = float(self._model.token_s(chunk, chunk)[0]) + attention
-        repeat = max(1, int(past * 0.05 / chunk)) if past else 1
+        return chunk, float(self._model.token_s(chunk, chunk)[0]) + attention
+
+    def _extend(self) -> None:
+        """One more grid point. Within a step of up to 5% of the context all chunks are taken to be like its middle one."""
+        past = self._tokens[-1]
+        chunk, seconds = self._chunk(past)
+        repeat = max(1, int(past * 0.05 / chunk))
+        if repeat > 1:
+            chunk, seconds = self._chunk(past + chunk * (repeat - 1) // 2)
         self._tokens.append(past + chunk * repeat)
         self._seconds.append(self._seconds[-1] + seconds * repeat)
+        if not past:  # a measured time may fall where a size suits the machine; the cache is monotone nevertheless
+            alone = self._model.token_s(1, chunk) + self._model.chunk_s(0, 1, chunk)
+            self._first = np.minimum.accumulate(alone[::-1])[::-1]

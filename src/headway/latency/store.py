@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.latency.tables import TableSource
+from headway.latency.tables import SCHEMA, TableSource
 
 
 def fingerprint(model: str, dtype: str, device: str, threads: int, layout: str = "tp1-pp1-kvp1") -> str:
@@ -37,8 +37,12 @@ def load(path: Path, mark: str | None) -> TableSource:
         source = msgspec.json.decode(path.read_bytes(), type=TableSource)
     except OSError as error:
         raise ConfigError(f"cannot read the latency profile {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a latency profile ({error}): make one with `headway profile`") from error
+    if source.schema != SCHEMA:
+        raise ConfigError(
+            f"{path} has schema {source.schema!r}, which this version cannot read: make one with `headway profile`"
+        )
     if mark is not None and source.fingerprint != mark:
         raise ConfigError(
             f"the latency profile {path} was measured for\n  {source.fingerprint}\nand not for\n  {mark}\n"

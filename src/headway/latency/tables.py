@@ -16,6 +16,8 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.latency.base import MAX_CHUNK, Load, Seconds
 
+SCHEMA = "headway.latency/1"
+
 
 class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on disk: measured knots, and where they come from. Compiled to `TableLatency`.
@@ -24,7 +26,7 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     decode: (fixed s, s per request, s per KV token). fingerprint: model × device × layout that this holds for.
     """
 
-    schema: str = "headway.latency/1"
+    schema: str = SCHEMA
     fingerprint: str
     provenance: str
     tokens: tuple[tuple[int, float], ...]
@@ -50,7 +52,7 @@ class TableLatency:
         if last < self._tokens.size:
             return self._tokens[first : last + 1]
         rows = np.arange(first, last + 1, dtype=np.float64)
-        slope = (self._tokens[-1] - self._tokens[-1025]) / 1024.0
+        slope = max(0.0, float(self._tokens[-1] - self._tokens[-1025]) / 1024.0)
         inside = np.minimum(rows, self._tokens.size - 1).astype(np.int64)
         return np.asarray(self._tokens[inside] + slope * (rows - inside), dtype=np.float64)
 

@@ -1,0 +1,135 @@
+"""The model that corrects itself: it converges, stays within bounds, shrugs off outliers, and replays exactly."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from latency_models import gpu_roofline
+
+from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.latency.corrected import CorrectedLatency
+
+Shape = tuple[int, int, int]
+"""(decodes, past, chunk)."""
+
+
+def random_shape(rng: random.Random) -> Shape:
+    return rng.choice((0, 4, 16, 64)), rng.choice((0, 4_000, 60_000)), rng.choice((0, 1, 64, 512, 1024))
+
+
+def load_of(model: LatencyModel, shape: Shape) -> Load:
+    decodes, past, chunk = shape
+    load = Load(decodes, decodes, decodes * 3_000)
+    return load.with_chunk(chunk, one_chunk_s(model, past, chunk)) if chunk or not decodes else load
+
+
+def true_s(base: LatencyModel, shape: Shape, scales: tuple[float, float, float]) -> float:
+    load = load_of(base, shape)
+    rows = float(base.token_s(load.tokens, load.tokens)[0])
+    decode = base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
+    return scales[0] * rows + scales[1] * decode + scales[2] * load.chunk_s
+
+
+def teach(model: CorrectedLatency, scales: tuple[float, float, float], steps: int, seed: int, spikes: float = 0.0) -> None:
+    rng = random.Random(seed)
+    for _ in range(steps):
+        shape = random_shape(rng)
+        seconds = true_s(model.base, shape, scales) * rng.lognormvariate(0.0, 0.08)
+        seconds *= 50.0 if rng.random() < spikes else 1.0
+        model.observe(load_of(model, shape), seconds)
+        assert np.all((model.scales >= 0.05) & (model.scales <= 20.0))
+
+
+def errors(model: CorrectedLatency, scales: tuple[float, float, float]) -> list[float]:
+    """Relative errors over what a server's iterations look like, ascending."""
+    shapes = [(d, p, c) for d in (0, 4, 16, 64) for p in (0, 4_000, 60_000) for c in (0, 64, 512, 1024) if d or c]
+    return sorted(abs(load_s(model, load_of(model, s)) / true_s(model.base, s, scales) - 1.0) for s in shapes)
+
+
+def mean_error(model: CorrectedLatency, scales: tuple[float, float, float]) -> float:
+    found = errors(model, scales)
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (0.6, 0.6, 0.6), (1.5, 3.0, 0.7), (0.8, 0.5, 2.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_200_noisy_observations_bring_it_within_5_percent_and_400_its_worst_case(scales: tuple[float, float, float], seed: int) -> None:
+    model = CorrectedLatency(gpu_roofline())
+    assert mean_error(model, scales) > 0.15
+    teach(model, scales, 200, seed)
+    assert mean_error(model, scales) < 0.05
+    teach(model, scales, 200, seed + 100)
+    assert errors(model, scales)[-1] < 0.05
+
+
+def test_one_in_fifty_iterations_that_take_50_times_as_long_cost_less_than_15_percent() -> None:
+    model = CorrectedLatency(gpu_roofline())
+    teach(model, (1.3, 1.3, 1.3), 600, seed=1, spikes=0.02)
+    assert mean_error(model, (1.3, 1.3, 1.3)) < 0.15
+
+
+def test_a_single_outlier_after_learning_hardly_moves_it() -> None:
+    model = CorrectedLatency(gpu_roofline())
+    teach(model, (1.0, 1.0, 1.0), 200, seed=2)
+    load = load_of(model, (16, 4_000, 512))
+    before = load_s(model, load)
+    model.observe(load, 50 * before)
+    assert load_s(model, load_of(model, (16, 4_000, 512))) < 1.1 * before
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_scales_stay_within_bounds_whatever_is_measured(factor: float) -> None:
+    model = CorrectedLatency(gpu_roofline())
+    rng = random.Random(0)
+    for _ in range(500):
+        shape = random_shape(rng)
+        model.observe(load_of(model, shape), factor * true_s(model.base, shape, (1, 1, 1)))
+    assert np.all(np.isfinite(model.scales))
+    assert np.all((model.scales >= 0.05) & (model.scales <= 20.0))
+    edge = 0.05 if factor < 1 else 20.0
+    assert model.scales[0] == pytest.approx(edge, rel=0.2)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
+def test_nonsense_measurements_are_ignored(seconds: float) -> None:
+    model = CorrectedLatency(gpu_roofline())
+    model.observe(Load(64, 64, 10_000), seconds)
+    assert model.scales.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_machine_that_slows_down_is_noticed() -> None:
+    model = CorrectedLatency(gpu_roofline())
+    teach(model, (1.0, 1.0, 1.0), 1000, seed=3)
+    teach(model, (1.8, 1.8, 1.8), 600, seed=4)
+    assert mean_error(model, (1.8, 1.8, 1.8)) < 0.1
+
+
+def test_what_never_happens_is_not_unlearned() -> None:
+    """Hours of decodes only, at one size: the scale of chunks stays where it was, and nothing blows up."""
+    model = CorrectedLatency(gpu_roofline())
+    teach(model, (1.5, 1.5, 1.5), 200, seed=5)
+    rng = random.Random(6)
+    for _ in range(20_000):
+        load = load_of(model, (16, 0, 0))
+        model.observe(load, 1.5 * load_s(model.base, load_of(model.base, (16, 0, 0))) * rng.lognormvariate(0, 0.05))
+    assert mean_error(model, (1.5, 1.5, 1.5)) < 0.1
+
+
+def test_the_same_observations_give_the_same_scales_bit_for_bit() -> None:
+    one, two = CorrectedLatency(gpu_roofline()), CorrectedLatency(gpu_roofline())
+    teach(one, (1.2, 0.9, 3.0), 300, seed=7, spikes=0.01)
+    teach(two, (1.2, 0.9, 3.0), 300, seed=7, spikes=0.01)
+    assert one.scales.tobytes() == two.scales.tobytes()
+
+
+def test_a_trusted_base_moves_less_at_first() -> None:
+    def moved(confidence: float) -> float:
+        model = CorrectedLatency(gpu_roofline(), confidence)
+        load = load_of(model, (0, 0, 512))
+        model.observe(load, 2 * load_s(model, load))
+        return load_s(model, load_of(model, (0, 0, 512))) / load_s(model.base, load) - 1.0
+
+    assert 0.0 < moved(50.0) < moved(1.0) / 5

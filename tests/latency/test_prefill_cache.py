@@ -1,0 +1,79 @@
+"""The prefill-time cache agrees with Medha's Algorithm 3, and behaves as a cache of totals should."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from latency_models import Linear, gpu_roofline, literal_prefill_s, table, tables
+
+from headway.latency.base import Load, load_s, one_chunk_s
+from headway.latency.corrected import CorrectedLatency
+from headway.latency.prefill_cache import PrefillCache
+from headway.latency.tables import TableLatency
+
+
+@given(tables(), st.lists(st.integers(0, 30_000), min_size=2, max_size=8), st.floats(2e-3, 0.1))
+@settings(max_examples=60)
+def test_it_starts_at_zero_and_never_falls(model: TableLatency, lengths: list[int], t_target_s: float) -> None:
+    cache = PrefillCache(model, t_target_s)
+    assert cache.total_s(0) == 0.0
+    seconds = [cache.total_s(n) for n in sorted(lengths)]
+    assert seconds == sorted(seconds)
+    assert seconds == [PrefillCache(model, t_target_s).total_s(n) for n in sorted(lengths)]  # whatever was asked before
+
+
+def test_it_never_falls_inside_the_first_chunk_either() -> None:
+    """A measured staircase does: 128 rows are faster than 127."""
+    model = table([(0, 1e-3), (127, 4e-3), (128, 3e-3), (512, 9e-3)], [(0, 0.0, 0.0), (512, 0.0, 0.0)], (0, 0, 0))
+    cache = PrefillCache(model, 0.009)
+    seconds = [cache.total_s(n) for n in range(600)]
+    assert seconds == sorted(seconds)
+    assert cache.total_s(128) == pytest.approx(3e-3)
+
+
+@given(st.integers(0, 200_000), st.integers(0, 200_000))
+@settings(max_examples=30)
+def test_what_is_done_and_what_remains_add_up(a: int, b: int) -> None:
+    done, total = sorted((a, b))
+    cache = PrefillCache(gpu_roofline(), 0.02)
+    assert cache.total_s(done) + cache.remaining_s(total, done) == pytest.approx(cache.total_s(total))
+    assert cache.remaining_s(total, total) == 0.0
+
+
+@pytest.mark.parametrize("t_target_s", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("tokens", [2_000, 8_192, 65_536, 393_000, 1_000_000])
+def test_it_agrees_with_algorithm_3_within_2_percent(t_target_s: float, tokens: int) -> None:
+    """At the edges of chunks; between them Algorithm 3's own look-up interpolates too."""
+    model = gpu_roofline()
+    cache = PrefillCache(model, t_target_s, 16)
+    literal_s = literal_prefill_s(model, tokens, t_target_s, 16)
+    assert cache.total_s(tokens) == pytest.approx(literal_s, rel=0.02, abs=t_target_s)
+
+
+def test_a_prompt_of_one_chunk_is_exact() -> None:
+    model = gpu_roofline()
+    alone_s = load_s(model, Load().with_chunk(700, one_chunk_s(model, 0, 700)))
+    assert PrefillCache(model, 0.05).total_s(700) == pytest.approx(alone_s)
+
+
+def test_where_no_chunk_fits_the_minimum_chunk_counts_instead_of_the_papers_break() -> None:
+    """The paper's loop ends there and calls the rest free; a 10 ms floor under a 5 ms target is the plainest case."""
+    model = Linear(row_s=1e-4, fixed_s=0.01)
+    cache = PrefillCache(model, 0.005, min_chunk=16)
+    assert cache.total_s(16_000) == pytest.approx(1000 * (0.01 + 16e-4))
+
+
+def test_the_worked_examples_cache_is_linear() -> None:
+    cache = PrefillCache(Linear(0.01), 0.01)
+    assert [cache.total_s(n) for n in (1, 50, 1000)] == pytest.approx([0.01, 0.5, 10.0])
+
+
+def test_rebuild_follows_a_model_that_has_learned() -> None:
+    model = CorrectedLatency(Linear(0.01))
+    cache = PrefillCache(model, 0.01)
+    assert cache.total_s(1000) == pytest.approx(10.0)
+    for _ in range(200):
+        model.observe(Load(100), 2.0)
+    cache.rebuild()
+    assert cache.total_s(1000) == pytest.approx(20.0, rel=0.02)

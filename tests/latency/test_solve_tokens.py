@@ -1,0 +1,91 @@
+"""The fast chunk choice is the exhaustive one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from latency_models import gpu_roofline, table, tables
+
+from headway.latency.base import MAX_CHUNK, LatencyModel, Load, load_s, one_chunk_s, solve_tokens
+from headway.latency.corrected import CorrectedLatency
+from headway.latency.tables import TableLatency
+
+
+def exhaustive(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> int:
+    """The largest chunk whose whole batch is within the budget, by trying them all."""
+    best = 0
+    for tokens in range(1, limit + 1):
+        if load_s(model, load.with_chunk(tokens, one_chunk_s(model, past, tokens))) <= budget_s:
+            best = tokens
+    return best
+
+
+LOADS = st.builds(
+    lambda decodes, kv, other, chunk_s: Load(decodes + other, decodes, kv, chunk_s if other else 0.0),
+    st.integers(0, 300),
+    st.integers(0, 100_000),
+    st.integers(0, 200),
+    st.floats(0, 5e-3),
+)
+
+
+@given(tables(), LOADS, st.integers(0, 50_000), st.integers(0, 700), st.floats(0.1, 6.0))
+def test_it_equals_exhaustive_search_on_any_table(
+    model: TableLatency, load: Load, past: int, limit: int, factor: float
+) -> None:
+    budget_s = factor * (load_s(model, load) + 1e-3) + 1e-13  # off every exact sum by more than rounding
+    tokens, attention_s = solve_tokens(model, load, past, limit, budget_s)
+    assert tokens == exhaustive(model, load, past, limit, budget_s)
+    assert attention_s == (one_chunk_s(model, past, tokens) if tokens else 0.0)
+
+
+@pytest.mark.parametrize("past", [0, 1_000, 100_000, 1_000_000])
+@pytest.mark.parametrize("load", [Load(), Load(64, 64, 64 * 2_000), Load(600, 40, 80_000, 2e-3)])
+@pytest.mark.parametrize("budget_s", [0.002, 0.02, 0.055])
+def test_it_equals_exhaustive_search_on_a_roofline(past: int, load: Load, budget_s: float) -> None:
+    model = gpu_roofline()
+    tokens, _ = solve_tokens(model, load, past, 3_000, budget_s)
+    assert tokens == exhaustive(model, load, past, 3_000, budget_s)
+
+
+def test_the_same_holds_under_learned_scales() -> None:
+    model = CorrectedLatency(gpu_roofline())
+    for _ in range(30):
+        load = Load(500, 0, 0, one_chunk_s(model, 30_000, 500))
+        model.observe(load, 1.7 * load_s(model.base, Load(500, 0, 0, one_chunk_s(model.base, 30_000, 500))))
+    assert solve_tokens(model, Load(), 30_000, 3_000, 0.02)[0] == exhaustive(model, Load(), 30_000, 3_000, 0.02)
+
+
+def test_a_staircase_is_climbed_to_the_last_step_that_fits() -> None:
+    """Padding to multiples of 128 makes 129 rows slower than 256: the larger chunk is taken."""
+    model = table(
+        [(0, 1e-3), (127, 4e-3), (128, 3e-3), (129, 6e-3), (255, 6e-3), (256, 4e-3), (257, 9e-3), (512, 9e-3)],
+        [(0, 0.0, 0.0), (512, 0.0, 0.0)],
+        (0.0, 0.0, 0.0),
+    )
+    assert solve_tokens(model, Load(), 0, 512, 5e-3)[0] == 256
+    assert solve_tokens(model, Load(), 0, 255, 5e-3)[0] == 128
+
+
+def test_none_fits_where_decodes_fill_the_budget() -> None:
+    model = gpu_roofline()
+    busy = Load(256, 256, 256 * 60_000)
+    assert solve_tokens(model, busy, 0, 512, load_s(model, busy)) == (0, 0.0)
+    assert solve_tokens(model, busy, 0, 512, -1.0) == (0, 0.0)
+
+
+@pytest.mark.parametrize("limit", [0, -5])
+def test_no_room_means_no_tokens(limit: int) -> None:
+    assert solve_tokens(gpu_roofline(), Load(), 0, limit, 10.0) == (0, 0.0)
+
+
+def test_no_chunk_is_ever_larger_than_the_tables_reach() -> None:
+    assert solve_tokens(gpu_roofline(), Load(), 0, 10**7, 1e9)[0] == MAX_CHUNK
+
+
+@given(tables(), st.integers(0, 5_000), st.floats(1e-4, 0.1), st.floats(0, 0.05))
+def test_more_time_never_means_a_smaller_chunk(model: TableLatency, past: int, budget_s: float, more_s: float) -> None:
+    assert (
+        solve_tokens(model, Load(), past, 500, budget_s)[0] <= solve_tokens(model, Load(), past, 500, budget_s + more_s)[0]
+    )
