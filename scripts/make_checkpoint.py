@@ -3,7 +3,8 @@
     python scripts/make_checkpoint.py --hidden 512 --layers 8 --heads 8 --kv-heads 2 --mlp 1536 --vocab 4096 \
         --dtype bfloat16 --out out/reference
 
-No tokenizer is written: serve it with token-id prompts. The same arguments give the same bytes.
+The tokenizer that goes with it has one word a token (t0, t1, …), so that text round-trips and answers can be counted.
+The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,29 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+
+def write_tokenizer(vocab: int, out: Path) -> None:
+    """One word for each id, separated by spaces."""
+    words = {f"t{i}": i for i in range(vocab)}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": f"t{i}", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+            for i in (0, 1)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
+    }  # fmt: skip
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t2"}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def main() -> None:
@@ -83,6 +107,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     (a.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, str(a.out / "model.safetensors"), metadata={"format": "pt"})
+    write_tokenizer(a.vocab, a.out)
     total = sum(tensor.numel() for tensor in tensors.values())
     print(f"{a.out}: {total / 1e6:.1f} M parameters, {a.dtype}")
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from headway import embedded
 from headway.attention.base import make_backend
 from headway.core.clock import Clock
 from headway.core.errors import ConfigError
@@ -58,7 +59,7 @@ def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
     max_model_len = min(decoder.config.max_model_len, ledger.total_tokens)
     parameters = decoder.weights.parameters
     info = EngineInfo(
-        model=config.model,
+        model=model_name(config.model),
         architecture=decoder.config.architecture,
         dtype=str(decoder.dtype).removeprefix("torch."),
         device="cpu",
@@ -126,6 +127,12 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
         if isinstance(value, list):
             return tuple(int(v) for v in value)
     return ()
+
+
+def model_name(folder: str) -> str:
+    """What a model is called where nobody named it: its folder's last part."""
+    path = Path(folder).resolve()
+    return "headway-embedded" if path == embedded.model_path().resolve() else path.name
 
 
 def event_log(path: str | None) -> Log | None:

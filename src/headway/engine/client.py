@@ -112,7 +112,7 @@ class ProcessEngineClient:
                     finished = True
                     raise UnavailableError(_LOST)
                 finished = delta.finish is not None
-                if delta.finish == "error":
+                if delta.finish == "error" and delta.param is not None:
                     self._raise(delta)
                 yield delta
         finally:

@@ -1,11 +1,15 @@
 """Every number that a scheduler may be given, in one place, with the words that `--help` prints."""
 
+# ruff: noqa: RUF009 - `_f` is `dataclasses.field`
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.core.errors import ConfigError
+from headway.scheduling.chunking import make_chunking
+from headway.scheduling.policy import make_policy
 
 Mode = Literal["default", "paper"]
 PipelineSchedule = Literal["stream", "microbatch"]
@@ -28,6 +32,7 @@ class SchedulerConfig:
     min_chunk: int = _f(8, "smallest chunk of a prompt that is worth an iteration, tokens; 0: none (paper)")
     progress_every: int = _f(8, "the first waiting prefill advances by min_chunk at least every so many iterations")
     long_tokens: int = _f(8192, "prompts above this are long: at most one of them in an iteration, and it may yield")
+    long_iterations: float = _f(4.0, "so are prompts that take more than so many iterations alone; paper: 0 (tokens only)")
     space_sharing: bool | None = _f(None, "a long prefill yields part of its time to shorts (default: with lars only)")
     rho_max: float = _f(0.6, "largest share of an iteration that a long prefill yields")
     rho_min: float = _f(0.2, "share that it yields even when its own deadline is lost; paper: 0")
@@ -47,6 +52,8 @@ class SchedulerConfig:
             if not ok:
                 raise ConfigError(f"{name} must be {rule}, not {getattr(self, name)!r}")
 
+        make_policy(self.policy)
+        make_chunking(self.chunking)
         need(self.t_target_s > 0, "t_target_s", "above 0")
         need(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
@@ -73,6 +80,7 @@ class SchedulerConfig:
                 yield_only_to_shorts=False,
                 subtract_times=True,
                 quantum=0.0,
+                long_iterations=0.0,
                 min_chunk=0,
                 t_target_s=0.020,
             )

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from headway.core.batch import Batch, Chunk, DecodeGroup, Part, Progress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.events import Event
+from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.ledger import Ledger
 from headway.latency.base import LatencyModel, Load, load_s
@@ -60,6 +61,7 @@ class Scheduler:
         self._leased = 0
         self._arrivals = 0
         self._iterations = 0
+        self._advanced = 0
         self._epochs = 0
 
     # -- what surroundings may ask ------------------------------------------------------------------------------
@@ -102,7 +104,13 @@ class Scheduler:
                 "shorten the prompt or start the server with more KV memory",
                 "prompt",
             )
-        sequence = Sequence(request, self._arrivals, request.prompt_tokens > self.config.long_tokens)
+        if need - 2 + request.max_output_tokens > self.ledger.total_tokens:  # alone it would run dry and wait for ever
+            raise RequestError(
+                f"{request.prompt_tokens} prompt and {request.max_output_tokens} output tokens do not fit the KV cache "
+                f"of {self.ledger.total_tokens} tokens: ask for less output or give the server more KV memory",
+                "max_tokens",
+            )
+        sequence = Sequence(request, self._arrivals, self._is_long(request))
         self._arrivals += 1
         sequence.total_s = sequence.work_s = self._work_s(sequence)
         ttft_s = request.slo.ttft_s
@@ -187,7 +195,7 @@ class Scheduler:
         return events
 
     def abort(self, request_id: str, now: float) -> list[Event]:
-        """Drop a request: at once, or when the batch that it is in completes. Unknown ids are ignored (it has ended)."""
+        """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.aborted:
             return []
@@ -202,10 +210,13 @@ class Scheduler:
         return [Event("aborted", request_id, now)]
 
     def lost(self, instance: int, now: float) -> list[Event]:
-        """The instance has lost its KV: everything in flight is void, all progress must be made again."""
+        """The instance has lost its KV: everything in flight is void, all progress must be made again.
+
+        The next batch's KV operations start from empty block tables. Returns what has become true, as `complete` does.
+        """
         self._flights.clear()
         self._ready, self._hungry, self._parked = DecodeSet(), [], {}
-        events = []
+        events, self._untold = self._untold, []
         for sequence in list(self._sequences.values()):
             sequence.in_flight = 0
             if sequence.aborted:
@@ -213,6 +224,7 @@ class Scheduler:
                 events.append(Event("aborted", sequence.request.id, now))
             elif sequence.lease is not None:
                 events.append(self._give_up_kv(sequence, now))
+        self.ledger.take_ops()
         return events
 
     def check(self) -> None:
@@ -226,6 +238,12 @@ class Scheduler:
                 raise InvariantError(f"cursors of {sequence.request.id} are out of order")
             if sequence.lease is not None and sequence.scheduled > sequence.lease.tokens:
                 raise InvariantError(f"{sequence.request.id} has been scheduled beyond its lease")
+        homes = [*(s.request.id for s in self._queue), *self._parked, *self._ready.members]
+        chunks = [chunk for flight in self._flights.values() for chunk in flight.batch.parts[0].prefills]
+        homes += {chunk.request for chunk in chunks if chunk.last or self._sequences[chunk.request].aborted}
+        homes += [name for flight in self._flights.values() for name in flight.decodes.members]
+        if len(homes) != len(set(homes)) or set(homes) != set(self._sequences):
+            raise InvariantError("a request is nowhere, or in two places at once")
         for group in (self._ready, *(flight.decodes for flight in self._flights.values())):
             if group.kv_sum != sum(s.computed + 1 for s in group.members.values()):
                 raise InvariantError("a decode group's KV sum is off")
@@ -256,7 +274,7 @@ class Scheduler:
             start = sequence.scheduled
             sequence.scheduled += tokens
             sequence.in_flight += 1
-            sequence.last_progress = self._iterations + 1
+            sequence.last_progress = self._advanced = self._iterations + 1
             last = sequence.remaining == 0
             chunks.append(Chunk(request_id, start, tokens, last))
             if sequence.is_long:
@@ -273,7 +291,7 @@ class Scheduler:
             if one_at_a_time and sequence.in_flight:
                 continue
             slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
-            stalled = self._iterations - sequence.last_progress if sequence.lease is not None else 0
+            stalled = self._iterations - (self._advanced if sequence.lease is None else sequence.last_progress)
             yield Candidate(
                 sequence.request.id, sequence.scheduled, sequence.remaining, sequence.is_long, slack, stalled
             )
@@ -302,6 +320,14 @@ class Scheduler:
         sequence.lease = lease
         self._leased += 1
         return True
+
+    def _is_long(self, request: Request) -> bool:
+        """Medha's IsLong is a token count made for its GPUs; a slow machine's documents are shorter, so time counts too."""
+        config = self.config
+        if request.prompt_tokens > config.long_tokens:
+            return True
+        alone_s = self.prefill_times.remaining_s(request.prompt_tokens, request.cached_tokens)
+        return 0 < config.long_iterations * config.t_target_s < alone_s
 
     def _work_s(self, sequence: Sequence) -> float:
         done = sequence.scheduled
@@ -376,7 +402,7 @@ class Scheduler:
         return max(behind, key=lambda s: s.order, default=None)
 
     def _give_up_kv(self, sequence: Sequence, now: float) -> Event:
-        """Preempt by recomputation: free the KV, keep the generated count, and queue for prefill of all that is known."""
+        """Preempt by recomputation: free the KV, keep the generated count, queue for prefill of all that is known."""
         lost = sequence.computed
         if sequence.request.id in self._ready.members:
             self._ready.remove(sequence)
