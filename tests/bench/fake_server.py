@@ -131,7 +131,7 @@ def main() -> None:
             web.post("/v1/completions", fake.completions),
         ]
     )
-    web.run_app(app, host="127.0.0.1", port=args.port, print=None)
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None, shutdown_timeout=0.1)
 
 
 if __name__ == "__main__":

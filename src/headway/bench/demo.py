@@ -30,7 +30,7 @@ ROOM_TOKENS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `headway demo`."""
-    parser.add_argument("--document-tokens", type=tokens, default=65536, help="its length (default %(default)s)")
+    parser.add_argument("--document-tokens", type=tokens, default=65536, help="(default %(default)s)")
     parser.add_argument(
         "--chat-tokens", type=tokens, default=150, help="length of a chat's prompt (default %(default)s)"
     )
@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
     end_like_ctrl_c()
     texts = DemoTexts(str(model_path()), args.document_tokens, args.chat_tokens, args.seed)
-    say(
-        f"the document: {spell(texts.document_tokens)} tokens of Python's standard library, passkey at {texts.depth:.0%}"
-    )
+    size = spell(texts.document_tokens)
+    say(f"the document: {size} tokens of Python's standard library, with a passkey hidden at {texts.depth:.0%} of it")
     plan = ConvoyPlan(
         long_tokens=texts.document_tokens,
         long_output=ANSWER_TOKENS,
@@ -180,10 +179,11 @@ def _sentences(data: dict[str, Any]) -> list[str]:
     """What was seen, in words, from the data."""
     lines = []
     for run in data["runs"]:
-        ttft, long_s = run["short"]["ttft_s"], run["long"]["ttft_s"]["p50"]
+        short, long_s = run["short"], run["long"]["ttft_s"]["p50"]
+        median, worst = duration(short["ttft_s"]["p50"]), duration(short["ttft_s"]["max"])
         lines.append(
-            f"{run['policy']}, {run['chunking']}: the document was read in {duration(long_s)}; {run['short']['n']} chats sent "
-            f"meanwhile got their first token after {duration(ttft['p50'])} (median), {duration(ttft['max'])} at worst"
+            f"{run['policy']}, {run['chunking']}: the document was read in {duration(long_s)}; "
+            f"{short['n']} chats sent meanwhile got their first token after {median} (median), {worst} at worst"
         )
     medians = [run["short"]["ttft_s"]["p50"] for run in data["runs"]]
     if len(medians) == 2 and all(medians):

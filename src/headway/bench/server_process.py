@@ -104,8 +104,13 @@ class ServerProcess:
     def stop(self) -> None:
         """End the server and everything that it started. Safe to call twice."""
         process, self._process = self._process, None
-        if process is None:
-            return
+        try:
+            if process is not None:
+                self._end(process)
+        finally:
+            self._log.close()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         for number, patience in (
             (signal.SIGTERM, self._grace_s),
             (signal.SIGKILL, 10.0),

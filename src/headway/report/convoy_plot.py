@@ -67,6 +67,7 @@ def _panel(axes: Axes, run: Mapping[str, Any], index: int, title: str, long_toke
         markersize=6.5,
         markeredgecolor="white",
         markeredgewidth=0.6,
+        zorder=4,
     )
     if median is not None:
         axes.axhline(median, color=colour, lw=1.4, ls=(0, (4, 2)))

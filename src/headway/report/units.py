@@ -14,7 +14,7 @@ def duration(seconds: float | None) -> str:
 
 
 def tokens(count: float) -> str:
-    """32768 → `33K`, 1_000_000 → `1M`, 200 → `200`."""
+    """32768 → `32.8K`, 1_000_000 → `1M`, 200 → `200`."""
     if count >= 999_500:
         return f"{count / 1e6:.3g}M"
     return f"{count / 1e3:.3g}K" if count >= 10_000 else f"{count:,.0f}"

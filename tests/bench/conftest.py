@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headway.bench.server_process import ServerProcess
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
+
+
+@pytest.fixture
+def fake_command() -> str:
+    """What `--server-command` wants."""
+    return " ".join(FAKE)
+
+
+@pytest.fixture
+def serve_fake() -> Iterator[object]:
+    """A function that starts the fake server with these arguments and returns its address; all are ended afterwards."""
+    running: list[ServerProcess] = []
+
+    def start(*arguments: str) -> str:
+        server = ServerProcess(arguments, command=FAKE, grace_s=0.2)
+        server.__enter__()
+        running.append(server)
+        return server.url
+
+    yield start
+    for server in running:
+        server.stop()

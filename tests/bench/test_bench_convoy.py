@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.bench import command
+from headway.bench.policies import PolicySpec, parse_policies
+from headway.bench.server_process import ServerError, ServerProcess
+from headway.core.errors import ConfigError, HeadwayError
+
+
+def headway_bench(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return command.run(parser.parse_args(words))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+SMALL = ("--long-tokens", "6000", "--short-interval", "0.1", "--short-output", "4", "--warmup", "2")
+
+
+def test_a_convoy_per_policy(fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plot = tmp_path / "new" / "c.json", tmp_path / "c.png"
+    assert (
+        headway_bench(
+            "convoy",
+            "--model",
+            str(tmp_path),
+            *SMALL,
+            "--server-command",
+            fake_command,
+            "--json",
+            str(file),
+            "--plot",
+            str(plot),
+            "--policies",
+            "lars,fcfs",
+        )
+        == 0
+    )
+    data = json.loads(file.read_text())
+    assert data["schema"] == "headway.convoy/1"
+    lars, fcfs = data["runs"]
+    assert (lars["policy"], lars["chunking"], fcfs["policy"], fcfs["chunking"]) == ("lars", "adaptive", "fcfs", "whole")
+    for run in (lars, fcfs):
+        assert {"p50", "p90", "p99"} <= run["short"]["ttft_s"].keys()
+        assert {"p50", "p90", "p99"} <= run["short"]["tbt_s"].keys()
+        assert 4 <= run["short"]["n"] <= 6  # those sent before the long one's first token, after 0.6 s
+        assert run["long"]["alone_s"] == pytest.approx(0.6, abs=0.15)
+        assert run["long"]["ttft_s"]["p50"] == pytest.approx(0.6, abs=0.2)
+        series = run["convoys"][0]["series"]
+        assert [row["t_s"] for row in series] == pytest.approx([0.1 * (i + 1) for i in range(len(series))])
+        assert all(row["t_s"] < run["convoys"][0]["long_ttft_s"] for row in series)
+    assert lars["short"]["ttft_s"]["p50"] < 0.1 < fcfs["short"]["ttft_s"]["p50"]
+    assert plot.stat().st_size > 10_000
+    assert str(tmp_path) not in file.read_text()
+    assert "lars / adaptive" in capsys.readouterr().out
+
+
+def test_against_a_running_server(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "c.json"
+    url = serve_fake()
+    assert headway_bench("convoy", "--url", url, *SMALL, "--repeat", "2", "--label", "other", "--json", str(file)) == 0
+    (run,) = json.loads(file.read_text())["runs"]
+    assert run["policy"] == "other"
+    assert len(run["convoys"]) == 2
+    assert run["short"]["n"] == sum(len(convoy["series"]) for convoy in run["convoys"])
+
+
+def test_a_server_that_cannot_start_is_quoted(fake_command: str, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"status 3 before it was ready(.|\n)*weights are missing"):
+        headway_bench("convoy", "--model", str(tmp_path), "--server-command", f"{fake_command} --mode die")
+
+
+def test_a_failing_long_prompt_ends_the_run_and_the_server(fake_command: str, tmp_path: Path) -> None:
+    with pytest.raises(HeadwayError, match="worker lost"):
+        headway_bench("convoy", "--model", str(tmp_path), "--server-command", f"{fake_command} --mode error-event")
+
+
+def test_no_server_outlives_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    pid_name = str(tmp_path / "pid")
+    script.write_text(f"import os, time\nopen({pid_name!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    code = (
+        "import argparse, sys\nfrom headway.bench import command\np = argparse.ArgumentParser()\n"
+        "command.add_arguments(p)\ncommand.run(p.parse_args(sys.argv[1:]))\n"
+    )
+    words = ["convoy", "--model", "x", "--server-command", f"{sys.executable} {script}"]
+    child = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.DEVNULL)
+    pid_file = tmp_path / "pid"
+    for _ in range(200):
+        if pid_file.exists() and pid_file.read_text():
+            break
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    child.wait(20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "stubborn.py"
+    script.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n")
+    server = ServerProcess((), command=(sys.executable, str(script)), ready_s=0.5, grace_s=0.2)
+    begun = time.monotonic()
+    with pytest.raises(ServerError, match=r"not ready after 0\.5 s"):
+        server.__enter__()
+    assert time.monotonic() - begun < 5
+
+
+def test_policies() -> None:
+    assert parse_policies("lars, fcfs+static:512") == [PolicySpec("lars", "adaptive"), PolicySpec("fcfs", "static:512")]
+    for wrong in ("lifo", "fcfs+static:0", "fcfs+chunks", "lars+"):
+        with pytest.raises(ConfigError, match="allowed are"):
+            parse_policies(wrong)
+
+
+@pytest.mark.parametrize("words", [(), ("--url", "http://127.0.0.1:9"), ("--model", "x", "--short-interval", "0")])
+def test_bad_settings_are_refused_in_words(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        headway_bench("convoy", *words)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.metrics import SCHEMA, RequestRecord, SloTargets, summarise
+from headway.metrics.quantiles import percentile_name, percentiles, quantile
+
+
+def record(number: int, klass: str, ttft: float, **changes: object) -> RequestRecord:
+    arrival = float(number)
+    base: dict[str, object] = {
+        "id": str(number),
+        "klass": klass,
+        "arrival_s": arrival,
+        "prompt_tokens": 100,
+        "output_tokens": 2,
+        "token_s": (arrival + ttft, arrival + ttft + 0.1),
+        "finish_s": arrival + ttft + 0.1,
+        "slo": SloTargets(ttft_s=0.5),
+    }
+    return RequestRecord(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def test_a_run_is_summarised_by_class_and_in_all() -> None:
+    records = [record(0, "short", 0.1), record(1, "long", 2.0), record(2, "short", 0.3)]
+    records.append(record(3, "short", 0.1, error="HTTP 429: queue full, 17 waiting"))
+    records.append(record(4, "short", 0.1, finish_s=None))
+    run = summarise(records)
+    assert [one.klass for one in run.classes] == ["short", "long"]
+    short, long = run.classes
+    assert (short.requests, short.ok, short.good) == (4, 2, 2)
+    assert (long.requests, long.ok, long.good) == (1, 1, 0)
+    assert short.errors == {"HTTP 429": 1, "unfinished": 1}
+    assert short.latencies["ttft_s"]["p50"] == pytest.approx(0.2)
+    assert short.latencies["tbt_s"]["n"] == 2
+    assert run.total.requests == 5
+    assert run.total.good == 2
+    assert run.duration_s == pytest.approx(3.2)
+    body = json.loads(json.dumps(run.to_json()))
+    assert body["schema"] == SCHEMA
+    assert body["goodput_rps"] == pytest.approx(2 / run.duration_s)
+    assert body["output_throughput_tps"] == pytest.approx(6 / run.duration_s)
+    assert body["classes"][0]["good_share"] == 0.5
+
+
+def test_nothing_at_all_is_a_summary_too() -> None:
+    body = summarise([]).to_json()
+    assert body["request_throughput_rps"] is None
+    assert body["total"]["ttft_s"]["p50"] is None
+    assert body["total"]["good_share"] is None
+
+
+def test_a_window_replaces_the_observed_duration() -> None:
+    assert summarise([record(0, "a", 0.1)], duration_s=10).to_json()["request_throughput_rps"] == 0.1
+
+
+def test_percentiles_are_type_seven_and_configurable() -> None:
+    assert quantile([1, 2, 3, 4], 50) == 2.5
+    assert quantile([], 50) is None
+    assert percentiles([1.0, None, 3.0], (25, 99.9)).keys() == {"n", "mean", "min", "max", "p25", "p99.9"}
+    assert percentile_name(50) == "p50"
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=50))
+def test_percentiles_are_ordered_within_the_sample(values: list[float]) -> None:
+    cuts = percentiles(values, (1, 25, 50, 75, 90, 99))
+    ordered = [cuts[name] for name in ("min", "p1", "p25", "p50", "p75", "p90", "p99", "max")]
+    assert all(a is not None and b is not None and a <= b + 1e-6 for a, b in itertools.pairwise(ordered))
+    assert cuts["p90"] == pytest.approx(float(np.percentile(values, 90)))

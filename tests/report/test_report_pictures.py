@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headway.metrics import RequestRecord, summarise
+from headway.report.convoy_plot import convoy_figure
+from headway.report.convoy_table import convoy_table
+from headway.report.load_plot import cdf_figure, load_figure
+from headway.report.load_table import error_table, load_table, rates_line
+from headway.report.progress import LoadProgress
+from headway.report.style import save
+from headway.report.units import duration, tick, tokens
+
+
+def run(policy: str, waits: list[float | None], long_s: float) -> dict:
+    known = sorted(wait for wait in waits if wait is not None)
+    median = known[len(known) // 2] if known else None
+    cuts = dict.fromkeys(("p50", "p90", "p99", "max"), median)
+    return {
+        "policy": policy,
+        "chunking": "whole",
+        "short": {"ttft_s": cuts, "tbt_s": cuts, "n": len(waits), "failed": waits.count(None), "alone_ttft_s": 0.02},
+        "long": {"ttft_s": {"p50": long_s}, "alone_s": None, "slowdown": None},
+        "convoys": [{"long_ttft_s": long_s, "series": [{"t_s": float(i), "ttft_s": w} for i, w in enumerate(waits)]}],
+    }
+
+
+PLAN = {"long_tokens": 32768, "short_tokens": 200, "short_output": 16, "short_interval_s": 1.0}
+
+
+def records() -> list[RequestRecord]:
+    def one(i: int, **changes: object) -> RequestRecord:
+        token_s = (i + 0.1, i + 0.2, i + 0.2)
+        base: dict[str, object] = {"klass": "long" if i % 3 == 0 else "short", "token_s": token_s, "finish_s": i + 0.2}
+        return RequestRecord(id=str(i), arrival_s=float(i), prompt_tokens=9, output_tokens=3, **{**base, **changes})  # type: ignore[arg-type]
+
+    return [one(0), one(1), one(2), one(3, error="HTTP 500: oh"), one(4, finish_s=None, token_s=())]
+
+
+def text_of(thing: object) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(thing)
+    return captured.get()
+
+
+def test_the_convoy_picture_says_its_point(tmp_path: Path) -> None:
+    data = {"plan": PLAN, "runs": [run("lars", [0.04, 0.05, None], 12.0), run("fcfs", [9.0, 8.0, 7.0], 11.0)]}
+    figure = convoy_figure(data)
+    words = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
+    assert "median wait 50 ms" in words
+    assert "median wait 8.0 s" in words
+    assert figure.axes[0].get_yscale() == "log"
+    files = save(figure, tmp_path / "sub" / "convoy")
+    assert [file.suffix for file in files] == [".png", ".svg"]
+    assert all(file.stat().st_size > 5000 for file in files)
+    first, second = (save(convoy_figure(data), tmp_path / f"{i}.svg")[0].read_bytes() for i in (1, 2))
+    assert first == second
+    table = text_of(convoy_table(data))
+    assert "lars / whole" in table
+    assert "32.8K-token prompt" in table
+
+
+@pytest.mark.parametrize("waits", [[], [None]])
+def test_a_convoy_without_answered_shorts_is_drawn_too(tmp_path: Path, waits: list[float | None]) -> None:
+    save(convoy_figure({"plan": PLAN, "runs": [run("lars", waits, 0.5)]}), tmp_path / "c.png")
+
+
+def test_load_pictures_and_tables(tmp_path: Path) -> None:
+    save(load_figure(records()), tmp_path / "l.png")
+    save(load_figure([]), tmp_path / "empty.png")
+    save(cdf_figure({"a": [0.1, 0.2], "b": [0.0, 0.3], "none": []}, "time"), tmp_path / "cdf.svg")
+    summary = summarise(records())
+    table = text_of(load_table(summary))
+    assert "2 of 3" in table
+    assert "100 ms" in table
+    assert "goodput" in rates_line(summary, judged=True)
+    assert "goodput" not in rates_line(summary, judged=False)
+    errors = text_of(error_table(records()))
+    assert "HTTP 500" in errors
+    assert "4: unfinished" in errors
+
+
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadProgress(2) as progress:
+        progress.sent()
+        progress.done(True)
+    assert capsys.readouterr().err == ""
+
+
+def test_units() -> None:
+    assert [duration(s) for s in (None, 0.0034, 0.0452, 0.9996, 7.91, 123.4)] == [
+        "-",
+        "3.4 ms",
+        "45 ms",
+        "1.0 s",
+        "7.9 s",
+        "123 s",
+    ]
+    assert [tokens(n) for n in (200, 9_999, 32_768, 1_000_000)] == ["200", "9,999", "32.8K", "1M"]
+    assert [tick(s) for s in (0.03, 1.0)] == ["30 ms", "1 s"]

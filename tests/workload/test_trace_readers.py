@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from headway.workload import TraceError, TraceRequest
+from headway.workload.readers import read_trace
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+)
+MOONCAKE = (
+    '{"timestamp": 27000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n'
+    '{"timestamp": 30000, "input_length": 7322, "output_length": 490, "hash_ids": [0]}\n'
+)
+AGENTS = (
+    "conv,agent,seq,t_s,input_tokens,output_tokens,cached_prefix_tokens,api_time_s,think_time_s,type\n"
+    "1,0,0,0,71175,169,0,7.34,0,n\n1,0,1,19,72762,296,71168,,12,n\n2,0,0,5,100,0,0,1,0,s\n"
+)
+VIDUR = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3742,284,4026,0.07\n18,243,261,13.5\n"
+OURS = "arrival_s,prompt_tokens,output_tokens,class,cached_tokens,session\n3,10,5,long,4,s1\n1.5,20,6,,,\n"
+OURS_JSON = '{"arrival_s": 0.5, "prompt_tokens": 7, "output_tokens": 3, "class": "x"}\n\n'
+
+
+def write(folder: Path, text: str, name: str = "trace") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_azure(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, AZURE))
+    assert trace.format == "azure"
+    assert trace.requests[0] == TraceRequest(0.0, 374, 44)
+    assert trace.requests[1].arrival_s == pytest.approx(4.314579, abs=2e-7)
+
+
+def test_mooncake_in_milliseconds_from_zero(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, MOONCAKE))
+    assert trace.format == "mooncake"
+    assert [r.arrival_s for r in trace.requests] == [0.0, 3.0]
+
+
+def test_agents_keep_each_sessions_own_clock(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, AGENTS))
+    assert trace.session_clock
+    assert trace.requests[1] == TraceRequest(5.0, 100, 0, session="2")
+    assert trace.requests[2].cached_tokens == 71168
+
+
+def test_vidur_with_and_without_arrivals(tmp_path: Path) -> None:
+    assert not read_trace(write(tmp_path, VIDUR)).has_arrivals
+    trace = read_trace(write(tmp_path, "arrived_at,num_prefill_tokens,num_decode_tokens\n1.0,5,6\n2.5,7,8\n"))
+    assert trace.has_arrivals
+    assert trace.requests[1].arrival_s == 1.5
+
+
+def test_our_own_sorted_with_optional_columns(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, OURS))
+    assert trace.requests == (TraceRequest(0.0, 20, 6), TraceRequest(1.5, 10, 5, "long", 4, "s1"))
+    assert read_trace(write(tmp_path, OURS_JSON)).requests == (TraceRequest(0.0, 7, 3, "x"),)
+
+
+def test_gzip_is_seen_by_its_bytes_not_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "packed"
+    file.write_bytes(gzip.compress(AZURE.encode()))
+    assert len(read_trace(file).requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["holds no requests", "expected the columns"]),
+        ("a,b\n1,2\n", [":2:", "unknown columns (a, b)", "ContextTokens", "input_length"]),
+        ("arrival_s,prompt_tokens,output_tokens\n1,2\n", [":2:", "2 cells under 3 columns"]),
+        ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,x,3\n", [":3:", "'x'", "output_tokens"]),
+        ("arrival_s,prompt_tokens,output_tokens\n1,-2,3\n", [":2:", "prompt_tokens is '-2'"]),
+        ("arrival_s,prompt_tokens,output_tokens\n1,2.5,3\n", [":2:", "2.5"]),
+        ("arrival_s,prompt_tokens,output_tokens\nnan,2,3\n", [":2:", "arrival_s"]),
+        ("arrival_s,prompt_tokens,output_tokens\n1,inf,3\n", [":2:", "prompt_tokens"]),
+        (OURS_JSON + "{broken\n", [":3:", "not a JSON object"]),
+        (OURS_JSON + '{"arrival_s": 1}\n', [":3:", "'prompt_tokens' is missing"]),
+        (OURS_JSON + '{"arrival_s": 1, "prompt_tokens": null, "output_tokens": 1}\n', [":3:"]),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", [":2:", "yesterday"]),
+    ],
+)
+def test_errors_name_file_line_and_columns(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(file)
+    assert all(word in str(caught.value) for word in [str(file), *words]), str(caught.value)
+
+
+def test_missing_files_wrong_formats_and_torn_archives(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(tmp_path / "none.csv")
+    with pytest.raises(TraceError, match="unknown trace format 'xml'"):
+        read_trace(write(tmp_path, AZURE), "xml")
+    with pytest.raises(TraceError, match="mooncake traces need the columns timestamp"):
+        read_trace(write(tmp_path, AZURE), "mooncake")
+    torn = tmp_path / "torn.gz"
+    torn.write_bytes(gzip.compress(AZURE.encode() * 50)[:60])
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(torn)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count", "longest"),
+    [
+        ("azure-llm-2023/AzureLLMInferenceTrace_conv.csv.gz", "azure", 19366, 14050),
+        ("mooncake-conversation/conversation_0-2400s.jsonl.gz", "mooncake", 7851, 124847),
+        ("claude-code-weka/requests.csv.gz", "agents", 40550, 894371),
+        ("sharegpt-lengths/sharegpt_val_10k_llama2.csv.gz", "vidur", 10000, 3973),
+    ],
+)
+def test_the_real_traces_are_read_whole(traces: Path, name: str, kind: str, count: int, longest: int) -> None:
+    trace = read_trace(traces / name)
+    assert (trace.format, len(trace.requests)) == (kind, count)
+    assert max(request.prompt_tokens for request in trace.requests) == longest
