@@ -24,17 +24,8 @@ inline __m512 widen(const bf16* p) {
 }
 inline void narrow(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 inline __m512bh pack(const bf16* p) { return (__m512bh)_mm512_loadu_si512((const void*)p); }
-inline float widen1(bf16 x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-inline bf16 narrow1(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+inline __m512 widen(__mmask16 live, const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(live, p)), 16));
 }
 
 // e^x for x <= 0, relative error about 2e-7; below -87 it goes to zero.
@@ -85,28 +76,36 @@ inline void dots(const bf16* w, const bf16* x, i64 k, float* sums) {
     _mm512_storeu_ps(sums, sums16(acc));
 }
 
+constexpr i64 kBlock = 32;
+
 struct Epilogue {
     const bf16* bias;
     const bf16* residual;
     bf16* out;
     i64 n;
-    void put(i64 m, i64 col, float value) const {
-        if (bias) value += widen1(bias[col]);
-        if (residual) value += widen1(residual[m * n + col]);
-        out[m * n + col] = narrow1(value);
+    // Columns begin .. begin + kBlock (those below end) of row m, from sums.
+    void put(i64 m, i64 begin, i64 end, const float* sums) const {
+        for (i64 c = begin; c < end; c += 16) {
+            __mmask16 live = end - c >= 16 ? __mmask16(0xffff) : __mmask16((1u << (end - c)) - 1);
+            __m512 value = _mm512_loadu_ps(sums + c - begin);
+            if (bias) value = _mm512_add_ps(value, widen(live, bias + c));
+            if (residual) value = _mm512_add_ps(value, widen(live, residual + m * n + c));
+            _mm256_mask_storeu_epi16(out + m * n + c, live, (__m256i)_mm512_cvtneps_pbh(value));
+        }
     }
 };
 
-// Output columns begin..end for rows 0..rows of x, which is padded with readable rows up to M.
+// Output columns begin..end (at most kBlock, at least R) for `rows` rows of x, which is readable up to M rows.
 template <int R, int M>
 void columns(const bf16* w, const bf16* x, i64 k, i64 begin, i64 end, i64 rows, i64 first, const Epilogue& e) {
-    float sums[16];
+    float sums[16], block[M][kBlock];
     for (i64 col = begin; col < end; col += R) {
         i64 base = col + R <= end ? col : end - R;
         dots<R, M>(w + base * k, x, k, sums);
-        for (i64 r = col - base; r < R; r++)
-            for (i64 m = 0; m < rows; m++) e.put(first + m, base + r, sums[r * M + m]);
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) block[m][base - begin + r] = sums[r * M + m];
     }
+    for (i64 m = 0; m < rows; m++) e.put(first + m, begin, end, block[m]);
 }
 
 void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* y) {
@@ -131,7 +130,7 @@ void swiglu(const bf16* x, i64 k, i64 begin, i64 end, bf16* y) {
     }
 }
 
-constexpr i64 kTile = 512;
+constexpr i64 kTile = 512, kAhead = 32;
 
 // Attention of up to four query rows over n keys: weighted values (4, D), then maxima (4) and sums (4), all fp32.
 template <int C>
@@ -150,8 +149,8 @@ void tile(const bf16* q, const bf16* k, const bf16* v, i64 n, float scale, float
 #pragma GCC unroll 4
                 for (int g = 0; g < 4; g++) acc[4 * j + g] = _mm512_dpbf16_ps(acc[4 * j + g], key, pack(q + g * D + 32 * c));
             }
-            _mm_prefetch((const char*)(k + (t + 16) * D + 128 * c), _MM_HINT_T0);
-            _mm_prefetch((const char*)(k + (t + 16) * D + 128 * c + 64), _MM_HINT_T0);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) _mm_prefetch((const char*)(k + (t + kAhead + j) * D + 32 * c), _MM_HINT_T0);
         }
         _mm512_store_ps(s + 4 * t, _mm512_mul_ps(sums16(acc), _mm512_set1_ps(scale)));
     }
@@ -182,12 +181,10 @@ void tile(const bf16* q, const bf16* k, const bf16* v, i64 n, float scale, float
         for (i64 t = 0; t < n; t += 2) {
             const bf16* even = v + t * D + 32 * c;
             const bf16* odd = t + 1 < n ? even + D : even;
-            if (c == 0) {
-                _mm_prefetch((const char*)(even + 16 * D), _MM_HINT_T0);
-                _mm_prefetch((const char*)(even + 17 * D), _MM_HINT_T0);
-            }
 #pragma GCC unroll 2
             for (int w = 0; w < W; w++) {
+                _mm_prefetch((const char*)(even + kAhead * D + 32 * w), _MM_HINT_T0);
+                _mm_prefetch((const char*)(even + (kAhead + 1) * D + 32 * w), _MM_HINT_T0);
                 __m512i a = _mm512_loadu_si512(even + 32 * w), b = _mm512_loadu_si512(odd + 32 * w);
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), up = (__m512bh)_mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
@@ -218,7 +215,7 @@ extern "C" {
 int headway_supported() { return 1; }
 
 // out (rows, n) = prologue(x) W^T + bias + residual. Prologue: RMS norm by `norm`, or SwiGLU of x (rows, 2k), or none.
-// n is at least 16, k a multiple of 32. out may be residual.
+// n is at least 16, k a multiple of 32. out may be residual if n is a multiple of 16: the last columns then overlap none.
 void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const bf16* w, const bf16* bias,
                     const bf16* residual, bf16* out, i64 rows, i64 n, i64 k) {
     static thread_local std::vector<bf16> kept;
@@ -230,7 +227,7 @@ void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const
         ready = scratch = kept.data();
     }
     const Epilogue e{bias, residual, out, n};
-    const i64 block = 32, blocks = (n + block - 1) / block;
+    const i64 blocks = (n + kBlock - 1) / kBlock;
 #pragma omp parallel
     {
         if (gated) {
@@ -249,7 +246,7 @@ void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const
         }
 #pragma omp for schedule(static)
         for (i64 b = 0; b < blocks; b++) {
-            i64 begin = b * block, end = begin + block < n ? begin + block : n;
+            i64 begin = b * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
             if (end - begin < 16) begin = end - 16;
             for (i64 m = 0; m < padded;) {
                 i64 left = rows - m;
