@@ -24,12 +24,17 @@ class KvOp(msgspec.Struct, frozen=True, array_like=True):
 class DecodeGroup(msgspec.Struct, frozen=True):
     """Requests that each compute one token. `kv_sum` is the number of KV tokens that they read together.
 
-    The same `epoch` means the same `members` (in the same order), so that a plan need not repeat them.
+    The same `epoch` means the same `members` (in the same order), so that a plan need not repeat them. A new epoch is
+    the group of epoch `base` (0: nobody) without `left`, and with `joined` at its end: executors that keep groups by
+    epoch do work for what has changed only.
     """
 
     members: tuple[str, ...] = ()
     kv_sum: int = 0
     epoch: int = 0
+    base: int = 0
+    joined: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
@@ -54,8 +59,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One iteration. `predicted_s` is the latency model's word for it; `repeat` identical decode iterations in one
-    (a simulator's fast-forward; live always 1)."""
+    """One iteration. `predicted_s` is the latency model's word for it (for one pipeline stage).
+
+    `repeat` above 1 is leave to fast-forward: so many iterations of this batch, whose decodes all go on, would be
+    scheduled one after another as long as nothing arrives, ends or aborts. Only simulators ask for it; live it is 1.
+    """
 
     id: int
     parts: tuple[Part, ...]
@@ -71,7 +79,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """What an executor reports of a request that yielded output: how many tokens were accepted, and whether it ended
-    (end token, length, stop): a finished request takes part in no later batch."""
+    (end token, length, stop): a finished request takes part in no later batch. One that goes on has accepted 1."""
 
     request: str
     accepted: int

@@ -53,12 +53,12 @@ class Scheduler:
         self._queue = PrefillQueue()
         self._ready = DecodeSet()
         self._parked: dict[str, Sequence] = {}
-        self._hungry: list[Sequence] = []
+        self._holders: dict[str, Sequence] = {}
+        self._aborting: dict[str, Sequence] = {}
         self._flights: dict[int, _Flight] = {}
         self._incumbent: Sequence | None = None
         self._tbt: dict[float, int] = {}
         self._untold: list[Event] = []
-        self._leased = 0
         self._arrivals = 0
         self._iterations = 0
         self._advanced = 0
@@ -69,12 +69,12 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that hold KV."""
-        return self._leased
+        return len(self._holders)
 
     @property
     def waiting(self) -> int:
         """Requests that hold none yet."""
-        return len(self._sequences) - self._leased
+        return len(self._sequences) - len(self._holders)
 
     @property
     def idle(self) -> bool:
@@ -120,11 +120,15 @@ class Scheduler:
         self._sequences[request.id] = sequence
         self._queue.add(sequence, self._line(sequence))
 
-    def schedule(self, now: float) -> Batch | None:
-        """The next batch, or None when there is nothing to do or `stages` batches are in flight."""
+    def schedule(self, now: float, ahead: int = 1) -> Batch | None:
+        """The next batch, or None when there is nothing to do or `stages` batches are in flight.
+
+        `ahead` above 1 allows a batch of decodes that stands for up to so many iterations (`Batch.repeat`): those in
+        which nobody waits, nothing else is in flight and nobody needs KV.
+        """
         if len(self._flights) >= self.config.stages:
             return None
-        if self._hungry or self._parked:
+        if self._parked or self._ready.room() <= 0:
             self._feed(now)
         decodes, self._ready = self._ready, DecodeSet()
         self._epochs += 1
@@ -134,65 +138,79 @@ class Scheduler:
         if not group.members and not chunks:
             self._ready = decodes
             return None
+        alone = ahead > 1 and not (len(self._queue) or self._parked or self._flights or self._aborting)
         batch = Batch(
             id=self._iterations,
             parts=(Part((0,), group, tuple(chunks)),),
             kv_ops=self.ledger.take_ops(),
             predicted_s=load_s(self.latency, load),
+            repeat=max(1, min(ahead, decodes.room())) if alone and not chunks else 1,
         )
         self._iterations += 1
         self._flights[batch.id] = _Flight(batch, decodes, load)
         return batch
 
     def complete(
-        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None
+        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None, repeats: int = 1
     ) -> list[Event]:
-        """A batch has been carried out. `results` names each request that yielded output: all decodes of the batch and
-        the prompts whose last chunk was in it. `elapsed_s` teaches latency models that learn. Returns what has become
-        true since the last call, preemptions while scheduling included.
+        """A batch has been carried out. `results` names those that have ended; any other request that yielded output
+        (a decode of the batch, a prompt whose last chunk was in it) has accepted one token and goes on, and may be
+        named as such. `elapsed_s` teaches latency models that learn. `repeats` (at most the batch's `repeat`) is how
+        many iterations of it were carried out. Returns what has become true since the last call, preemptions while
+        scheduling included.
         """
         flight = self._flights.pop(batch_id, None)
         if flight is None:
             raise InvariantError(f"batch {batch_id} is not in flight")
+        if not 1 <= repeats <= flight.batch.repeat:
+            raise InvariantError(f"batch {batch_id} may run {flight.batch.repeat} times, not {repeats}")
         if elapsed_s is not None:
             self.latency.observe(flight.load, elapsed_s)
+        self._iterations += repeats - 1
         events, self._untold = self._untold, []
-        decodes = flight.decodes
-        ended: list[Sequence] = []
-        for chunk in flight.batch.parts[0].prefills:
+        decodes, chunks = flight.decodes, flight.batch.parts[0].prefills
+        if decodes.members:
+            decodes.step(repeats)
+        yielding: dict[str, Sequence] = {}
+        for chunk in chunks:
             sequence = self._sequences[chunk.request]
             sequence.computed += chunk.tokens
             sequence.in_flight -= 1
+            if chunk.last:
+                yielding[chunk.request] = sequence
+                sequence.generated += 1
             if not sequence.started:
                 sequence.started = True
                 events.append(Event("started", chunk.request, now))
-        members = decodes.members
-        for request_id, accepted, finished in ((r.request, r.accepted, r.finished) for r in results):
-            sequence = self._sequences[request_id]
-            if request_id in members:
-                sequence.computed += 1
-                sequence.scheduled += 1
-                decodes.kv_sum += 1
-            sequence.generated += accepted
-            if finished or sequence.aborted:
-                ended.append(sequence)
-            elif sequence.computed >= sequence.lease.tokens:  # type: ignore[union-attr]
-                self._hungry.append(sequence)
-        for sequence in ended:
-            if sequence.request.id in members:
+        ended = self._ended(results, decodes, yielding, chunks)
+        for name, sequence in ended.items():
+            if name in decodes.members:
                 decodes.remove(sequence)
         self._rejoin(decodes)
-        for chunk in flight.batch.parts[0].prefills:
-            sequence = self._sequences[chunk.request]
-            if chunk.last and not sequence.aborted and sequence not in ended:
+        for name, sequence in yielding.items():
+            if name not in ended:
                 self._begin_decoding(sequence)
-            elif sequence.aborted and sequence.in_flight == 0 and sequence not in ended:
-                ended.append(sequence)
-        for sequence in ended:
+        for name, sequence in ended.items():
             kind = "aborted" if sequence.aborted else "finished"
             self._forget(sequence)
-            events.append(Event(kind, sequence.request.id, now))  # type: ignore[arg-type]
+            events.append(Event(kind, name, now))  # type: ignore[arg-type]
         return events
+
+    def _ended(
+        self, results: Seq[Progress], decodes: DecodeSet, yielding: dict[str, Sequence], chunks: Seq[Chunk]
+    ) -> dict[str, Sequence]:
+        """Who takes part in no later batch: finished as told, and aborted ones that nothing in flight holds back."""
+        ended: dict[str, Sequence] = {}
+        for result in results:
+            if result.finished:
+                ended[result.request] = self._sequences[result.request]
+            elif result.accepted != 1 and not self._sequences[result.request].aborted:
+                raise InvariantError(f"{result.request} goes on with {result.accepted} tokens of one iteration")
+        if self._aborting:
+            landed = (chunk.request for chunk in chunks if not self._sequences[chunk.request].in_flight)
+            mine = {*decodes.members, *yielding, *landed}
+            ended.update((name, sequence) for name, sequence in self._aborting.items() if name in mine)
+        return ended
 
     def abort(self, request_id: str, now: float) -> list[Event]:
         """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
@@ -203,6 +221,7 @@ class Scheduler:
         if sequence.slot >= 0:
             self._queue.remove(sequence)
         if self._flying(sequence):
+            self._aborting[request_id] = sequence
             return []
         if request_id in self._ready.members:
             self._ready.remove(sequence)
@@ -214,8 +233,11 @@ class Scheduler:
 
         The next batch's KV operations start from empty block tables. Returns what has become true, as `complete` does.
         """
+        for flight in self._flights.values():
+            self._settle(flight.decodes)
         self._flights.clear()
-        self._ready, self._hungry, self._parked = DecodeSet(), [], {}
+        self._settle(self._ready)
+        self._ready, self._parked = DecodeSet(), {}
         events, self._untold = self._untold, []
         for sequence in list(self._sequences.values()):
             sequence.in_flight = 0
@@ -230,8 +252,10 @@ class Scheduler:
     def check(self) -> None:
         """Raise InvariantError unless cursors, sets and the ledger agree. Called when idle, and by tests each step."""
         self.ledger.check()
+        for group in (self._ready, *(flight.decodes for flight in self._flights.values())):
+            self._settle(group)
         leased = {s.request.id for s in self._sequences.values() if s.lease is not None}
-        if leased != {lease.request for lease in self.ledger.leases()} or len(leased) != self._leased:
+        if leased != {lease.request for lease in self.ledger.leases()} or leased != self._holders.keys():
             raise InvariantError("sequences and ledger disagree on who holds KV")
         for sequence in self._sequences.values():
             if not sequence.computed <= sequence.scheduled <= sequence.known:
@@ -253,7 +277,9 @@ class Scheduler:
     def _pack(self, load: Load, now: float) -> tuple[list[Chunk], Load]:
         config = self.config
         rules = PackRules(
-            t_target_s=min([config.t_target_s, *self._tbt]),
+            t_target_s=max(
+                min([config.t_target_s, *self._tbt]), config.least_gain * float(self.latency.token_s(1, 1)[0])
+            ),
             max_tokens=config.max_num_batched_tokens,
             min_chunk=config.min_chunk,
             progress_every=config.progress_every,
@@ -304,11 +330,11 @@ class Scheduler:
         """
         if sequence.lease is not None:
             return True
-        if blocked or self._leased >= self.config.max_num_seqs:
+        if blocked or len(self._holders) >= self.config.max_num_seqs:
             return False
         most = sequence.prompt + sequence.request.max_output_tokens
         tokens = min(sequence.known + self.config.reserve_tokens, most, self.ledger.total_tokens)
-        headroom = int(self.config.kv_headroom * self.ledger.n_blocks) if sequence.is_long and self._leased else 0
+        headroom = int(self.config.kv_headroom * self.ledger.n_blocks) if sequence.is_long and self._holders else 0
         lease = self.ledger.reserve(sequence.request.id, tokens, headroom)
         if lease is None:
             if sequence.skipped_since is None:
@@ -318,7 +344,7 @@ class Scheduler:
             return False
         sequence.skipped_since = None
         sequence.lease = lease
-        self._leased += 1
+        self._holders[sequence.request.id] = sequence
         return True
 
     def _is_long(self, request: Request) -> bool:
@@ -357,18 +383,24 @@ class Scheduler:
             self._tbt[per_stage] = self._tbt.get(per_stage, 0) + 1
 
     def _rejoin(self, decodes: DecodeSet) -> None:
-        if not self._ready.members:
-            self._ready = decodes
-            return
-        for sequence in decodes.members.values():
+        """Decodes whose batch is done are ready for the next. Where two sets meet, the smaller joins the larger."""
+        if len(decodes) > len(self._ready):
+            self._ready, decodes = decodes, self._ready
+        for sequence in list(decodes.members.values()):
+            decodes.settle(sequence)
             self._ready.add(sequence)
+
+    @staticmethod
+    def _settle(decodes: DecodeSet) -> None:
+        for sequence in decodes.members.values():
+            decodes.settle(sequence)
 
     def _feed(self, now: float) -> None:
         """Give KV to decodes that have filled their lease; take it from the youngest when the pool is empty."""
-        hungry = sorted({*self._hungry, *self._parked.values()}, key=lambda s: s.order)
-        self._hungry, self._parked = [], {}
+        hungry = sorted({*self._ready.take_full(), *self._parked.values()}, key=lambda s: s.order)
+        self._parked = {}
         for sequence in hungry:
-            if sequence.lease is None or sequence.aborted or self._sequences.get(sequence.request.id) is not sequence:
+            if sequence.lease is None:  # given up for an older one, just now
                 continue
             while not self._grow(sequence):
                 victim = self._youngest_behind(sequence)
@@ -377,7 +409,9 @@ class Scheduler:
                 self._untold.append(self._give_up_kv(victim, now))
             ready = sequence.request.id in self._ready.members
             if sequence.lease.tokens > sequence.computed:
-                if not ready:
+                if ready:
+                    self._ready.watch(sequence)
+                else:
                     self._ready.add(sequence)
             else:
                 if ready:
@@ -394,18 +428,14 @@ class Scheduler:
 
     def _youngest_behind(self, sequence: Sequence) -> Sequence | None:
         """The youngest request that holds KV, came after `sequence` and is in no batch in flight."""
-        behind = [
-            s
-            for s in self._sequences.values()
-            if s.lease is not None and s.order > sequence.order and not self._flying(s)
-        ]
+        behind = [s for s in self._holders.values() if s.order > sequence.order and not self._flying(s)]
         return max(behind, key=lambda s: s.order, default=None)
 
     def _give_up_kv(self, sequence: Sequence, now: float) -> Event:
         """Preempt by recomputation: free the KV, keep the generated count, queue for prefill of all that is known."""
-        lost = sequence.computed
         if sequence.request.id in self._ready.members:
             self._ready.remove(sequence)
+        lost = sequence.computed
         self._parked.pop(sequence.request.id, None)
         self._release(sequence)
         self._untrack_tbt(sequence)
@@ -428,6 +458,7 @@ class Scheduler:
         if sequence.slot >= 0:
             self._queue.remove(sequence)
         self._parked.pop(sequence.request.id, None)
+        self._aborting.pop(sequence.request.id, None)
         self._untrack_tbt(sequence)
         if sequence is self._incumbent:
             self._incumbent = None
@@ -438,7 +469,7 @@ class Scheduler:
         if sequence.lease is not None:
             self.ledger.free(sequence.lease)
             sequence.lease = None
-            self._leased -= 1
+            del self._holders[sequence.request.id]
 
     def _untrack_tbt(self, sequence: Sequence) -> None:
         """Forget the TBT promise of a request that no longer decodes."""

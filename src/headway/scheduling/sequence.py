@@ -1,7 +1,8 @@
 """What a scheduler knows of one request: cursors, lease, deadline. There are no phases, only cursors.
 
 `scheduled` runs ahead of `computed` while chunks are in flight, and both chase `known` = prompt + generated. A prefill
-is a request with more than one token to go; a decode has one.
+is a request with more than one token to go; a decode has one, and while it is in a `DecodeSet` its cursors are those
+of step `settled` of the set.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Sequence:
         "prompt",
         "request",
         "scheduled",
+        "settled",
         "skipped_since",
         "slot",
         "started",
@@ -48,6 +50,7 @@ class Sequence:
         self.started = False
         self.decoding = False
         self.slot = -1
+        self.settled = 0
         self.last_progress = 0
         self.skipped_since: float | None = None
         self.total_s = 0.0
