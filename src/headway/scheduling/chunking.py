@@ -33,7 +33,7 @@ class Whole:
     timed = False
 
     def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
-        if load.chunk_s > 0.0 and ask.remaining > ask.limit:
+        if load.tokens > load.decodes and ask.remaining > ask.limit:
             return 0, 0.0
         return ask.remaining, one_chunk_s(latency, ask.past, ask.remaining)
 
@@ -65,7 +65,8 @@ class Adaptive:
     def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         limit = min(ask.remaining, ask.limit)
         if self.subtract:
-            return solve_tokens(latency, Load(), ask.past, limit, budget_s - (load_s(latency, load) if load.tokens else 0.0))
+            left_s = budget_s - (load_s(latency, load) if load.tokens else 0.0)
+            return solve_tokens(latency, Load(), ask.past, limit, left_s)
         return solve_tokens(latency, load, ask.past, limit, budget_s)
 
 

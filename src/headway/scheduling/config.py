@@ -29,6 +29,9 @@ class SchedulerConfig:
     t_target_s: float = _f(0.055, "longest iteration aimed at, seconds: the TBT that running chats see")
     max_num_seqs: int = _f(256, "requests that hold KV at the same time")
     max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")
+    least_gain: float = _f(
+        3.0, "an iteration may take so many times what it costs to run one token, lest chunks pay for overhead; paper: 0"
+    )
     min_chunk: int = _f(8, "smallest chunk of a prompt that is worth an iteration, tokens; 0: none (paper)")
     progress_every: int = _f(8, "the first waiting prefill advances by min_chunk at least every so many iterations")
     long_tokens: int = _f(8192, "prompts above this are long: at most one of them in an iteration, and it may yield")
@@ -81,6 +84,7 @@ class SchedulerConfig:
                 subtract_times=True,
                 quantum=0.0,
                 long_iterations=0.0,
+                least_gain=0.0,
                 min_chunk=0,
                 t_target_s=0.020,
             )

@@ -18,7 +18,7 @@ from headway.scheduling.chunking import Ask, Chunking
 class Candidate(NamedTuple):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
-    stalled: iterations since it last advanced (0 when it did in the last one, or has not begun).
+    stalled: iterations since it last advanced, or, before it has begun, since any prefill did.
     """
 
     request: str
@@ -74,10 +74,10 @@ def pack(
             budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
         ask = Ask(candidate.past, candidate.remaining, max(room, 0))
         tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
-        floor = min(max(rules.min_chunk, 1), candidate.remaining)
+        floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
         if tokens < floor and chunking.timed:
             must = head and (not load.tokens or candidate.stalled >= rules.progress_every)
-            if must and rules.min_chunk:
+            if must and (rules.min_chunk or not load.tokens):  # paper mode too: else nothing would ever go on
                 tokens, attention_s = floor, one_chunk_s(latency, candidate.past, floor)
             elif not head or not tokens:
                 tokens = 0
