@@ -78,6 +78,15 @@ def test_against_a_running_server(serve_fake, tmp_path: Path) -> None:  # type: 
     assert run["short"]["n"] == sum(len(convoy["series"]) for convoy in run["convoys"])
 
 
+def test_shorts_end_even_if_the_long_prompt_does_not(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "c.json"
+    words = ("--url", serve_fake(), *SMALL, "--max-seconds", "0.25", "--json", str(file))
+    assert headway_bench("convoy", *words) == 0
+    (convoy,) = json.loads(file.read_text())["runs"][0]["convoys"]
+    assert convoy["cut_short"]
+    assert len(convoy["series"]) == 2
+
+
 def test_a_server_that_cannot_start_is_quoted(fake_command: str, tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"status 3 before it was ready(.|\n)*weights are missing"):
         headway_bench("convoy", "--model", str(tmp_path), "--server-command", f"{fake_command} --mode die")

@@ -82,7 +82,8 @@ def test_empirical_takes_the_column_that_is_asked_for(tmp_path: Path, rng: np.ra
 @pytest.mark.parametrize(
     "text",
     ["", "x", "zipf:2", "uniform:5", "uniform:9-3", "fixed:0", "fixed:1.5", "fixed:nan", "lognormal:median=5",
-     "lognormal:a=1", "lognormal:median=10,p90=5", "lognormal:median=10,p90=20,min=50,max=5", "lognormal:mu=3,sigma=0,min=100,max=200",
+     "lognormal:a=1", "lognormal:median=10,p90=5",
+     "lognormal:median=10,p90=20,min=50,max=5", "lognormal:mu=3,sigma=0,min=100,max=200",
      "mix:fixed:3", "mix:0*fixed:3", "empirical:/none"],
 )  # fmt: skip
 def test_bad_specs_say_what_is_wrong(text: str) -> None:

@@ -31,7 +31,8 @@ class ConvoyError(HeadwayError):
 @dataclass(frozen=True, kw_only=True)
 class ConvoyPlan:
     """What to send. Tokens as counts, intervals in seconds; `seed` decides every prompt; `alone` measures
-    the long prompt alone too."""
+    the long prompt alone too.
+    After `max_s` no more shorts are sent, so that a server which they overload comes to an end too."""
 
     long_tokens: int
     long_output: int = 1
@@ -41,15 +42,18 @@ class ConvoyPlan:
     warmup: int = 5
     repeat: int = 1
     alone: bool = True
+    max_s: float = 600.0
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Convoy:
-    """One convoy as it went; the shorts are those sent before the long one's first token, in order."""
+    """One convoy as it went; the shorts are those sent before the long one's first token, in order. `cut_short`: the
+    plan's `max_s` ended the shorts before the long prompt was read."""
 
     long: RequestRecord
     shorts: tuple[RequestRecord, ...]
+    cut_short: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +165,15 @@ class ConvoyRunner:
         try:
             while True:
                 due_s = self.plan.short_interval_s * (len(shorts) + 1)
+                if due_s > self.plan.max_s:
+                    self.say(f"no more shorts after {self.plan.max_s:g} s; waiting for the long prompt")
+                    break
                 job = _named(self.prompts.short(), f"short-{number}-{len(shorts)}", due_s)
                 if await _set_before(read, due_s - client.now()):
                     break
                 shorts.append(asyncio.create_task(client.send(job)))
-            return Convoy(_checked(await long), tuple([await task for task in shorts]))
+            cut_short = not read.is_set()
+            return Convoy(_checked(await long), tuple([await task for task in shorts]), cut_short)
         finally:
             for task in (long, *shorts):
                 task.cancel()

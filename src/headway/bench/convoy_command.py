@@ -91,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="convoys per server, pooled (default %(default)s)",
     )
     load.add_argument(
+        "--max-seconds", type=float, default=600.0, help="send no shorts after that (default %(default)s)"
+    )
+    load.add_argument(
         "--vocab-size",
         type=int,
         help="draw prompt ids below this (default: the checkpoint's, else 256)",
@@ -142,6 +145,7 @@ def _plan(args: argparse.Namespace) -> ConvoyPlan:
         short_interval_s=args.short_interval,
         warmup=args.warmup,
         repeat=args.repeat,
+        max_s=args.max_seconds,
         seed=args.seed,
     )
 

@@ -41,6 +41,7 @@ def run_json(spec: PolicySpec, run: ConvoyRun) -> dict[str, Any]:
         "convoys": [
             {
                 "long_ttft_s": ttft_s(convoy.long),
+                "cut_short": convoy.cut_short,
                 "series": [
                     {
                         "t_s": short.arrival_s,

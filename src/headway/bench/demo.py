@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         short_interval_s=args.chat_interval,
         warmup=3,
         alone=False,
+        max_s=60.0,
         seed=args.seed,
     )
     served = Served(

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from headway.bench import demo
+from headway.embedded import model_path
+
+
+@pytest.mark.skipif(not (model_path() / "tokenizer.json").exists(), reason="the embedded model is not built")
+def test_the_demo_says_what_it_saw_and_that_answers_are_wrong(
+    fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fake server answers every prompt with 123: no passkey is right, and the demo must say so and fail."""
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    words = ["--document-tokens", "4K", "--chat-interval", "0.2", "--out", str(tmp_path)]
+    words += ["--server-command", f"{fake_command} --answer 123 --speed 5000"]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert demo.run(parser.parse_args(words)) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "lars, adaptive: the document was read in" in out
+    assert "times that under lars" in out
+    assert len(json.loads((tmp_path / "convoy.json").read_text())["runs"]) == 2
+    assert (tmp_path / "convoy.png").exists()
+
+
+def test_an_answer_is_the_number_it_begins_with() -> None:
+    answers = (" 84213. Remember", "84213", "the 5", "", None)
+    assert [demo.digits(text) for text in answers] == ["84213", "84213", "", "", ""]
