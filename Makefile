@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
+# Parallel tests share the cores: one thread each, and no spinning.
+QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long check format bench docs embedded clean
@@ -22,10 +24,10 @@ demo: setup ## a long document and chats on one server: numbers, and a picture i
 	@$(BIN)/headway demo
 
 test: check ## checks, then all tests but the long ones (under 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist loadfile
+	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist loadfile
 
 test-long: setup ## soaks and many-run chaos
-	@$(BIN)/python -m pytest -m long --timeout 1800
+	@$(QUIET) $(BIN)/python -m pytest -m long --timeout 1800
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks

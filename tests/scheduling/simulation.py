@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from headway.core.batch import Batch, Progress
+from headway.core.batch import Batch, DecodeGroup, Progress
 from headway.core.events import Event
 from headway.core.request import Request, Slo
 from headway.core.span import Span
@@ -52,6 +52,7 @@ class Book:
     decoding: bool = False
     aborted: bool = False
     started: int = 0
+    is_long: bool = False
 
 
 @dataclass
@@ -66,6 +67,7 @@ class World:
     chaos: float = 0.0
     losses: float = 0.0
     learns: bool = False
+    ahead: int = 1
     latency: LatencyModel | None = None
     now: float = 0.0
     steps: int = 0
@@ -82,7 +84,7 @@ class World:
         self.books: dict[str, Book] = {}
         self.flights: deque[tuple[Batch, float]] = deque()
         self.arrivals = deque(sorted(self.plan, key=lambda item: item[0].arrival_s))
-        self.epochs: dict[int, tuple[str, ...]] = {}
+        self.epochs: dict[int, tuple[str, ...]] = {0: ()}
         self.preempted = self.told_preempted = self.idle_batches = self.lost = 0
         self.limit = 50 * sum(request.prompt_tokens + output for request, output in self.plan) + 1000
 
@@ -94,7 +96,7 @@ class World:
             assert self.steps < self.limit, "livelock: the plan does not end"
             self._arrive()
             self._meddle()
-            while (batch := self.scheduler.schedule(self.now)) is not None:
+            while (batch := self.scheduler.schedule(self.now, self.ahead)) is not None:
                 self._take(batch)
                 self.scheduler.check()
             if self.flights:
@@ -115,7 +117,8 @@ class World:
     def _arrive(self) -> None:
         while self.arrivals and self.arrivals[0][0].arrival_s <= self.now:
             request, output = self.arrivals.popleft()
-            self.books[request.id] = Book(request, output)
+            book = self.books[request.id] = Book(request, output, is_long=self.scheduler._is_long(request))
+            assert book.is_long or request.prompt_tokens <= self.config.long_tokens
             self.scheduler.add(Span.whole(request), self.now)
 
     def _meddle(self) -> None:
@@ -149,22 +152,40 @@ class World:
         results = []
         part = batch.parts[0]
         ended = []
+        repeats = self._repeats(batch)
         for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
             book = self.books[name]
             if book.aborted:
                 results.append(Progress(name, 0, True))
                 continue
-            book.generated += 1
+            book.generated += repeats
+            book.cursor += repeats - 1
             book.decoding = True
-            results.append(Progress(name, 1, book.generated == book.output))
+            if book.generated == book.output or self.rng.random() < 0.5:  # who goes on need not be named
+                results.append(Progress(name, 1, book.generated == book.output))
             if book.generated == book.output:
                 ended.append(name)
-        events = self.scheduler.complete(batch.id, results, self.now, elapsed_s if self.learns else None)
+        events = self.scheduler.complete(batch.id, results, self.now, elapsed_s if self.learns else None, repeats)
         self._hear(events)
         assert [event.request for event in events if event.kind == "finished"] == ended
         waiting = {chunk.request for chunk in part.prefills} | set(part.decodes.members)
         for name in waiting & self.books.keys():
             assert not self.books[name].aborted or name in self._flying()
+
+    def _repeats(self, batch: Batch) -> int:
+        """How often a batch of decodes is carried out: at most until one of them ends, or somebody arrives."""
+        if batch.repeat == 1:
+            return 1
+        part = batch.parts[0]
+        assert not part.prefills
+        assert not self.flights
+        books = [self.books[name] for name in part.decodes.members]
+        for book in books:
+            assert book.cursor + batch.repeat - 1 <= self._room(book.request.id)
+        return self.rng.randint(1, min(batch.repeat, *(book.output - book.generated for book in books)))
+
+    def _room(self, name: str) -> int:
+        return sum(count for _, count in self.tables.runs(name)) * BLOCK
 
     # -- what is heard and seen -----------------------------------------------------------------------------------
 
@@ -218,8 +239,8 @@ class World:
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills)]
         assert names, "an empty batch"
         assert len(names) == len(set(names))
-        assert sum(self.books[chunk.request].request.prompt_tokens > rules.long_tokens for chunk in part.prefills) <= 1
-        assert part.decodes.members == self.epochs.setdefault(part.decodes.epoch, part.decodes.members)
+        assert sum(self.books[chunk.request].is_long for chunk in part.prefills) <= 1
+        self._check_group(part.decodes)
         assert len(leases) <= rules.max_num_seqs
         self._check_budget(batch)
         self._check_progress(batch, flying)
@@ -243,7 +264,7 @@ class World:
             assert book.cursor <= known
             assert chunk.last == (book.cursor == known)
         for name in names:
-            assert self.books[name].cursor <= sum(count for _, count in self.tables.runs(name)) * BLOCK
+            assert self.books[name].cursor <= self._room(name)
         starts_s = max([self.now, *(done_s for _, done_s in self.flights)])
         self.flights.append((batch, starts_s + self._true_s(batch) * self.rng.uniform(*self.noise)))
         assert len(self.flights) <= rules.stages
@@ -257,6 +278,13 @@ class World:
         seconds = load_s(self.truth, load)
         assert self.learns or seconds == pytest.approx(batch.predicted_s)
         return seconds
+
+    def _check_group(self, group: DecodeGroup) -> None:
+        """The same epoch has the same members, and a new one is its base with the changes that it names."""
+        if group.epoch not in self.epochs:
+            stay = [name for name in self.epochs[group.base] if name not in group.left]
+            self.epochs[group.epoch] = (*stay, *group.joined)
+        assert group.members == self.epochs[group.epoch]
 
     def _check_budget(self, batch: Batch) -> None:
         """Predicted time within t_target unless decodes alone exceed it, or the named progress exception."""
@@ -275,6 +303,7 @@ class World:
             budget_s = min([rules.t_target_s, *(tbt_s / rules.stages for tbt_s in promises)])
             one_token_s = float(self.scheduler.latency.token_s(1, 1)[0])
             budget_s = max(budget_s, rules.least_gain * one_token_s)
+            budget_s = max(budget_s, rules.least_gain * float(self.model.token_s(1, 1)[0]))
             exception = len(chunks) == 1 and chunks[0] <= max(1, rules.min_chunk)
             assert batch.predicted_s <= budget_s * (1 + 1e-9) or exception
 
@@ -295,7 +324,7 @@ class World:
 
 
 def random_world(seed: int) -> World:
-    """Any policy, chunking, pipeline and mode; a pool so small that decodes exhaust it; arrivals faster than service."""
+    """Any policy, chunking, pipeline and mode; a pool so small that decodes exhaust it; arrivals outrun service."""
     rng = random.Random(seed)
     stages = rng.choice((1, 1, 2, 3))
     config = SchedulerConfig.named(
@@ -307,6 +336,8 @@ def random_world(seed: int) -> World:
         max_num_batched_tokens=rng.choice((48, 256, 2048)),
         progress_every=rng.choice((1, 4)),
         long_tokens=200,
+        long_iterations=rng.choice((0.0, 0.0, 0.5)),
+        least_gain=rng.choice((0.0, 3.0)),
         reserve_tokens=rng.choice((0, 8, 64)),
         kv_headroom=rng.choice((0.0, 0.05, 0.3)),
         admission_age_s=rng.choice((0.05, 1.0)),
@@ -339,4 +370,5 @@ def random_world(seed: int) -> World:
         chaos=rng.choice((0.0, 0.0, 0.02, 0.1)),
         losses=rng.choice((0.0, 0.0, 0.005, 0.03)),
         learns=rng.random() < 0.3,
+        ahead=rng.choice((1, 1, 100)),
     )

@@ -1,4 +1,6 @@
-"""The scheduler under random arrivals, aborts, losses, exhausted KV and wrong predictions: nothing is lost or done twice.
+"""The scheduler under random arrivals, aborts, losses, exhausted KV and wrong predictions.
+
+Nothing is lost, nothing is computed twice, every request ends.
 
 A failing seed is named; `random_world(seed).run()` repeats it.
 """

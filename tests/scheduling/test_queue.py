@@ -1,0 +1,75 @@
+"""The queue's order is a plain sort by (priority, urgency, order of arrival), whatever its size and history."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.request import Request
+from headway.scheduling.policy import Line
+from headway.scheduling.queue import PrefillQueue
+from headway.scheduling.sequence import Sequence
+
+Lines = list[tuple[float, float, int]]
+COARSE = st.tuples(st.integers(0, 4).map(float), st.integers(0, 2).map(float), st.sampled_from([0, 0, 0, 1, -2]))
+FINE = st.tuples(st.floats(-1e3, 1e3), st.floats(0, 10), st.just(0))
+
+
+def member(order: int, priority: int = 0, is_long: bool = False) -> Sequence:
+    request = Request(id=f"r{order}", arrival_s=0.0, prompt_tokens=4, max_output_tokens=1, priority=priority)
+    return Sequence(request, order, is_long)
+
+
+def plain(members: dict[Sequence, Line], now: float) -> list[str]:
+    def key(item: tuple[Sequence, Line]) -> tuple[int, float, int]:
+        sequence, (intercept, slope) = item
+        return sequence.request.priority, intercept - slope * now, sequence.order
+
+    return [sequence.request.id for sequence, _ in sorted(members.items(), key=key)]
+
+
+@given(st.one_of(st.lists(COARSE, max_size=150), st.lists(FINE, max_size=150)), st.integers(0, 3).map(float), st.integers(0, 99))
+@settings(max_examples=150)
+def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, seed: int) -> None:
+    rng = random.Random(seed)
+    queue, members = PrefillQueue(), {}
+    for order, (intercept, slope, priority) in enumerate(lines):
+        sequence = member(order, priority, is_long=order % 3 == 0)
+        members[sequence] = Line(intercept, slope)
+        queue.add(sequence, members[sequence])
+        if rng.random() < 0.2:
+            gone = rng.choice(list(members))
+            queue.remove(gone)
+            del members[gone]
+        if members and rng.random() < 0.3:
+            moved = rng.choice(list(members))
+            members[moved] = Line(float(rng.randint(0, 4)), members[moved].slope)
+            queue.update(moved, members[moved])
+    assert [sequence.request.id for sequence in queue.ordered(now)] == plain(members, now)
+    assert len(queue) == len(members)
+    assert queue.longs == sum(sequence.is_long for sequence in members)
+    assert queue.shorts == len(queue) - queue.longs
+    assert {sequence.request.id for sequence in queue} == {sequence.request.id for sequence in members}
+
+
+@pytest.mark.parametrize("size", [15, 16, 17, 33, 65, 200])
+def test_equal_keys_go_by_arrival(size: int) -> None:
+    queue = PrefillQueue()
+    sequences = [member(order) for order in range(size)]
+    for sequence in random.Random(0).sample(sequences, size):
+        queue.add(sequence, Line(1.0, 0.5))
+    assert [sequence.order for sequence in queue.ordered(7.0)] == list(range(size))
+
+
+def test_priorities_stop_mattering_when_their_last_member_leaves() -> None:
+    queue = PrefillQueue()
+    urgent, plain_one = member(0, priority=-5), member(1)
+    queue.add(urgent, Line(9.0, 0.0))
+    queue.add(plain_one, Line(1.0, 0.0))
+    assert [sequence.order for sequence in queue.ordered(0.0)] == [0, 1]
+    queue.remove(urgent)
+    assert urgent.slot == -1
+    assert [sequence.order for sequence in queue.ordered(0.0)] == [1]
