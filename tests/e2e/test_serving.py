@@ -1,0 +1,190 @@
+"""`headway serve` as its users meet it: real processes, real sockets, real (tiny) models."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import make_tiny
+from http_probe import complete, leave_after_sending, metric, metric_reaches, model_of, stream, streamed_ids, token_ids
+
+from headway.bench.server_process import ServerError, ServerProcess
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path) -> Reference:
+    return Reference(llama)
+
+
+class Reference:
+    """Greedy tokens by transformers, one request at a time, whole prompt at once."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        import transformers
+
+        self._torch = torch
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        torch = self._torch
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+            )
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """Deterministic ids above the special ones of the tiny checkpoints."""
+    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 120 for i in range(length)]
+
+
+@pytest.fixture(scope="module", params=["lars", "srpt+static:64", "fcfs+whole"])
+def server(request: pytest.FixtureRequest, llama: Path) -> Iterator[str]:
+    policy, _, chunking = request.param.partition("+")
+    arguments = [str(llama), "--scheduling-policy", policy, "--chunking", chunking or "adaptive", "--t-target-ms", "5"]
+    with ServerProcess([*arguments, "--latency-profile", "quick"]) as running:
+        yield running.url
+
+
+def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
+    server: str, reference: Reference
+) -> None:
+    shapes = [(1500, 6), (20, 12), (3, 20), (700, 5), (60, 9), (1, 15), (333, 7), (129, 11)]
+    prompts = [(prompt_of(seed, length), count) for seed, (length, count) in enumerate(shapes)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        futures = [pool.submit(streamed_ids, server, p, n, ignore_eos=True) for p, n in prompts]
+        answers = [future.result() for future in futures]
+    assert answers == [reference.tokens(p, n) for p, n in prompts]
+
+
+def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: Reference) -> None:
+    arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512", "--block-size", "16"]
+    with ServerProcess([*arguments, "--reserve-tokens", "16"]) as running:
+        prompts = [prompt_of(seed, 90) for seed in range(10)]
+        with ThreadPoolExecutor(10) as pool:
+            answers = list(pool.map(lambda p: token_ids(running.url, p, 150, ignore_eos=True), prompts))
+        assert metric(running.url, "headway_num_preemptions_total") > 0
+    assert answers == [reference.tokens(p, 150) for p in prompts]
+
+
+def test_a_seeded_draw_does_not_depend_on_the_company(server: str) -> None:
+    fields = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "ignore_eos": True}
+    alone = token_ids(server, prompt_of(1, 40), 20, **fields)
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(token_ids, server, prompt_of(s, 200), 20, ignore_eos=True) for s in range(5)]
+        again = pool.submit(token_ids, server, prompt_of(1, 40), 20, **fields).result()
+        for other in others:
+            other.result()
+    assert again == alone
+
+
+def test_a_client_that_vanishes_during_prefill_frees_its_work_and_others_go_on(
+    server: str, reference: Reference
+) -> None:
+    leave_after_sending(server, prompt_of(9, 3500), 500)
+    assert token_ids(server, prompt_of(2, 30), 8, ignore_eos=True) == reference.tokens(prompt_of(2, 30), 8)
+    metric_reaches(server, "headway_num_requests_running", lambda running: running == 0)
+
+
+def test_requests_that_cannot_be_served_say_why_and_name_the_limit(server: str) -> None:
+    long = {"model": model_of(server), "prompt": [5] * 5000, "max_tokens": 4}
+    answer = httpx.post(f"{server}/v1/completions", json=long)
+    assert answer.status_code == 400
+    assert "5000" in answer.json()["error"]["message"]
+    assert "4096" in answer.json()["error"]["message"]
+    bad = httpx.post(f"{server}/v1/completions", json={**long, "prompt": [5, 999]})
+    assert bad.status_code == 400
+    assert bad.json()["error"]["param"] == "prompt"
+
+
+def test_timeouts_end_a_request_in_words(llama: Path) -> None:
+    with ServerProcess([str(llama), "--request-timeout-s", "0.3"]) as running:
+        body = {"model": model_of(running.url), "prompt": prompt_of(0, 50), "max_tokens": 4000, "ignore_eos": True}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 504
+        assert token_ids(running.url, prompt_of(0, 5), 3, ignore_eos=True)
+
+
+def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, reference: Reference) -> None:
+    with ServerProcess([str(llama)]) as running:
+        events = stream(running.url, prompt_of(4, 64), 1500, ignore_eos=True)
+        ids = next(events)["choices"][0]["token_ids"]
+        assert running._process is not None
+        running._process.send_signal(signal.SIGTERM)
+        for event in events:
+            ids += event["choices"][0]["token_ids"]
+        assert ids == reference.tokens(prompt_of(4, 64), 1500)
+        assert running._process.wait(20) == 0
+
+
+def test_a_dead_engine_is_told_to_everyone_who_waits(llama: Path) -> None:
+    with ServerProcess([str(llama)]) as running:
+        events = stream(running.url, prompt_of(4, 64), 3500, ignore_eos=True)
+        next(events)
+        assert running._process is not None
+        children = Path(f"/proc/{running._process.pid}/task/{running._process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        last = [event for event in events if "error" in event]
+        assert last
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        refused = httpx.post(f"{running.url}/v1/completions", json={"model": "x", "prompt": [5], "max_tokens": 1})
+        assert refused.status_code in (404, 503)
+
+
+def test_a_flood_beyond_the_queue_limit_is_refused_with_retry_after(llama: Path) -> None:
+    arguments = [str(llama), "--max-num-seqs", "1", "--max-queued-requests", "2"]
+    with ServerProcess(arguments) as running:
+        body = {"model": model_of(running.url), "prompt": prompt_of(1, 500), "max_tokens": 300, "ignore_eos": True}
+        with ThreadPoolExecutor(12) as pool:
+            sent = [pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=60) for _ in range(12)]
+            answers = [future.result() for future in sent]
+        statuses = [answer.status_code for answer in answers]
+        assert statuses.count(200) >= 3
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused
+        assert all(answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1 for answer in refused)
+
+
+def test_the_embedded_model_answers_with_the_passkey_it_was_shown() -> None:
+    with ServerProcess([]) as running:
+        text = "import os\n" * 40 + "The passkey is 40917. Remember it.\n" + "x = 1\n" * 40
+        answer = complete(running.url, f"{text}What is the passkey? The passkey is", 12)
+        assert answer["choices"][0]["text"].strip() == "40917"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        chat = {"model": model_of(running.url), "messages": [{"role": "user", "content": f"{text}What is the passkey?"}]}
+        said = httpx.post(f"{running.url}/v1/chat/completions", json={**chat, "temperature": 0}, timeout=60).json()
+        assert said["choices"][0]["message"]["content"].strip() == "40917"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-folder"], "is not a folder"),
+        (["--scheduling-policy", "fifo"], "choose one of"),
+        (["--chunking", "static:none"], "static:N"),
+        (["--max-model-len", "12parsecs"], "a number of tokens"),
+        (["--host", "0.0.0.0"], "API key"),
+        (["--kv-cache-memory", "4K", "--max-model-len", "4096"], "--kv-cache-memory"),
+    ],
+)
+def test_settings_that_cannot_work_end_with_a_sentence(arguments: list[str], words: str) -> None:
+    with pytest.raises(ServerError) as caught, ServerProcess(arguments):
+        pass
+    message = str(caught.value)
+    assert "status 2" in message
+    assert words in message
+    assert "Traceback" not in message
