@@ -60,7 +60,9 @@ def test_lars_orders_the_same_for_any_factor_of_the_isolated_time(
     assert at_1 == pytest.approx(at_k, rel=1e-6, abs=1e-3)
 
 
-@pytest.mark.parametrize("fields", [{"policy": "lottery"}, {"chunking": "static:0"}, {"chunking": "static"}, {"chunking": "tiny"}])
+@pytest.mark.parametrize(
+    "fields", [{"policy": "lottery"}, {"chunking": "static:0"}, {"chunking": "static"}, {"chunking": "tiny"}]
+)
 def test_unknown_policies_and_chunkings_are_refused_with_the_names_that_exist(fields: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"fcfs, edf, lrs, srpt, lars|adaptive, whole, or static:N"):
         SchedulerConfig.named("default", **fields)

@@ -31,7 +31,11 @@ def plain(members: dict[Sequence, Line], now: float) -> list[str]:
     return [sequence.request.id for sequence, _ in sorted(members.items(), key=key)]
 
 
-@given(st.one_of(st.lists(COARSE, max_size=150), st.lists(FINE, max_size=150)), st.integers(0, 3).map(float), st.integers(0, 99))
+@given(
+    st.one_of(st.lists(COARSE, max_size=150), st.lists(FINE, max_size=150)),
+    st.integers(0, 3).map(float),
+    st.integers(0, 99),
+)
 @settings(max_examples=150)
 def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, seed: int) -> None:
     rng = random.Random(seed)

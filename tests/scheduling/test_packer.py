@@ -1,0 +1,173 @@
+"""What goes into an iteration: the budget, the yields, the one long request, and who must go on regardless."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import small_machine
+from unit_latency import Linear
+
+from headway.latency.base import Load, load_s
+from headway.scheduling.chunking import Adaptive, Ask, Static, Whole, make_chunking
+from headway.scheduling.packer import Candidate, PackRules, Quota, pack
+
+RULES = PackRules(
+    t_target_s=0.02, max_tokens=8192, min_chunk=8, progress_every=8, rho_min=0.0, rho_max=0.6, shares_space=True
+)
+MILLISECOND = Linear(row_s=0.001)
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        st.uuids().map(str),
+        st.integers(0, 5_000),
+        st.integers(1, 3_000),
+        st.booleans(),
+        st.floats(-5, 50),
+        st.integers(0, 20),
+    ),
+    max_size=12,
+)
+
+
+def long(slack: float, remaining: int = 1000, stalled: int = 0) -> Candidate:
+    return Candidate("long", 0, remaining, True, slack, stalled)
+
+
+def short(name: str, remaining: int, stalled: int = 0) -> Candidate:
+    return Candidate(name, 0, remaining, False, 50.0, stalled)
+
+
+@given(CANDIDATES, st.integers(0, 200), st.booleans(), st.sampled_from([1, 8, 32]), st.sampled_from([64, 500, 8192]))
+def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
+    candidates: list[Candidate], decodes: int, shorts_wait: bool, min_chunk: int, max_tokens: int
+) -> None:
+    model = small_machine()
+    before = Load(decodes, decodes, decodes * 1_500)
+    rules = RULES._replace(min_chunk=min_chunk, max_tokens=max_tokens)
+    quotas, load = pack(before, candidates, shorts_wait, rules, Adaptive(), model)
+    by_name = {candidate.request: candidate for candidate in candidates}
+    assert load.tokens == decodes + sum(quota.tokens for quota in quotas)
+    assert all(0 < quota.tokens <= by_name[quota.request].remaining for quota in quotas)
+    assert sum(by_name[quota.request].is_long for quota in quotas) <= 1
+    assert [q.request for q in quotas] == [c.request for c in candidates if c.request in {q.request for q in quotas}]
+    if quotas:
+        assert load.tokens <= max_tokens
+        progress = len(quotas) == 1 and quotas[0].tokens <= min_chunk
+        assert progress or load_s(model, load) <= rules.t_target_s * (1 + 1e-9)
+    if candidates and not decodes:
+        assert quotas, "with nothing else to do somebody goes on"
+
+
+def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_the_rest() -> None:
+    quotas, load = pack(Load(), [long(0.2), short("s", 100)], True, RULES._replace(min_chunk=4), Adaptive(), MILLISECOND)
+    assert quotas == [Quota("long", 16), Quota("s", 4)]
+    assert load_s(MILLISECOND, load) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("slack", "tokens"), [(-3.0, 20), (0.0, 20), (0.28, 14), (0.6, 8), (50.0, 8)], ids=lambda value: str(value)
+)
+def test_the_yield_is_the_slack_between_its_bounds(slack: float, tokens: int) -> None:
+    assert pack(Load(), [long(slack)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("long", tokens)]
+
+
+def test_a_late_long_request_yields_at_least_rho_min() -> None:
+    rules = RULES._replace(rho_min=0.2)
+    assert pack(Load(), [long(-9.0)], True, rules, Adaptive(), MILLISECOND)[0] == [Quota("long", 16)]
+
+
+def test_nobody_yields_to_nobody_nor_without_space_sharing() -> None:
+    assert pack(Load(), [long(0.5)], False, RULES, Adaptive(), MILLISECOND)[0] == [Quota("long", 20)]
+    alone = RULES._replace(shares_space=False)
+    assert pack(Load(), [long(0.5)], True, alone, Adaptive(), MILLISECOND)[0] == [Quota("long", 20)]
+
+
+def test_short_requests_never_yield() -> None:
+    assert pack(Load(), [short("s", 100)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("s", 20)]
+
+
+def test_a_second_long_request_is_passed_over_and_later_shorts_are_not() -> None:
+    second = Candidate("long 2", 0, 500, True, 0.0)
+    quotas, _ = pack(Load(), [long(0.5), second, short("s", 5)], True, RULES._replace(min_chunk=1), Adaptive(), MILLISECOND)
+    assert quotas == [Quota("long", 10), Quota("s", 5)]
+
+
+def test_where_decodes_exceed_the_budget_the_first_goes_on_every_few_iterations_by_the_least_chunk() -> None:
+    busy = Load(30, 30, 30_000)
+    for stalled, expected in ((0, []), (7, []), (8, [Quota("a", 8)]), (20, [Quota("a", 8)])):
+        waiting = [short("a", 100, stalled), short("b", 100, 99)]
+        assert pack(busy, waiting, True, RULES, Adaptive(), MILLISECOND)[0] == expected
+
+
+def test_a_progress_chunk_is_no_longer_than_what_remains_or_has_room() -> None:
+    busy = Load(30, 30, 30_000)
+    assert pack(busy, [short("a", 3, 8)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("a", 3)]
+    tight = RULES._replace(max_tokens=32)
+    assert pack(busy, [short("a", 99, 8)], True, tight, Adaptive(), MILLISECOND)[0] == [Quota("a", 2)]
+
+
+@pytest.mark.parametrize(("min_chunk", "tokens"), [(0, 1), (8, 8)])
+def test_where_no_chunk_ever_fits_the_budget_it_goes_on_all_the_same(min_chunk: int, tokens: int) -> None:
+    """Paper mode has no least chunk, and would wait for ever."""
+    slow = Linear(row_s=0.001, fixed_s=0.05)
+    quotas, _ = pack(Load(), [short("a", 100)], True, RULES._replace(min_chunk=min_chunk), Adaptive(), slow)
+    assert quotas == [Quota("a", tokens)]
+
+
+def test_a_request_without_kv_is_skipped_and_the_next_takes_its_privileges() -> None:
+    slow = Linear(row_s=0.001, fixed_s=0.05)
+    asked: list[str] = []
+
+    def admit(name: str) -> bool:
+        asked.append(name)
+        return name == "b"
+
+    waiting = [short("a", 100), short("b", 100), short("c", 100)]
+    assert pack(Load(), waiting, True, RULES, Adaptive(), slow, admit)[0] == [Quota("b", 8)]
+    assert asked == ["a", "b"]
+
+
+def test_candidates_are_not_looked_at_once_nothing_more_can_fit() -> None:
+    seen: list[str] = []
+
+    def candidates():  # type: ignore[no-untyped-def]
+        for i in range(1000):
+            seen.append(f"s{i}")
+            yield short(f"s{i}", 10)
+
+    quotas, _ = pack(Load(), candidates(), True, RULES, Adaptive(), MILLISECOND)
+    assert [quota.request for quota in quotas] == ["s0", "s1"]
+    assert len(seen) <= 4
+
+
+def test_whole_takes_all_of_a_prompt_alone_and_several_only_up_to_the_limit() -> None:
+    rules = RULES._replace(max_tokens=100)
+    whole = Whole()
+    assert pack(Load(), [short("a", 5000), short("b", 5)], True, rules, whole, MILLISECOND)[0] == [Quota("a", 5000)]
+    several = [short("a", 60), short("b", 50), short("c", 40)]
+    assert pack(Load(), several, True, rules, whole, MILLISECOND)[0] == [Quota("a", 60), Quota("c", 40)]
+    busy = Load(64, 64, 64_000)
+    assert pack(busy, [short("a", 5000)], True, rules, whole, MILLISECOND)[0] == [Quota("a", 5000)]
+
+
+def test_static_is_a_budget_of_tokens_decodes_included() -> None:
+    static = Static(512)
+    waiting = [short("a", 300), short("b", 300)]
+    assert pack(Load(), waiting, True, RULES, static, MILLISECOND)[0] == [Quota("a", 300), Quota("b", 212)]
+    busy = Load(500, 500, 500)
+    assert pack(busy, waiting, True, RULES, static, MILLISECOND)[0] == [Quota("a", 12)]
+    assert pack(Load(512, 512, 512), waiting, True, RULES, static, MILLISECOND)[0] == []
+
+
+def test_the_printed_algorithm_2_charges_the_fixed_cost_twice_and_ours_does_not() -> None:
+    model = Linear(row_s=0.001, fixed_s=0.005)
+    load = Load(5, 5, 0)  # 10 ms of the 20
+    ask = Ask(0, 100, 100)
+    assert make_chunking("adaptive", subtract=True).quota(ask, load, 0.02, model)[0] == 5
+    assert make_chunking("adaptive", subtract=False).quota(ask, load, 0.02, model)[0] == 10
+
+
+@pytest.mark.parametrize("spec", ["adaptive", "whole", "static:7"])
+def test_chunkings_go_by_their_own_name(spec: str) -> None:
+    assert make_chunking(spec).name == spec
