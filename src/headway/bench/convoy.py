@@ -1,7 +1,8 @@
 """The convoy: one long prompt, and short ones at a steady beat while it is being read. How long do the short ones wait?
 
 One run is one server in one configuration:
-1. warm-up: a few shorts one after another (the last ones give the time of a short alone),
+1. warm-up: a few shorts one after another (the last ones give the time of a short alone), then one long prompt (the
+   first one pays for memory touched for the first time: without it "alone" would look slow and the convoy cheap),
 2. the long prompt alone, the shorts absent: `alone_s`,
 3. the convoy: another long prompt of the same length at t = 0, a short one at every interval until the long one's first
    token. Percentiles are over the shorts *sent* in that time, however late they were answered.
@@ -136,6 +137,9 @@ class ConvoyRunner:
         async with Client(self.endpoint) as client:
             shorts_alone = [await self._one(client, self.prompts.short(), f"warm-{i}") for i in range(self.plan.warmup)]
             self.say(f"warm-up: {self.plan.warmup} shorts")
+            if self.plan.warmup and self.plan.alone:
+                cold = await self._one(client, self.prompts.long(), "warm-long")
+                self.say(f"warm-up: a long prompt, {ttft_s(cold) or 0.0:.2f} s")
             alone, convoys = [], []
             for number in range(self.plan.repeat):
                 if self.plan.alone:

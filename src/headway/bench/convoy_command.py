@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup",
         type=int,
         default=5,
-        help="shorts sent beforehand, one by one (default %(default)s)",
+        help="shorts sent beforehand, then a long one (default %(default)s)",
     )
     load.add_argument(
         "--repeat",

@@ -71,22 +71,15 @@ def _panel(axes: Axes, run: Mapping[str, Any], index: int, title: str, long_toke
     )
     if median is not None:
         axes.axhline(median, color=colour, lw=1.4, ls=(0, (4, 2)))
-        axes.annotate(
+        axes.text(
+            0.02,
+            0.91,
             f"median wait {duration(median)}",
-            xy=(0.03, median),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, -7),
-            textcoords="offset points",
-            va="top",
-            fontsize=12,
+            transform=axes.transAxes,
+            fontsize=13,
             fontweight="bold",
+            va="top",
             color=colour,
-            bbox={
-                "boxstyle": "round,pad=0.15",
-                "fc": "white",
-                "ec": "none",
-                "alpha": 0.85,
-            },
         )
     axes.set_title(title, fontweight="bold")
 
@@ -97,7 +90,7 @@ def _limits(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
     waits = [wait for run in runs for wait in _points(run)[1] if wait > 0]
     axes.set_yscale("log")
     if waits:
-        axes.set_ylim(min(waits) / 3, max(waits) * 3.5)
+        axes.set_ylim(min(waits) / 2, max(waits) * 9)
     axes.set_xlim(0, max(run["long"]["ttft_s"]["p50"] for run in runs) * 1.08)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 3.0)))
     axes.yaxis.set_minor_formatter(NullFormatter())
