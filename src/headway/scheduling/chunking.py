@@ -17,10 +17,12 @@ class Ask(NamedTuple):
 
 
 class Chunking(Protocol):
-    """Pure. `timed` strategies size chunks by the budget; others ignore it."""
+    """Pure. `timed` strategies size chunks by the budget; others ignore it. `most` is the strategy's own limit on the
+    tokens of an iteration; None: the scheduler's, which `whole` may exceed by one prompt alone."""
 
     name: str
     timed: bool
+    most: int | None
 
     def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         """(tokens, seconds of their attention) that the batch may take on; (0, 0.0) for none."""
@@ -31,6 +33,7 @@ class Whole:
 
     name = "whole"
     timed = False
+    most: int | None = None
 
     def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         if load.tokens > load.decodes and ask.remaining > ask.limit:
@@ -46,6 +49,7 @@ class Static:
     def __init__(self, tokens: int) -> None:
         self.name = f"static:{tokens}"
         self.tokens = tokens
+        self.most: int | None = tokens
 
     def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         tokens = min(ask.remaining, ask.limit, self.tokens - load.tokens)
@@ -57,6 +61,7 @@ class Adaptive:
     as the cache grows. `subtract` is the printed form, which charges a chunk as if it ran alone."""
 
     timed = True
+    most: int | None = None
 
     def __init__(self, subtract: bool = False) -> None:
         self.name = "adaptive"

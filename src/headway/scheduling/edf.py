@@ -9,6 +9,7 @@ class Edf:
     """The nearest TTFT deadline first."""
 
     name = "edf"
+    parallel = True
 
     def line(self, facts: PrefillFacts) -> Line:
         return Line(facts.deadline_s, 0.0)

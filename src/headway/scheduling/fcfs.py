@@ -9,6 +9,7 @@ class Fcfs:
     """Order of arrival. Without chunks a long prompt holds up everything behind it."""
 
     name = "fcfs"
+    parallel = True
 
     def line(self, facts: PrefillFacts) -> Line:
         return Line(facts.arrival_s, 0.0)

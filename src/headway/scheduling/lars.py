@@ -14,6 +14,7 @@ class Lars:
     """The least slack per unit of work first."""
 
     name = "lars"
+    parallel = False
 
     def line(self, facts: PrefillFacts) -> Line:
         total = max(facts.total_s, 1e-9)

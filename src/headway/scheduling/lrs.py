@@ -9,6 +9,7 @@ class Lrs:
     """The least absolute slack first. All waiting requests lose slack at the same rate; the running one keeps its."""
 
     name = "lrs"
+    parallel = True
 
     def line(self, facts: PrefillFacts) -> Line:
         return Line(facts.deadline_s - facts.remaining_s, 1.0)

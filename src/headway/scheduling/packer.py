@@ -63,9 +63,11 @@ def pack(
     quotas: list[Quota] = []
     has_long = False
     head = True
+    most = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
+    bounded = chunking.timed or chunking.most is not None
     for candidate in candidates:
-        room = rules.max_tokens - load.tokens
-        if room <= 0 and chunking.timed:
+        room = most - load.tokens
+        if room <= 0 and (bounded or quotas):
             break
         if candidate.is_long and has_long:
             continue

@@ -30,9 +30,13 @@ class Line(NamedTuple):
 
 
 class Policy(Protocol):
-    """Pure and stateless. Ties are broken by (arrival, order of submission), by the queue."""
+    """Pure and stateless. Ties are broken by (arrival, order of submission), by the queue.
+
+    parallel: all lines of this policy have the same slope, so that the order of two requests never turns by itself.
+    """
 
     name: str
+    parallel: bool
 
     def line(self, facts: PrefillFacts) -> Line:
         """Called when a request arrives and after each of its chunks."""

@@ -1,9 +1,14 @@
-"""Waiting and half-done prefills, ordered by (priority, urgency now, order of arrival) without sorting them all."""
+"""Waiting and half-done prefills, ordered by (priority, urgency now, order of arrival) without sorting them all.
+
+Two ways: where all lines have the same slope, their order never changes and a sorted list keeps it; otherwise (LARS)
+the lines are dense arrays and the first few are found by one vector operation.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,9 +20,90 @@ if TYPE_CHECKING:
 _FIRST = 16
 
 
-class PrefillQueue:
-    """Lines of all members as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in
-    vector operations. Every member knows its slot."""
+class PrefillQueue(Protocol):
+    """Members know whether they are in it: their `slot` is not negative."""
+
+    longs: int
+    begun: int
+    """How many members are long, and how many hold KV (counted by whoever gives and takes it)."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    @property
+    def shorts(self) -> int: ...
+
+    def add(self, member: Sequence, line: Line) -> None: ...
+
+    def update(self, member: Sequence, line: Line) -> None: ...
+
+    def remove(self, member: Sequence) -> None: ...
+
+    def ordered(self, now: float) -> Iterator[Sequence]:
+        """Members, most urgent first. The queue must not change while this is consumed."""
+
+
+def make_queue(parallel: bool) -> PrefillQueue:
+    """The queue for lines that are all parallel, or for any lines."""
+    return SortedQueue() if parallel else LineQueue()
+
+
+class SortedQueue:
+    """Parallel lines: (priority, intercept, order) never changes while a request waits. O(log n) and a memory move."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, float, int]] = []
+        self._members: dict[int, Sequence] = {}
+        self._keys: dict[int, tuple[int, float, int]] = {}
+        self.longs = 0
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members.values())
+
+    @property
+    def shorts(self) -> int:
+        return len(self._entries) - self.longs
+
+    def add(self, member: Sequence, line: Line) -> None:
+        member.slot = 0
+        self._members[member.order] = member
+        self.longs += member.is_long
+        self.begun += member.lease is not None
+        self._enter(member, line)
+
+    def update(self, member: Sequence, line: Line) -> None:
+        if self._keys[member.order][1] != line.intercept:
+            self._leave(member)
+            self._enter(member, line)
+
+    def remove(self, member: Sequence) -> None:
+        self._leave(member)
+        del self._members[member.order], self._keys[member.order]
+        member.slot = -1
+        self.longs -= member.is_long
+        self.begun -= member.lease is not None
+
+    def ordered(self, now: float) -> Iterator[Sequence]:
+        """Members, most urgent first. The queue must not change while this is consumed."""
+        return (self._members[entry[2]] for entry in self._entries)
+
+    def _enter(self, member: Sequence, line: Line) -> None:
+        key = (member.request.priority, line.intercept, member.order)
+        self._keys[member.order] = key
+        insort(self._entries, key)
+
+    def _leave(self, member: Sequence) -> None:
+        del self._entries[bisect_left(self._entries, self._keys[member.order])]
+
+
+class LineQueue:
+    """Any lines, as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in vector
+    operations."""
 
     def __init__(self) -> None:
         self._members: list[Sequence] = []
@@ -27,6 +113,7 @@ class PrefillQueue:
         self._priority = np.zeros(64, dtype=np.int64)
         self._prioritised = 0
         self.longs = 0
+        self.begun = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -50,6 +137,7 @@ class PrefillQueue:
         self._priority[slot] = member.request.priority
         self._prioritised += member.request.priority != 0
         self.longs += member.is_long
+        self.begun += member.lease is not None
         self.update(member, line)
 
     def update(self, member: Sequence, line: Line) -> None:
@@ -67,6 +155,7 @@ class PrefillQueue:
         member.slot = -1
         self._prioritised -= member.request.priority != 0
         self.longs -= member.is_long
+        self.begun -= member.lease is not None
 
     def ordered(self, now: float) -> Iterator[Sequence]:
         """Members, most urgent first. The queue must not change while this is consumed."""

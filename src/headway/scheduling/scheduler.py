@@ -22,8 +22,11 @@ from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.decodes import DecodeSet
 from headway.scheduling.packer import Candidate, PackRules, pack
 from headway.scheduling.policy import Line, make_policy
-from headway.scheduling.queue import PrefillQueue
+from headway.scheduling.queue import make_queue
 from headway.scheduling.sequence import Sequence
+
+MISFITS = 32
+"""How many waiting requests one decision tries to find KV for in vain: a bound on its time."""
 
 
 class _Flight:
@@ -50,7 +53,7 @@ class Scheduler:
         self.chunking = make_chunking(config.chunking, config.subtract_times)
         self.prefill_times = PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
         self._sequences: dict[str, Sequence] = {}
-        self._queue = PrefillQueue()
+        self._queue = make_queue(self.policy.parallel)
         self._ready = DecodeSet()
         self._parked: dict[str, Sequence] = {}
         self._holders: dict[str, Sequence] = {}
@@ -82,6 +85,10 @@ class Scheduler:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
+
+    def deadline_s(self, request_id: str) -> float:
+        """When the first token of a request that is here is due: its SLO's word, else the default's."""
+        return self._sequences[request_id].deadline_s
 
     def next_wakeup(self, now: float) -> float | None:
         """When `schedule` should be called although nothing was added or completed; None: no need.
@@ -130,14 +137,14 @@ class Scheduler:
             return None
         if self._parked or self._ready.room() <= 0:
             self._feed(now)
-        decodes, self._ready = self._ready, DecodeSet()
+        decodes = self._ready
+        load = Load(len(decodes), len(decodes), decodes.kv_sum)
+        chunks, load = self._pack(load, now) if len(self._queue) else ([], load)
+        if not decodes.members and not chunks:
+            return None
+        self._ready = DecodeSet()
         self._epochs += 1
         group = decodes.group(self._epochs)
-        load = Load(group.count, group.count, group.kv_sum)
-        chunks, load = self._pack(load, now) if len(self._queue) else ([], load)
-        if not group.members and not chunks:
-            self._ready = decodes
-            return None
         alone = ahead > 1 and not (len(self._queue) or self._parked or self._flights or self._aborting)
         batch = Batch(
             id=self._iterations,
@@ -288,10 +295,9 @@ class Scheduler:
             shares_space=config.shares_space,
         )
         shorts_wait = self._queue.shorts > 0 or not config.yield_only_to_shorts
-        blocked: list[Sequence] = []
 
         def admit(request_id: str) -> bool:
-            return self._admit(self._sequences[request_id], now, blocked)
+            return self._admit(self._sequences[request_id])
 
         quotas, load = pack(load, self._candidates(now), shorts_wait, rules, self.chunking, self.latency, admit)
         chunks = []
@@ -312,39 +318,61 @@ class Scheduler:
         return chunks, load
 
     def _candidates(self, now: float) -> Iterator[Candidate]:
+        """Prefills that could take tokens now, most urgent first.
+
+        A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`:
+        then nobody behind it enters before it does. After `MISFITS` of them nobody else enters in this iteration either.
+        """
         one_at_a_time = self.config.pipeline_schedule == "microbatch"
+        begun, misfits, closed = self._queue.begun, 0, False
         for sequence in self._queue.ordered(now):
-            if one_at_a_time and sequence.in_flight:
-                continue
+            if sequence.lease is not None:
+                begun -= 1
+                if one_at_a_time and sequence.in_flight:
+                    continue
+            else:
+                if closed or len(self._holders) >= self.config.max_num_seqs:
+                    if not begun:
+                        return
+                    continue
+                if not self._fits(sequence):
+                    misfits += 1
+                    closed = self._skip(sequence, now) or misfits >= MISFITS
+                    continue
             slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
             stalled = self._iterations - (self._advanced if sequence.lease is None else sequence.last_progress)
             yield Candidate(
                 sequence.request.id, sequence.scheduled, sequence.remaining, sequence.is_long, slack, stalled
             )
 
-    def _admit(self, sequence: Sequence, now: float, blocked: list[Sequence]) -> bool:
-        """Reserve KV for a request that is about to get its first tokens.
-
-        A request that does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
-        nobody behind it enters before it does.
-        """
-        if sequence.lease is not None:
-            return True
-        if blocked or len(self._holders) >= self.config.max_num_seqs:
-            return False
+    def _wanted(self, sequence: Sequence) -> tuple[int, int]:
+        """(tokens, blocks that must stay free) of a request that enters."""
         most = sequence.prompt + sequence.request.max_output_tokens
         tokens = min(sequence.known + self.config.reserve_tokens, most, self.ledger.total_tokens)
         headroom = int(self.config.kv_headroom * self.ledger.n_blocks) if sequence.is_long and self._holders else 0
-        lease = self.ledger.reserve(sequence.request.id, tokens, headroom)
+        return tokens, headroom
+
+    def _fits(self, sequence: Sequence) -> bool:
+        tokens, headroom = self._wanted(sequence)
+        return self.ledger.blocks_for(max(tokens, 1)) + headroom <= self.ledger.free_blocks
+
+    def _skip(self, sequence: Sequence, now: float) -> bool:
+        """Passed over for want of KV. True when that has gone on for too long."""
+        if sequence.skipped_since is None:
+            sequence.skipped_since = now
+        return now - sequence.skipped_since >= self.config.admission_age_s
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Reserve KV for a request that is about to get its first tokens."""
+        if sequence.lease is not None:
+            return True
+        lease = self.ledger.reserve(sequence.request.id, *self._wanted(sequence))
         if lease is None:
-            if sequence.skipped_since is None:
-                sequence.skipped_since = now
-            elif now - sequence.skipped_since >= self.config.admission_age_s:
-                blocked.append(sequence)
             return False
         sequence.skipped_since = None
         sequence.lease = lease
         self._holders[sequence.request.id] = sequence
+        self._queue.begun += 1
         return True
 
     def _is_long(self, request: Request) -> bool:
@@ -470,6 +498,7 @@ class Scheduler:
             self.ledger.free(sequence.lease)
             sequence.lease = None
             del self._holders[sequence.request.id]
+            self._queue.begun -= sequence.slot >= 0
 
     def _untrack_tbt(self, sequence: Sequence) -> None:
         """Forget the TBT promise of a request that no longer decodes."""

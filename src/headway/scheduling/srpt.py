@@ -12,6 +12,7 @@ class Srpt:
     """The least remaining work first."""
 
     name = "srpt"
+    parallel = True
 
     def line(self, facts: PrefillFacts) -> Line:
         return Line(facts.remaining_s, 0.0)
