@@ -64,6 +64,7 @@ class ProcessEngineClient:
         self._stats = EngineStats()
         self._streams: dict[str, asyncio.Queue[Delta | None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._ready: asyncio.Future[EngineInfo] | None = None
         self._drained = asyncio.Event()
         self.failure: str | None = None
         """Why the engine could not start, once that is known."""
@@ -88,23 +89,23 @@ class ProcessEngineClient:
         return self._process.pid
 
     async def start(self) -> EngineInfo:
-        if self._info is not None:
-            return self._info
-        ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._listen(ready)), asyncio.create_task(self._watch(ready))]
+        """May be awaited by several; all get the same answer."""
+        if self._ready is None:
+            ready = self._ready = asyncio.get_running_loop().create_future()
+            self._tasks = [asyncio.create_task(self._listen(ready)), asyncio.create_task(self._watch(ready))]
         try:
-            self._info = await ready
+            return await asyncio.shield(self._ready)
         except ConfigError as error:
             self.failure = str(error)
             raise
-        self._state = "ready"
-        return self._info
 
     async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
         if self._state == "lost":
             raise UnavailableError(_LOST)
         if self._state != "ready":
             raise UnavailableError(f"the engine is {self._state}", 5.0)
+        if submit.id in self._streams:
+            raise RequestError(f"request id {submit.id!r} is in use", "id")
         stream: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._streams[submit.id] = stream
         finished = False
@@ -134,10 +135,14 @@ class ProcessEngineClient:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(UnavailableError("the server is closing"))
+            self._ready.exception()  # seen, should nobody wait for it
         self.end()
 
     def end(self) -> None:
         """What `close` does, for callers without an event loop. Harmless when repeated."""
+        self._lose()
         self._socket.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -170,6 +175,7 @@ class ProcessEngineClient:
                         stream.put_nowait(delta)
             elif isinstance(message, EngineInfo):
                 if not ready.done():
+                    self._info, self._state = message, "ready"
                     ready.set_result(message)
             else:
                 if not ready.done():
@@ -181,7 +187,8 @@ class ProcessEngineClient:
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.2)  # what it said last may still be on its way
         if not ready.done():
-            ready.set_exception(ConfigError(f"the engine ended with exit code {self._process.returncode} while starting"))
+            code = self._process.returncode
+            ready.set_exception(ConfigError(f"the engine ended with exit code {code} while starting"))
         if self._state == "draining" and self._process.returncode == 0:
             self._drained.set()
         self._lose()

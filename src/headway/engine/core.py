@@ -14,10 +14,10 @@ import numpy as np
 from headway.core.batch import Batch, Progress
 from headway.core.clock import Clock
 from headway.core.errors import OverloadedError, RequestError, UnavailableError
+from headway.core.executor import Emitted, Executor
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
-from headway.core.executor import Emitted, Executor
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
 from headway.scheduling.scheduler import Scheduler
 
@@ -30,7 +30,7 @@ class _Live:
     def __init__(self, submit: Submit, eos: tuple[int, ...]) -> None:
         self.submit = submit
         self.params: SamplingParams = submit.params
-        self.stops = frozenset(submit.params.stop_token_ids) | (frozenset() if submit.params.ignore_eos else frozenset(eos))
+        self.stops = frozenset((*submit.params.stop_token_ids, *(() if submit.params.ignore_eos else eos)))
         self.emitted = 0
         self.first_scheduled_s: float | None = None
 
@@ -51,7 +51,7 @@ class EngineCore:
         self._clock = clock
         self._log = log
         self._live: dict[str, _Live] = {}
-        self._timeouts: list[tuple[float, str]] = []
+        self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
 
@@ -79,6 +79,8 @@ class EngineCore:
             raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
         if submit.id in self._live:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
+        if prompt.nbytes % 4:
+            raise RequestError(f"the prompt frame has {prompt.nbytes} bytes, which are not whole token ids", "prompt")
         ids = np.frombuffer(prompt, dtype=np.int32)
         if ids.size == 0 or ids.size != submit.prompt_tokens:
             raise RequestError(f"the prompt frame holds {ids.size} tokens, not {submit.prompt_tokens}", "prompt")
@@ -102,7 +104,7 @@ class EngineCore:
         self.executor.admit(submit.id, prompt, submit.params)
         self._live[submit.id] = _Live(submit, self.info.eos_token_ids)
         if submit.timeout_s is not None:
-            heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id))
+            heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         self._note("add", request=submit.id, at_s=now, arrival_s=submit.received_s, prompt=ids.size)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Delta | None:
@@ -187,7 +189,10 @@ class EngineCore:
         deltas = []
         now = self._clock.now()
         while self._timeouts and self._timeouts[0][0] <= now:
-            _, request_id = heapq.heappop(self._timeouts)
+            _, request_id, received_s = heapq.heappop(self._timeouts)
+            live = self._live.get(request_id)
+            if live is None or live.submit.received_s != received_s:  # it has ended; its id may be in use again
+                continue
             delta = self.abort(request_id, "timeout")
             if delta is not None:
                 deltas.append(delta)

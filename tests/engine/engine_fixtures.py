@@ -1,0 +1,90 @@
+"""An engine core on the fake executor, and requests for it."""
+
+from __future__ import annotations
+
+import numpy as np
+from fake_executor import VOCAB, FakeExecutor
+
+from headway.core.clock import ManualClock
+from headway.core.sampling import SamplingParams
+from headway.engine.core import EngineCore
+from headway.engine.protocol import Delta, EngineInfo, Submit
+from headway.kv.ledger import Ledger
+from headway.latency.base import Load, Seconds
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.scheduler import Scheduler
+
+EOS = 2
+INFO = EngineInfo(
+    model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=512, vocab_size=VOCAB,
+    kv_tokens_total=1024, kv_block_tokens=16, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02,
+    max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4, eos_token_ids=(EOS,),
+)  # fmt: skip
+
+
+class RowLatency:
+    """1 ms and 0.1 ms a row."""
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        return 1e-3 + 1e-4 * np.arange(first, last + 1, dtype=np.float64)
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        return np.zeros(last - first + 1)
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return 0.0
+
+    def observe(self, load: Load, measured_s: float) -> None:
+        """Never learns."""
+
+
+def make_core(executor: FakeExecutor | None = None, info: EngineInfo = INFO, **fields: object) -> EngineCore:
+    """An engine on a manual clock."""
+    executor = executor or FakeExecutor()
+    config = SchedulerConfig.named("default", **{"t_target_s": 0.02, "reserve_tokens": 16, **fields})
+    ledger = Ledger(executor.blocks * executor.block_tokens, executor.block_tokens)
+    return EngineCore(Scheduler(config, RowLatency(), ledger), executor, ManualClock(), info)
+
+
+def frame(tokens: list[int]) -> memoryview:
+    return memoryview(np.array(tokens, dtype=np.int32).tobytes())
+
+
+def submit(
+    core: EngineCore, name: str, prompt: list[int], timeout_s: float | None = None, **params: object
+) -> Delta | None:
+    """Submit now; the answer is the refusal, or None."""
+    message = Submit(
+        id=name,
+        prompt_tokens=len(prompt),
+        params=SamplingParams(**{"max_tokens": 4, **params}),  # type: ignore[arg-type]
+        received_s=core._clock.now(),
+        timeout_s=timeout_s,
+    )
+    return core.submit(message, frame(prompt))
+
+
+class Heard:
+    """What clients were told, by request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.last: dict[str, Delta] = {}
+
+    def hear(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            assert delta.id not in self.last, "nothing follows the end of an answer"
+            self.tokens.setdefault(delta.id, []).extend(delta.tokens)
+            if delta.finish is not None:
+                self.last[delta.id] = delta
+
+
+def run(core: EngineCore, heard: Heard | None = None, steps: int = 10_000) -> Heard:
+    """Step until idle."""
+    heard = heard or Heard()
+    while not core.idle:
+        heard.hear(core.step())
+        core.scheduler.check()
+        steps -= 1
+        assert steps > 0, "the engine does not come to an end"
+    return heard

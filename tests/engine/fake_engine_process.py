@@ -1,0 +1,45 @@
+"""An engine process on the fake executor: the real service loop, no model. `config.model` says how it behaves.
+
+fake: serves. broken: cannot start, and says why. silent: ends without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import msgspec
+from engine_fixtures import INFO, make_core
+from fake_executor import FakeExecutor
+
+from headway.engine.config import EngineConfig
+from headway.engine.service import EngineService
+
+BLOCKS = 160_000
+"""Room for a prompt of 1M tokens and more, in blocks of 16."""
+
+
+class WallClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+def main(endpoint: str, config: EngineConfig) -> int:
+    if config.model == "silent":
+        return 3
+    clock = WallClock()
+    service = EngineService(endpoint, clock)
+    if config.model == "broken":
+        service.fail("the checkpoint has no tensors")
+        service.close()
+        return 1
+    info = msgspec.structs.replace(INFO, max_model_len=2_000_000, max_queued_requests=config.max_queued_requests)
+    core = make_core(FakeExecutor(blocks=BLOCKS), info, max_num_seqs=512)
+    core._clock = clock
+    service.run(core)
+    service.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)))

@@ -1,0 +1,272 @@
+"""The client and a real engine process, over a real socket; only the model is not real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from fake_executor import VOCAB, answer
+
+from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
+from headway.core.sampling import SamplingParams
+from headway.engine.client import ProcessEngineClient
+from headway.engine.config import EngineConfig
+from headway.engine.protocol import Delta, Submit
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
+    return ProcessEngineClient(EngineConfig(model=model, **fields), module="fake_engine_process")  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def running(**fields: int) -> AsyncIterator[ProcessEngineClient]:
+    client = make_client(**fields)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+def go(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 60)
+
+    asyncio.run(bounded())
+
+
+def stream(client: ProcessEngineClient, name: str, prompt: list[int], **params: object) -> AsyncIterator[Delta]:
+    submit = Submit(
+        id=name,
+        prompt_tokens=len(prompt),
+        params=SamplingParams(**{"max_tokens": 8, **params}),  # type: ignore[arg-type]
+        received_s=time.monotonic(),
+    )
+    return client.generate(submit, array("i", prompt).tobytes())
+
+
+async def all_of(deltas: AsyncIterator[Delta]) -> list[int]:
+    return [token async for delta in deltas for token in delta.tokens]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(client: ProcessEngineClient) -> bool:
+    return not alive(client.pid) and not Path(client._directory).exists()
+
+
+def test_a_prompt_of_a_million_tokens_arrives_intact_and_close_leaves_nothing() -> None:
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(1_000_000)]
+
+    async def test() -> None:
+        async with running() as client:
+            assert await all_of(stream(client, "long", prompt, max_tokens=2)) == answer(prompt, 2)
+            assert client.stats.prefill_tokens_total in (0, 1_000_000)
+            assert not gone(client)
+        assert gone(client)
+        await client.close()
+
+    go(test)
+
+
+def test_many_streams_at_once_are_not_mixed_up() -> None:
+    prompts = {f"r{i}": [i, i + 1, 3 * i] * (1 + i % 40) for i in range(200)}
+
+    async def test() -> None:
+        async with running() as client:
+            lengths = {name: 1 + i % 50 for i, name in enumerate(prompts)}
+            told = await asyncio.gather(
+                *(all_of(stream(client, name, prompt, max_tokens=lengths[name])) for name, prompt in prompts.items())
+            )
+            assert told == [answer(prompt, lengths[name]) for name, prompt in prompts.items()]
+
+    go(test)
+
+
+def test_closing_an_iterator_early_aborts_the_request_and_no_other() -> None:
+    async def test() -> None:
+        async with running() as client:
+            endless = stream(client, "endless", [1, 2], max_tokens=10**6)
+            other = asyncio.create_task(all_of(stream(client, "other", [3, 4], max_tokens=500)))
+            seen = [(await anext(endless)).tokens[0] for _ in range(3)]
+            assert seen == answer([1, 2], 3)
+            await endless.aclose()  # type: ignore[attr-defined]
+            assert await other == answer([3, 4], 500)
+            await client.drain()  # would take a million iterations otherwise
+            assert client.stats.decode_tokens_total < 100_000
+            assert client.stats.running == 0
+
+    go(test)
+
+
+def test_refusals_arrive_as_the_errors_that_they_are() -> None:
+    async def test() -> None:
+        async with running(max_queued_requests=1) as client:
+            with pytest.raises(RequestError, match="token ids must be between") as refused:
+                await all_of(stream(client, "bad", [VOCAB]))
+            assert refused.value.param == "prompt"
+            results = await asyncio.gather(
+                *(all_of(stream(client, f"r{i}", [i] * 2000)) for i in range(300)), return_exceptions=True
+            )
+            kinds = {type(result) for result in results}
+            assert kinds == {list, OverloadedError}
+            assert all(r == answer([i] * 2000, 8) for i, r in enumerate(results) if isinstance(r, list))
+
+    go(test)
+
+
+def test_an_id_in_use_is_refused_and_its_first_stream_goes_on() -> None:
+    async def test() -> None:
+        async with running() as client:
+            first = stream(client, "same", [1, 2], max_tokens=300)
+            begun = list((await anext(first)).tokens)
+            with pytest.raises(RequestError, match="'same' is in use"):
+                await all_of(stream(client, "same", [3, 4]))
+            assert begun + await all_of(first) == answer([1, 2], 300)
+
+    go(test)
+
+
+def test_an_engine_that_is_killed_fails_its_streams_and_every_later_one() -> None:
+    async def test() -> None:
+        async with running() as client:
+            streams = [stream(client, f"r{i}", [i], max_tokens=10**6) for i in range(3)]
+            for one in streams:
+                await anext(one)
+            os.kill(client.pid, signal.SIGKILL)
+            for one in streams:
+                with pytest.raises(UnavailableError, match="ended unexpectedly"):
+                    await all_of(one)
+            assert client.state == "lost"
+            with pytest.raises(UnavailableError, match="ended unexpectedly"):
+                await all_of(stream(client, "late", [1]))
+            await client.drain()
+        assert gone(client)
+
+    go(test)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("broken", "the checkpoint has no tensors"), ("silent", "exit code 3 while starting")]
+)
+def test_an_engine_that_cannot_start_says_why_to_everybody_who_waits(model: str, words: str) -> None:
+    async def test() -> None:
+        client = make_client(model)
+        try:
+            assert client.state == "starting"
+            results = await asyncio.gather(client.start(), client.start(), return_exceptions=True)
+            assert [type(result) for result in results] == [ConfigError, ConfigError]
+            with pytest.raises(ConfigError, match=words):
+                await client.start()
+            assert words in (client.failure or "")
+            with pytest.raises(UnavailableError):
+                await all_of(stream(client, "late", [1]))
+        finally:
+            await client.close()
+        assert gone(client)
+
+    go(test)
+
+
+def test_start_may_be_awaited_by_two_and_again() -> None:
+    async def test() -> None:
+        client = make_client()
+        try:
+            with pytest.raises(UnavailableError, match="still starting"):
+                _ = client.info
+            one, two = await asyncio.gather(client.start(), client.start())
+            assert one is two is client.info is await client.start()
+            assert client.state == "ready"
+            assert await all_of(stream(client, "a", [1])) == answer([1], 8)
+        finally:
+            await client.close()
+
+    go(test)
+
+
+def test_closing_wakes_whoever_still_waits() -> None:
+    async def test() -> None:
+        client = make_client()
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0)  # it waits now
+        await client.close()
+        with pytest.raises(UnavailableError, match="closing"):
+            await starting
+        assert gone(client)
+        async with running() as second:
+            endless = stream(second, "endless", [1], max_tokens=10**6)
+            await anext(endless)
+        with pytest.raises(UnavailableError):
+            await all_of(endless)
+
+    go(test)
+
+
+def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> None:
+    async def test() -> None:
+        async with running() as client:
+            accepted = [stream(client, f"r{i}", [i] * 300, max_tokens=200) for i in range(5)]
+            firsts = [list((await anext(one)).tokens) for one in accepted]
+            rest = [asyncio.create_task(all_of(one)) for one in accepted]
+            draining = asyncio.create_task(client.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(UnavailableError, match="draining"):
+                await all_of(stream(client, "late", [1]))
+            await draining
+            told = await asyncio.gather(*rest)
+            assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
+            assert client._process.returncode == 0
+
+    go(test)
+
+
+ORPHAN = """
+import asyncio, os, signal
+from headway.engine.client import ProcessEngineClient
+from headway.engine.config import EngineConfig
+
+async def main():
+    client = ProcessEngineClient(EngineConfig(model="fake"), module="fake_engine_process")
+    await client.start()
+    print(client.pid, client._directory, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.run(
+        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, env=environment, timeout=60, check=False, text=True
+    )
+    assert parent.returncode == -signal.SIGKILL
+    pid = int(parent.stdout.split()[0])
+    deadline = time.monotonic() + 30
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
