@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FIRST = 16
 
 
-class PrefillQueue(Protocol):
+class WaitingQueue(Protocol):
     """Members know whether they are in it: their `slot` is not negative."""
 
     longs: int
@@ -44,9 +44,9 @@ class PrefillQueue(Protocol):
         """Members, most urgent first. The queue must not change while this is consumed."""
 
 
-def make_queue(parallel: bool) -> PrefillQueue:
+def make_queue(parallel: bool) -> WaitingQueue:
     """The queue for lines that are all parallel, or for any lines."""
-    return SortedQueue() if parallel else LineQueue()
+    return SortedQueue() if parallel else PrefillQueue()
 
 
 class SortedQueue:
@@ -101,7 +101,7 @@ class SortedQueue:
         del self._entries[bisect_left(self._entries, self._keys[member.order])]
 
 
-class LineQueue:
+class PrefillQueue:
     """Any lines, as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in vector
     operations."""
 
