@@ -7,6 +7,7 @@ HEADWAY_ and the name in capitals.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,17 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
         extra: dict[str, Any] = {"metavar": option.metavar or option.name.rsplit("_", 1)[-1].upper()}
         if option.parse is boolean:
             extra |= {"nargs": "?", "const": "true"}
-        parser.add_argument(option.flag, *option.aliases, dest=option.name, default=argparse.SUPPRESS, help=text, **extra)
+        extra |= {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
+        parser.add_argument(option.flag, *option.aliases, **extra)
 
 
 def resolve(
     options: Sequence[Option], arguments: argparse.Namespace, environment: Mapping[str, str], config: str | None
 ) -> tuple[dict[str, Any], set[str]]:
-    """Every option's value, and the names of those that somebody gave. Raises ConfigError that names the option, where its value came from, and what is wrong."""
+    """Every option's value, and the names of those that somebody gave.
+
+    Raises ConfigError that names the option, where its value came from, and what is wrong.
+    """
     file = read_yaml(config) if config else {}
     known = {option.name for option in options}
     for key in file:
@@ -81,11 +86,22 @@ def resolve(
         if source != "default":
             given.add(option.name)
             try:
-                value = option.parse(value)
+                value = _parse(option, value)
             except (ConfigError, ValueError, TypeError) as error:
                 raise ConfigError(f"{source}: {error}") from error
         values[option.name] = value
     return values, given
+
+
+def _parse(option: Option, value: Any) -> Any:
+    """`option.parse`, but true is no number, 16.5 is not rounded to 16, and infinity and NaN are not settings."""
+    number = option.parse in (int, float)
+    if number and (isinstance(value, bool) or (option.parse is int and isinstance(value, float) and value % 1)):
+        raise ConfigError(f"{value!r} is not a {'whole ' if option.parse is int else ''}number")
+    parsed = option.parse(value)
+    if isinstance(parsed, float) and not math.isfinite(parsed):
+        raise ConfigError(f"{value!r} is not a finite number")
+    return parsed
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -96,7 +112,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         data = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if data is None:
         return {}
@@ -109,8 +125,10 @@ def print_config(values: Mapping[str, Any]) -> str:
     """The resolved settings as a YAML file that `--config` takes. Keys are never printed in clear."""
     import yaml
 
-    shown = {name: ("***" if name == "api_key" and value else value) for name, value in values.items() if value is not None}
-    return str(yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in shown.items()}, sort_keys=True))
+    shown = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
+    if shown.get("api_key"):
+        shown["api_key"] = "***"
+    return str(yaml.safe_dump(shown, sort_keys=True))
 
 
 def environment() -> Mapping[str, str]:

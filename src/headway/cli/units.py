@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from headway.core.errors import ConfigError
 
 _TOKENS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_MOST = 2**62
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]?)\s*$")
 
 
@@ -25,7 +27,9 @@ def _parse(text: str | int, units: dict[str, int], what: str) -> int:
     match = _NUMBER.match(str(text))
     if match is None or match[2].lower() not in units:
         raise ConfigError(f"{text!r} is not {what}")
-    value = float(match[1]) * units[match[2].lower()]
-    if value != int(value):
+    value = Fraction(match[1]) * units[match[2].lower()]
+    if value.denominator != 1:
         raise ConfigError(f"{text!r} is not a whole number")
+    if value > _MOST:
+        raise ConfigError(f"{str(text)[:40]!r} is more than any machine has")
     return int(value)

@@ -1,0 +1,120 @@
+"""The command itself, in a process of its own: what it prints, how it fails, and what it does without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is blocked by the test")
+
+BLOCKED = {"torch", "transformers", "safetensors", "tokenizers"}
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def headway(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "headway.cli.main", *words, **environment)
+
+
+def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=60, check=False, env=clean | environment
+    )
+
+
+def without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", BLOCKED + code)
+
+
+def test_help_names_every_command() -> None:
+    done = headway("--help")
+    assert done.returncode == 0
+    for command in ("serve", "bench", "demo", "profile"):
+        assert command in done.stdout
+
+
+def test_version() -> None:
+    from headway import __version__
+
+    assert headway("--version").stdout == f"headway {__version__}\n"
+
+
+def test_print_config_shows_what_results(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("max_num_seqs: 3\nblock_size: 16\nport: 1\n")
+    done = headway(
+        "serve", "--print-config", "--config", str(config), "--max-model-len", "128k", "--api-key", "hunter2",
+        "--block-size", "32", HEADWAY_MAX_NUM_SEQS="7", HEADWAY_BLOCK_SIZE="8",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = yaml.safe_load(done.stdout)
+    assert (shown["max_num_seqs"], shown["block_size"], shown["port"]) == (7, 32, 1)
+    assert (shown["max_model_len"], shown["chunking"]) == (131_072, "adaptive")
+    assert "hunter2" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--scheduling-policy", "lottery"], "unknown scheduling policy 'lottery': choose one of fcfs, edf, lrs"),
+        (["--chunking", "static:none"], "unknown chunking 'static:none'"),
+        (["--mode", "sloppy"], "mode must be 'default' or 'paper', not 'sloppy'"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
+        (["--max-model-len", "a lot"], "--max-model-len: 'a lot' is not a number of tokens"),
+        (["/no/such/model"], "/no/such/model is not a folder"),
+        (["--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
+        (["--block-size", "0"], "block-size must be between 1 and 65536 tokens, not 0"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(words: list[str], message: str) -> None:
+    done = headway("serve", *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("headway: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_command_is_told_which_exist() -> None:
+    done = headway("sevre")
+    assert done.returncode == 2
+    assert "serve" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["serve", "--print-config"]])
+def test_the_command_line_works_without_torch(words: list[str]) -> None:
+    done = without_torch(
+        "from headway.cli.main import main\n"
+        f"try:\n    code = main({words!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "assert not code\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_scheduling_and_the_engine_work_without_torch() -> None:
+    done = without_torch(
+        "import headway.scheduling.scheduler, headway.kv.ledger, headway.latency.store, headway.engine.core\n"
+        "import headway.engine.client, headway.hardware.shapes, headway.workload, headway.metrics\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_torch_free_packages_bring_no_event_loop_either() -> None:
+    done = python(
+        "-c", "import sys, headway.scheduling.scheduler, headway.latency.corrected\nassert 'zmq' not in sys.modules\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,80 @@
+"""The shared vocabulary: clocks, batches, spans; and the shapes of models, by hand-counted examples."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headway.core.batch import Batch, Chunk, DecodeGroup, KvOp, Part
+from headway.core.clock import ManualClock
+from headway.core.errors import (
+    CheckpointError,
+    ConfigError,
+    HeadwayError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.hardware.memory import available_bytes, gib
+from headway.hardware.shapes import ModelShape
+
+
+def test_a_manual_clock_moves_when_told_and_never_back() -> None:
+    clock = ManualClock(5.0)
+    clock.advance(0.25)
+    clock.advance(0.0)
+    assert clock.now() == 5.25
+    with pytest.raises(ValueError, match=r"cannot go back by 1\.0 s"):
+        clock.advance(-1.0)
+    assert clock.now() == 5.25
+
+
+def test_a_batch_counts_its_rows_and_survives_the_wire() -> None:
+    group = DecodeGroup(("a", "b"), 77, 3)
+    batch = Batch(
+        id=4,
+        parts=(Part((0,), group, (Chunk("c", 10, 5, False), Chunk("d", 0, 3, True))),),
+        kv_ops=(KvOp("reserve", "c", 2), KvOp("free", "z", 0)),
+        predicted_s=0.25,
+    )
+    assert (batch.tokens, group.count) == (10, 2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Batch) == batch
+
+
+def test_a_whole_span_is_what_is_not_cached() -> None:
+    span = Span.whole(Request(id="a", arrival_s=0, prompt_tokens=100, max_output_tokens=1, cached_tokens=30), 2)
+    assert (span.start, span.end, span.group) == (30, 100, (2,))
+
+
+def test_every_error_is_ours_and_says_what_it_was_given() -> None:
+    for kind in (ConfigError, CheckpointError, RequestError, OverloadedError, UnavailableError):
+        assert issubclass(kind, HeadwayError)
+        assert str(kind("why")) == "why"
+    assert issubclass(CheckpointError, ConfigError)
+    assert RequestError("x", "prompt").param == "prompt"
+    assert OverloadedError("x", 3.0).retry_after_s == 3.0
+
+
+LLAMA_3_8B = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
+
+
+def test_llama_3_8b_has_8_billion_parameters_and_128_kib_of_kv_a_token() -> None:
+    assert LLAMA_3_8B.parameters == pytest.approx(8.03e9, rel=1e-3)
+    assert LLAMA_3_8B.kv_bytes_per_token == 131_072
+    tied = msgspec.structs.replace(LLAMA_3_8B, tied_embeddings=True)
+    assert LLAMA_3_8B.parameters - tied.parameters == 128_256 * 4096
+
+
+def test_arithmetic_is_two_flops_a_weight_and_four_a_pair_and_causal() -> None:
+    assert LLAMA_3_8B.linear_flops(10) == 2 * 10 * 32 * LLAMA_3_8B.layer_parameters
+    assert LLAMA_3_8B.attention_flops(1, 0) == 4 * 32 * 32 * 128
+    whole = LLAMA_3_8B.attention_flops(1000, 0)
+    chunked = sum(LLAMA_3_8B.attention_flops(100, past) for past in range(0, 1000, 100))
+    assert chunked == whole
+
+
+def test_memory_is_told_in_bytes_and_shown_for_people() -> None:
+    assert 1 << 20 < available_bytes() < 1 << 50
+    assert (gib(3 << 29), gib(12 << 20), gib(0)) == ("1.5 GiB", "12.0 MiB", "0.0 MiB")
