@@ -14,6 +14,7 @@ from headway.latency.corrected import CorrectedLatency
 
 Shape = tuple[int, int, int]
 """(decodes, past, chunk)."""
+Scales = tuple[float, float, float]
 
 
 def random_shape(rng: random.Random) -> Shape:
@@ -33,7 +34,7 @@ def true_s(base: LatencyModel, shape: Shape, scales: tuple[float, float, float])
     return scales[0] * rows + scales[1] * decode + scales[2] * load.chunk_s
 
 
-def teach(model: CorrectedLatency, scales: tuple[float, float, float], steps: int, seed: int, spikes: float = 0.0) -> None:
+def teach(model: CorrectedLatency, scales: Scales, steps: int, seed: int, spikes: float = 0.0) -> None:
     rng = random.Random(seed)
     for _ in range(steps):
         shape = random_shape(rng)
@@ -56,7 +57,7 @@ def mean_error(model: CorrectedLatency, scales: tuple[float, float, float]) -> f
 
 @pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (0.6, 0.6, 0.6), (1.5, 3.0, 0.7), (0.8, 0.5, 2.5)])
 @pytest.mark.parametrize("seed", range(3))
-def test_200_noisy_observations_bring_it_within_5_percent_and_400_its_worst_case(scales: tuple[float, float, float], seed: int) -> None:
+def test_200_noisy_observations_bring_it_within_5_percent_and_400_its_worst_case(scales: Scales, seed: int) -> None:
     model = CorrectedLatency(gpu_roofline())
     assert mean_error(model, scales) > 0.15
     teach(model, scales, 200, seed)

@@ -60,7 +60,8 @@ def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
 
 
 def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_the_rest() -> None:
-    quotas, load = pack(Load(), [long(0.2), short("s", 100)], True, RULES._replace(min_chunk=4), Adaptive(), MILLISECOND)
+    rules = RULES._replace(min_chunk=4)
+    quotas, load = pack(Load(), [long(0.2), short("s", 100)], True, rules, Adaptive(), MILLISECOND)
     assert quotas == [Quota("long", 16), Quota("s", 4)]
     assert load_s(MILLISECOND, load) == pytest.approx(0.02)
 
@@ -89,7 +90,8 @@ def test_short_requests_never_yield() -> None:
 
 def test_a_second_long_request_is_passed_over_and_later_shorts_are_not() -> None:
     second = Candidate("long 2", 0, 500, True, 0.0)
-    quotas, _ = pack(Load(), [long(0.5), second, short("s", 5)], True, RULES._replace(min_chunk=1), Adaptive(), MILLISECOND)
+    waiting = [long(0.5), second, short("s", 5)]
+    quotas, _ = pack(Load(), waiting, True, RULES._replace(min_chunk=1), Adaptive(), MILLISECOND)
     assert quotas == [Quota("long", 10), Quota("s", 5)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from simulation import small_machine
 from unit_latency import Linear
@@ -133,8 +135,8 @@ def test_a_parked_request_waits_for_its_elders_and_can_be_aborted() -> None:
     scheduler = make(pool=96)
     add(scheduler, "old", 40, 40)
     add(scheduler, "young", 47, 40)
-    while "young" in step(scheduler).parts[0].decodes.members or not scheduler._ready.members:
-        pass
+    while not scheduler._parked:
+        step(scheduler)
     assert (scheduler.running, list(scheduler._parked)) == (2, ["young"])
     assert step(scheduler).parts[0].decodes.members == ("old",)
     assert [event.kind for event in scheduler.abort("young", 0.0)] == ["aborted"]
@@ -186,7 +188,7 @@ def test_a_request_that_was_skipped_for_long_lets_nobody_in_behind_it() -> None:
     add(scheduler, "small 2", 10, 1)
     assert chunks(step(scheduler, 7.0)) == []
     step(scheduler, 8.0, "holder")
-    assert [name for name, _, _ in chunks(step(scheduler, 8.0))][0] == "large"
+    assert next(name for name, _, _ in chunks(step(scheduler, 8.0))) == "large"
 
 
 def test_equally_urgent_long_requests_do_not_alternate() -> None:
@@ -201,7 +203,7 @@ def test_equally_urgent_long_requests_do_not_alternate() -> None:
             now += batch.predicted_s
             order += [name for name, _, _ in chunks(batch)]
             scheduler.complete(batch.id, [Progress(c.request, 1, True) for c in batch.parts[0].prefills if c.last], now)
-        return sum(x != y for x, y in zip(order, order[1:], strict=False))
+        return sum(x != y for x, y in itertools.pairwise(order))
 
     assert switches(0.0) > 20
     assert switches(0.02) < 20

@@ -56,7 +56,7 @@ class PrefillCache:
         return chunk, float(self._model.token_s(chunk, chunk)[0]) + attention
 
     def _extend(self) -> None:
-        """One more grid point. Within a step of up to 5% of the context all chunks are taken to be like its middle one."""
+        """One more grid point. In a step of up to 5% of the context all chunks are taken to be like its middle one."""
         past = self._tokens[-1]
         chunk, seconds = self._chunk(past)
         repeat = max(1, int(past * 0.05 / chunk))
