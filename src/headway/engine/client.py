@@ -30,6 +30,16 @@ from headway.engine.protocol import (
 
 _decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal)
 _encoder = msgspec.msgpack.Encoder()
+_ENVIRONMENT = {
+    # Threads sleep rather than spin while they wait for each other: with a client, a server and the engine on few
+    # cores, spinning costs the others, and then the engine itself, up to tenfold.
+    "OMP_WAIT_POLICY": "passive",
+    # oneDNN keeps about 1.6 MB a shape of matrix product, for 1,024 shapes; chunks have any number of rows.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+"""What the engine's numerical libraries are told before they load, unless the user's environment says otherwise."""
+
 _LOST = "the engine process has ended unexpectedly; restart the server (its log says why)"
 
 
@@ -37,8 +47,6 @@ class ProcessEngineClient:
     """Spawns the engine at construction (so that it loads while the server imports its own modules) and connects when
     `start` is awaited. One instance per server.
 
-    The engine's threads sleep rather than spin while they wait for each other (OMP_WAIT_POLICY, unless it is set):
-    with a client, a server and the engine on few cores, spinning costs others, and then itself, up to tenfold.
     """
 
     def __init__(self, config: EngineConfig, module: str = "headway.cli.engine_process") -> None:
@@ -53,7 +61,7 @@ class ProcessEngineClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, self._endpoint],
             stdin=subprocess.PIPE,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**_ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         assert self._process.stdin is not None
