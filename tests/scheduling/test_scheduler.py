@@ -165,6 +165,20 @@ def test_lost_tells_everything_at_once_and_the_next_batch_starts_from_empty_tabl
     assert [(op.verb, op.request) for op in batch.kv_ops] == [("reserve", "a")]
 
 
+def test_lost_also_tells_of_preemptions_that_no_batch_came_back_to_tell() -> None:
+    scheduler = make(pool=96)
+    add(scheduler, "old", 47, 40)
+    add(scheduler, "young", 40, 40)
+    while scheduler.running == 2:
+        batch = scheduler.schedule(0.0)
+        assert batch is not None
+        if scheduler.running == 2:
+            scheduler.complete(batch.id, [], 0.0)
+    told = [(event.kind, event.request) for event in scheduler.lost(0, 1.0)]
+    assert told == [("preempted", "young"), ("preempted", "old")]
+    scheduler.check()
+
+
 def test_a_long_request_leaves_headroom_for_shorts_unless_it_is_alone() -> None:
     scheduler = make(pool=640, kv_headroom=0.3, long_tokens=100)
     add(scheduler, "big", 600, 1)
