@@ -12,32 +12,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, Progress
 from headway.core.events import Event
-from headway.core.request import Request, Slo
+from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.allocator import BlockTables
 from headway.kv.ledger import Ledger
 from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
 from headway.latency.corrected import CorrectedLatency
-from headway.latency.tables import TableLatency, TableSource
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.scheduler import Scheduler
 
 BLOCK = 16
-
-
-def small_machine() -> TableLatency:
-    """1 ms fixed, 20 µs a row; attention of a chunk grows with what is cached; decodes read their KV."""
-    source = TableSource(
-        fingerprint="",
-        provenance="test",
-        tokens=((0, 1e-3), (1, 1.02e-3), (1001, 21.02e-3)),
-        chunks=((0, 0.0, 0.0), (1000, 1e-3, 2e-5)),
-        decode=(1e-4, 1e-5, 2e-7),
-    )
-    return TableLatency(source, 4096)
 
 
 @dataclass
@@ -321,54 +309,3 @@ class World:
         held = rules.chunking != "adaptive" or not rules.min_chunk or full
         self.idle_batches = 0 if batch.parts[0].prefills or held or not begun else self.idle_batches + 1
         assert self.idle_batches <= rules.progress_every
-
-
-def random_world(seed: int) -> World:
-    """Any policy, chunking, pipeline and mode; a pool so small that decodes exhaust it; arrivals outrun service."""
-    rng = random.Random(seed)
-    stages = rng.choice((1, 1, 2, 3))
-    config = SchedulerConfig.named(
-        rng.choice(("default", "default", "paper")),
-        policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
-        chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
-        t_target_s=rng.choice((0.004, 0.01, 0.02)),
-        max_num_seqs=rng.choice((3, 8, 64)),
-        max_num_batched_tokens=rng.choice((48, 256, 2048)),
-        progress_every=rng.choice((1, 4)),
-        long_tokens=200,
-        long_iterations=rng.choice((0.0, 0.0, 0.5)),
-        least_gain=rng.choice((0.0, 3.0)),
-        reserve_tokens=rng.choice((0, 8, 64)),
-        kv_headroom=rng.choice((0.0, 0.05, 0.3)),
-        admission_age_s=rng.choice((0.05, 1.0)),
-        deadline_base_s=rng.choice((0.02, 1.0)),
-        stages=stages,
-        pipeline_schedule=rng.choice(("stream", "microbatch")),
-    )
-    pool = rng.choice((640, 960, 1600))
-    plan, at = [], 0.0
-    for i in range(rng.randint(4, 18)):
-        at += rng.expovariate(1 / rng.choice((0.002, 0.02, 0.1)))
-        long = rng.random() < 0.3
-        prompt = rng.randint(201, 560) if long else rng.randint(1, 120)
-        output = rng.choice((1, rng.randint(2, 12), rng.randint(20, 80)))
-        tbt_s = rng.choice((None, None, None, 0.015, 0.002))
-        ttft_s = rng.choice((None, None, 0.05, 0.5))
-        slo = Slo(ttft_s=ttft_s, tbt_s=tbt_s)
-        priority = rng.choice((0, 0, 0, 0, -1, 3)) if seed % 3 == 0 else 0
-        request = Request(
-            id=f"{'L' if long else 'S'}{i}",
-            arrival_s=at,
-            prompt_tokens=prompt,
-            max_output_tokens=min(output + rng.choice((0, 0, 20)), pool + 1 - prompt),
-            slo=slo,
-            priority=priority,
-        )
-        plan.append((request, min(output, request.max_output_tokens)))
-    return World(
-        rng, config, pool, plan,
-        chaos=rng.choice((0.0, 0.0, 0.02, 0.1)),
-        losses=rng.choice((0.0, 0.0, 0.005, 0.03)),
-        learns=rng.random() < 0.3,
-        ahead=rng.choice((1, 1, 100)),
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import small_machine
-from unit_latency import Linear
+from unit_latency import Linear, small_machine
 
 from headway.latency.base import Load, load_s
 from headway.scheduling.chunking import Adaptive, Ask, Static, Whole, make_chunking

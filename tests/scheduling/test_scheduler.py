@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from simulation import small_machine
-from unit_latency import Linear
+from unit_latency import Linear, small_machine
 
 from headway.core.batch import Batch, Progress
 from headway.core.errors import InvariantError, RequestError
@@ -169,6 +168,7 @@ def test_lost_also_tells_of_preemptions_that_no_batch_came_back_to_tell() -> Non
     scheduler = make(pool=96)
     add(scheduler, "old", 47, 40)
     add(scheduler, "young", 40, 40)
+    step(scheduler)
     while scheduler.running == 2:
         batch = scheduler.schedule(0.0)
         assert batch is not None

@@ -1,10 +1,11 @@
-"""A latency model to count with."""
+"""Latency models: one to count with, and a small machine."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from headway.latency.base import Load, Seconds
+from headway.latency.tables import TableLatency, TableSource
 
 
 class Linear:
@@ -24,3 +25,15 @@ class Linear:
 
     def observe(self, load: Load, measured_s: float) -> None:
         """Never learns."""
+
+
+def small_machine() -> TableLatency:
+    """1 ms fixed, 20 µs a row; attention of a chunk grows with what is cached; decodes read their KV."""
+    source = TableSource(
+        fingerprint="",
+        provenance="test",
+        tokens=((0, 1e-3), (1, 1.02e-3), (1001, 21.02e-3)),
+        chunks=((0, 0.0, 0.0), (1000, 1e-3, 2e-5)),
+        decode=(1e-4, 1e-5, 2e-7),
+    )
+    return TableLatency(source, 4096)
