@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from book import Book
 from unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, Progress
@@ -26,21 +27,6 @@ from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.scheduler import Scheduler
 
 BLOCK = 16
-
-
-@dataclass
-class Book:
-    """What one request has been seen to do. `cursor` is the next token to be computed, in this life."""
-
-    request: Request
-    output: int
-    cursor: int = 0
-    generated: int = 0
-    lives: int = 0
-    decoding: bool = False
-    aborted: bool = False
-    started: int = 0
-    is_long: bool = False
 
 
 @dataclass
