@@ -40,7 +40,7 @@ def load_figure(records: Sequence[RequestRecord]) -> Figure:
         over_time.set_title("time to first token by arrival", fontweight="bold", fontsize=11)
         over_time.set_xlabel("arrival, seconds")
         over_time.set_yscale("log")
-        _seconds(over_time, "y")
+        seconds_axis(over_time, "y")
         if len(by_class) > 1:
             first.legend(loc="lower right", handlelength=2.4)
     return figure
@@ -72,10 +72,11 @@ def draw_cdf(axes: Axes, samples: Mapping[str, Sequence[float]], title: str) -> 
     axes.set_ylim(0, 1.01)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_title(title, fontweight="bold", fontsize=11)
-    _seconds(axes, "x")
+    seconds_axis(axes, "x")
 
 
-def _seconds(axes: Axes, which: str) -> None:
+def seconds_axis(axes: Axes, which: str) -> None:
+    """Label a log axis in ms and s."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis

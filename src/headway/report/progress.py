@@ -46,3 +46,31 @@ class LoadProgress:
         self._open -= 1
         self._failed += not ok
         self._bar.update(self._task, advance=1, description=self._words())
+
+
+class RunProgress:
+    """Runs done, on stderr where that is a terminal; silent otherwise. Use as a context manager."""
+
+    def __init__(self, total: int) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("simulating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def done(self) -> None:
+        """One more run has ended."""
+        self._bar.update(self._task, advance=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,17 @@ from headway.workload import TraceRequest
 
 
 def run_scenario(
-    scenario: Scenario, seed: int, *, keep_iterations: bool = False, told: Told | None = None
+    scenario: Scenario,
+    seed: int,
+    *,
+    keep_iterations: bool = False,
+    told: Told | None = None,
+    stopwatch: Callable[[], float] | None = None,
 ) -> SimResult:
     """One seed of a scenario."""
     requests = requests_of(scenario.workload, scenario.run.window_s, seed)
-    return simulate(instance_of(scenario, requests), requests, run_of(scenario, seed, keep_iterations), told=told)
+    run = run_of(scenario, seed, keep_iterations)
+    return simulate(instance_of(scenario, requests), requests, run, told=told, stopwatch=stopwatch)
 
 
 def config_of(scenario: Scenario) -> SchedulerConfig:

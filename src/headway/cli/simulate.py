@@ -1,0 +1,178 @@
+"""`headway simulate scenario.yaml`: how a policy and a layout behave on a workload, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.simulator.result import SimResult
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "scenario", nargs="?", type=Path, help="a YAML file; examples/ has some, docs/simulate.md the fields"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field, such as workload.qps=2"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="FIELD=…",
+        help="values of a field: START:STOP:STEP or VALUE,VALUE,…; given twice: all combinations",
+    )
+    parser.add_argument("--seeds", metavar="N,N,…", help="seeds, instead of the file's; several give intervals")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON ('-': stdout, no tables)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row a point, class and metric")
+    parser.add_argument(
+        "--requests", type=Path, metavar="FILE", help="write one CSV row a request (first point and seed)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (first point and seed)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
+    parser.add_argument(
+        "--timings", action="store_true", help="measure the scheduler's own time (results then vary a little)"
+    )
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of scenario files and end")
+    parser.add_argument(
+        "--faults",
+        metavar="seed=N",
+        help="no scenario: drive the scheduler through random faults from seed N (or N:M) and check it after each step",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.faults is not None:
+        return _faults(arguments.faults)
+    from headway.simulator.scenario import Scenario
+
+    if arguments.schema:
+        import json
+
+        print(json.dumps(Scenario.model_json_schema(), indent=2))
+        return 0
+    if arguments.scenario is None:
+        raise ConfigError(
+            "name a scenario file (such as examples/chat-and-documents.yaml), --schema or --faults seed=1"
+        )
+    data = _read(arguments)
+    return _simulate(arguments, data)
+
+
+def _read(arguments: argparse.Namespace) -> dict[str, Any]:
+    from headway.cli.options import read_yaml
+    from headway.simulator.scenario import parse_scenario
+    from headway.simulator.sweep import parse_sweep, with_field
+
+    data = read_yaml(str(arguments.scenario))
+    trace = data.get("workload", {}).get("trace") if isinstance(data.get("workload"), dict) else None
+    if isinstance(trace, str) and not Path(trace).is_absolute():  # beside the scenario, as one would expect
+        beside = arguments.scenario.parent / trace
+        data["workload"]["trace"] = str(beside if beside.exists() else trace)
+    for text in arguments.set:
+        field, values = parse_sweep(text)
+        if len(values) != 1:
+            raise ConfigError(f"--set {text!r}: one value; use --sweep for several")
+        data = with_field(data, field, values[0])
+    if arguments.seeds:
+        try:
+            data = with_field(data, "run.seeds", [int(seed) for seed in arguments.seeds.split(",")])
+        except ValueError:
+            raise ConfigError(f"--seeds {arguments.seeds!r}: whole numbers, such as 0,1,2") from None
+    parse_scenario(data, str(arguments.scenario))
+    return data
+
+
+def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
+    from headway.report.console import show
+    from headway.report.progress import RunProgress
+    from headway.report.sim_table import simulation_report
+    from headway.simulator.outcome import document
+    from headway.simulator.scenario import parse_scenario
+    from headway.simulator.sweep import parse_sweep, points_of, run_points
+
+    sweeps = [parse_sweep(text) for text in arguments.sweep]
+    points = list(points_of(data, sweeps))
+    total = sum(len(parse_scenario(changed, f"scenario at {at}").run.seeds) for at, changed in points)
+    jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
+    with RunProgress(total) as progress:
+        outcomes = run_points(
+            data, sweeps, jobs, progress.done, stopwatch=time.perf_counter if arguments.timings else None
+        )
+    result = document(parse_scenario(data).model_dump(mode="json", by_alias=True), outcomes)
+    if arguments.json is not None and str(arguments.json) == "-":
+        sys.stdout.buffer.write(_bytes(result))
+    else:
+        show(simulation_report(result))
+    _write(arguments, result, points[0][1])
+    return 0 if any(point["feasible"] for point in outcomes) else 1
+
+
+def _write(arguments: argparse.Namespace, result: dict[str, Any], first: dict[str, Any]) -> None:
+    if arguments.json is not None and str(arguments.json) != "-":
+        _save(arguments.json, _bytes(result))
+    if arguments.csv is not None:
+        from headway.report.sim_csv import summary_csv
+
+        _save(arguments.csv, summary_csv(result).encode())
+    if arguments.requests is None and arguments.trace is None and arguments.plot is None:
+        return
+    from headway.simulator.build import run_scenario
+    from headway.simulator.scenario import parse_scenario
+
+    scenario = parse_scenario(first)
+    run_result: SimResult = run_scenario(scenario, scenario.run.seeds[0], keep_iterations=arguments.trace is not None)
+    if arguments.requests is not None:
+        from headway.report.sim_csv import requests_csv
+
+        _save(arguments.requests, requests_csv(run_result.records).encode())
+    if arguments.trace is not None:
+        from headway.report.perfetto import trace_events
+
+        _save(arguments.trace, _bytes(trace_events(run_result), compact=True))
+    if arguments.plot is not None:
+        from headway.report import style
+        from headway.report.load_plot import load_figure
+        from headway.report.sim_plot import sweep_figure
+
+        swept = len(result["points"]) > 1
+        style.save(sweep_figure(result) if swept else load_figure(run_result.records), arguments.plot)
+
+
+def _bytes(data: Any, compact: bool = False) -> bytes:
+    import msgspec
+
+    body = msgspec.json.encode(data)
+    return body if compact else msgspec.json.format(body, indent=1) + b"\n"
+
+
+def _save(path: Path, body: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _faults(text: str) -> int:
+    from headway.simulator.faults import explore
+
+    name, _, value = text.rpartition("=")
+    first, colon, last = value.partition(":")
+    try:
+        if name not in ("seed", "seeds", ""):
+            raise ValueError
+        seeds = range(int(first), int(last) if colon else int(first) + 1)
+    except ValueError:
+        raise ConfigError(f"--faults {text!r}: write seed=7, or seed=0:1000 for many") from None
+    return explore(seeds, print)
