@@ -16,7 +16,7 @@ from headway.latency.base import MAX_CHUNK, LatencyModel, Load, one_chunk_s, sol
 
 
 class PrefillCache:
-    """Built by a scheduler at start-up and whenever its latency model has moved noticeably (`rebuild`)."""
+    """Built by a scheduler as it is asked, and anew whenever its latency model has moved noticeably (`refresh`)."""
 
     def __init__(self, model: LatencyModel, t_target_s: float, min_chunk: int = 16, max_chunk: int = MAX_CHUNK) -> None:
         self._model = model
@@ -46,6 +46,17 @@ class PrefillCache:
         """Forget what was computed: the latency model has changed."""
         self._tokens, self._seconds = [0], [0.0]
         self._first = np.zeros(0)
+        self._mark = self._probe()
+
+    def refresh(self) -> bool:
+        """Rebuild if a model that learns predicts 10% more or less than when this was built. Costs microseconds."""
+        if all(abs(new - old) <= 0.1 * old for new, old in zip(self._probe(), self._mark, strict=True)):
+            return False
+        self.rebuild()
+        return True
+
+    def _probe(self) -> tuple[float, float]:
+        return float(self._model.token_s(64, 64)[0]), one_chunk_s(self._model, 4096, 64)
 
     def _chunk(self, past: int) -> tuple[int, float]:
         """The chunk that a lone prefill takes over `past` tokens, and its seconds."""

@@ -7,7 +7,9 @@ one pair a chunk size. Decode attention: fixed + per request + per KV token. (`n
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -19,11 +21,24 @@ from headway.latency.base import MAX_CHUNK, Load, Seconds
 SCHEMA = "headway.latency/1"
 
 
+class DecodeTable(msgspec.Struct, frozen=True):
+    """Decode attention in seconds where its rate depends on how much is read: `seconds[i][j]` for counts[i] requests of
+    past[j] cached tokens each; beyond the grid each further token costs `per_token`."""
+
+    counts: tuple[int, ...]
+    past: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    per_token: float
+
+
 class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on disk: measured knots, and where they come from. Compiled to `TableLatency`.
 
     tokens: (rows, seconds) knots, ascending. chunks: (tokens, a seconds, b seconds per past token), ascending.
-    decode: (fixed s, s per request, s per KV token). fingerprint: model × device × layout that this holds for.
+    decode: (fixed s, s per request, s per KV token), or `decode_grid`, which then goes before it.
+    fingerprint: model × device × layout that this holds for.
+    status: "measured" on this very model and device, "fitted" from profiles of its operators, or "derived" by scaling
+    and rooflines where no profile exists. validated_past: the longest history that anything measured.
     """
 
     schema: str = SCHEMA
@@ -32,7 +47,9 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[tuple[int, float], ...]
     chunks: tuple[tuple[int, float, float], ...]
     decode: tuple[float, float, float]
+    decode_grid: DecodeTable | None = None
     validated_past: int = 0
+    status: str = "measured"
     details: Mapping[str, Any] = {}
 
 
@@ -47,6 +64,7 @@ class TableLatency:
         self._a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
         self._b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
         self._decode = source.decode
+        self._grid = _Grid(source.decode_grid) if source.decode_grid is not None else None
 
     def token_s(self, first: int, last: int) -> Seconds:
         if last < self._tokens.size:
@@ -64,11 +82,43 @@ class TableLatency:
         return np.asarray(self._a[-1] * ratio**2 + self._b[-1] * ratio * past, dtype=np.float64)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
+        if self._grid is not None:
+            return self._grid(decodes, kv_sum)
         fixed, per_request, per_token = self._decode
         return fixed + per_request * decodes + per_token * kv_sum
 
     def observe(self, load: Load, measured_s: float) -> None:
         """Tables are what was measured; they do not learn (see `corrected`)."""
+
+
+class _Grid:
+    """Bilinear look-up over (requests, mean cached tokens), in plain Python floats: about a microsecond.
+
+    Linear in both between knots, because time is (nearly) linear in what is read; knots are dense in octaves.
+    """
+
+    def __init__(self, table: DecodeTable) -> None:
+        self._counts, self._past = list(table.counts), list(table.past)
+        self._rows = [list(row) for row in table.seconds]
+        self._per_token = table.per_token
+        flat = [v for row in self._rows for v in row]
+        shaped = len(self._rows) == len(self._counts) and all(len(row) == len(self._past) for row in self._rows)
+        ascending = all(a < b for knots in (self._counts, self._past) for a, b in pairwise(knots))
+        if min(len(self._counts), len(self._past)) < 2 or not (shaped and ascending and np.all(np.isfinite(flat))):
+            raise ConfigError("the decode grid of a latency table is misshapen: profile again")
+
+    def __call__(self, decodes: int, kv_sum: int) -> float:
+        counts, past = self._counts, self._past
+        mean = kv_sum / decodes if decodes else 0.0
+        n, p = min(max(decodes, counts[0]), counts[-1]), min(max(mean, past[0]), past[-1])
+        i = min(bisect_right(counts, n) - 1, len(counts) - 2)
+        j = min(bisect_right(past, p) - 1, len(past) - 2)
+        u = (n - counts[i]) / (counts[i + 1] - counts[i])
+        v = (p - past[j]) / (past[j + 1] - past[j])
+        low, high = self._rows[i], self._rows[i + 1]
+        a = low[j] + (low[j + 1] - low[j]) * v
+        b = high[j] + (high[j + 1] - high[j]) * v
+        return a + (b - a) * u + max(0.0, kv_sum - n * p) * self._per_token
 
 
 def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: int, power: int = 1) -> Seconds:

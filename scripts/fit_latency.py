@@ -1,0 +1,44 @@
+"""Make the shipped latency fits again from public operator profiles: `python scripts/fit_latency.py`.
+
+Deterministic: the same profiles give the same bytes. Needs `pip install headway[fit]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headway.latency.operators.device_fit import encode, fit_device
+from headway.latency.operators.readers import read_all
+
+ROOT = Path(__file__).resolve().parent.parent
+PROFILES = ROOT.parent / "shared" / "data" / "profiles"
+OUT = ROOT / "src" / "headway" / "latency" / "data"
+
+SOURCES = (
+    "linear and elementwise operators, sends: microsoft/vidur 7d47513 (MIT)",
+    "attention over a prefix: NetX-lab/Frontier a4b22df (MIT), A800/H800",
+    "attention of prompts and decodes, other products, all-reduce: ai-dynamo/aiconfigurator 095f58a (Apache-2.0)",
+)
+
+
+def profile_files(root: Path) -> list[Path]:
+    return sorted(p for p in root.rglob("*") if p.name.endswith((".csv.gz", ".csv", ".parquet")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of the profiles")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder to write to")
+    arguments = parser.parse_args()
+    profiles = read_all(profile_files(arguments.profiles))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for device in ("a100-80gb", "h100-80gb"):
+        data = encode(fit_device(device, profiles, SOURCES))
+        path = arguments.out / f"{device}.json"
+        path.write_bytes(data)
+        print(f"{path.name}: {len(data):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
