@@ -27,7 +27,9 @@ STEPS = (
 
 def main() -> int:
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    print(f"{platform.platform()}, {cpu.partition(':')[2].strip()}, load {Path('/proc/loadavg').read_text().split()[0]}")
+    print(
+        f"{platform.platform()}, {cpu.partition(':')[2].strip()}, load {Path('/proc/loadavg').read_text().split()[0]}"
+    )
     failed = 0
     for title, command in STEPS:
         print(f"\n== {title}", flush=True)

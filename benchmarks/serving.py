@@ -1,6 +1,6 @@
 """What one server does on this machine: start-up, memory, a short alone, and the share of time spent on scheduling.
 
-    python -m benchmarks.serving --model out/reference
+python -m benchmarks.serving --model out/reference
 """
 
 from __future__ import annotations

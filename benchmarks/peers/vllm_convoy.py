@@ -1,6 +1,6 @@
 """The convoy against vLLM's OpenAI server on CPU, by default and with its long-prefill thresholds.
 
-    python benchmarks/peers/vllm_convoy.py --model out/reference --python out/vllm/bin/python --json out/vllm.json
+python benchmarks/peers/vllm_convoy.py --model out/reference --python out/vllm/bin/python --json out/vllm.json
 """
 
 from __future__ import annotations
@@ -58,9 +58,23 @@ def _one(a: argparse.Namespace, threshold: int) -> list[dict[str, object]]:
             print(f"{label}: ready after {time.monotonic() - started:.1f} s", flush=True)
             subprocess.run(
                 [
-                    sys.executable, "-m", "headway.cli.main", "bench", "convoy", "--url", f"http://127.0.0.1:{port}",
-                    "--model", "peer", "--label", label, "--vocab-size", "4096",
-                    "--long-tokens", str(a.long_tokens), "--json", str(out),
+                    sys.executable,
+                    "-m",
+                    "headway.cli.main",
+                    "bench",
+                    "convoy",
+                    "--url",
+                    f"http://127.0.0.1:{port}",
+                    "--model",
+                    "peer",
+                    "--label",
+                    label,
+                    "--vocab-size",
+                    "4096",
+                    "--long-tokens",
+                    str(a.long_tokens),
+                    "--json",
+                    str(out),
                 ],  # fmt: skip
                 check=True,
             )

@@ -118,3 +118,12 @@ def test_the_torch_free_packages_bring_no_event_loop_either() -> None:
         "-c", "import sys, headway.scheduling.scheduler, headway.latency.corrected\nassert 'zmq' not in sys.modules\n"
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_print_config_can_be_fed_back_also_in_paper_mode(tmp_path: Path) -> None:
+    first = headway("serve", "--print-config", "--mode", "paper", "--t-target-ms", "40")
+    config = tmp_path / "c.yaml"
+    config.write_text(first.stdout)
+    shown = yaml.safe_load(first.stdout)
+    assert (shown["t_target_ms"], shown["rho_min"], shown["subtract_times"]) == (40.0, 0.0, True)
+    assert headway("serve", "--print-config", "--config", str(config)).stdout == first.stdout

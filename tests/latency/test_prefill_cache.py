@@ -77,3 +77,16 @@ def test_rebuild_follows_a_model_that_has_learned() -> None:
         model.observe(Load(100), 2.0)
     cache.rebuild()
     assert cache.total_s(1000) == pytest.approx(20.0, rel=0.02)
+
+
+def test_refresh_follows_a_model_that_has_learned_and_only_then() -> None:
+    model = CorrectedLatency(gpu_roofline())
+    cache = PrefillCache(model, 0.02)
+    before = cache.total_s(50_000)
+    assert not cache.refresh()
+    for _ in range(60):
+        load = Load(256, 0, 0, one_chunk_s(model, 4096, 256))
+        model.observe(load, 2.0 * load_s(model.base, Load(256, 0, 0, one_chunk_s(model.base, 4096, 256))))
+    assert cache.refresh()
+    assert cache.total_s(50_000) > 1.5 * before
+    assert not cache.refresh()

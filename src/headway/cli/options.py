@@ -122,7 +122,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def print_config(values: Mapping[str, Any]) -> str:
-    """The resolved settings as a YAML file that `--config` takes. Keys are never printed in clear."""
+    """Settings as a YAML file that `--config` takes. Keys are never printed in clear."""
     import yaml
 
     shown = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it")
     parser.add_argument("--print-config", action="store_true", help="print the settings that result, as YAML, and exit")
-    parser.add_argument("--dry-run", action="store_true", help="load, print what fits and the chunks to expect, and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="load, print what fits and the chunks to expect, and exit"
+    )
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
@@ -32,14 +34,16 @@ def model_folder(named: str | None) -> str:
 
         return str(model_path())
     if not Path(named).is_dir():
-        raise ConfigError(f"{named} is not a folder: give the folder of a Hugging Face checkpoint (config.json, *.safetensors)")
+        raise ConfigError(
+            f"{named} is not a folder: give the folder of a Hugging Face checkpoint (config.json, *.safetensors)"
+        )
     return named
 
 
 def run(arguments: argparse.Namespace) -> int:
     values, given = resolve(_options(), arguments, environment(), arguments.config)
     if arguments.print_config:
-        print(print_config(values), end="")
+        print(print_config(serve_options.effective(values, given)), end="")
         return 0
     model = model_folder(arguments.model)
     settings = serve_options.server_settings(values)

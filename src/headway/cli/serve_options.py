@@ -23,13 +23,33 @@ def _names(value: Any) -> tuple[str, ...]:
 ENGINE_OPTIONS = (
     Option("dtype", _text, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
     Option("device", _text, "auto", "where to compute: auto or cpu"),
-    Option("max_model_len", tokens, None, "longest prompt plus output, in tokens; 128k and 1M are understood", metavar="LEN"),
-    Option("kv_cache_memory", size, None, "memory for keys and values, e.g. 4G; default: half of what is free", metavar="SIZE"),
+    Option(
+        "max_model_len",
+        tokens,
+        None,
+        "longest prompt plus output, in tokens; 128k and 1M are understood",
+        metavar="LEN",
+    ),
+    Option(
+        "kv_cache_memory",
+        size,
+        None,
+        "memory for keys and values, e.g. 4G; default: half of what is free",
+        metavar="SIZE",
+    ),
     Option("block_size", int, 64, "tokens in a KV block", metavar="TOKENS"),
     Option("threads", int, None, "threads that compute; default: torch's choice", metavar="N"),
     Option("max_queued_requests", int, 1024, "requests that may wait before new ones get 429", metavar="N"),
-    Option("latency_profile", _text, "auto", "auto (cached, else quick), quick, or a file of `headway profile`", metavar="FILE"),
-    Option("event_log", _text, None, "write what the scheduler saw and decided to this JSON-lines file", metavar="FILE"),
+    Option(
+        "latency_profile",
+        _text,
+        "auto",
+        "auto (cached, else quick), quick, or a file of `headway profile`",
+        metavar="FILE",
+    ),
+    Option(
+        "event_log", _text, None, "write what the scheduler saw and decided to this JSON-lines file", metavar="FILE"
+    ),
 )
 
 _SCHEDULER_FLAGS = {
@@ -52,7 +72,7 @@ def scheduler_options() -> tuple[Option, ...]:
         parse: Any = _kind(field.default)
         text = field.metadata["help"]
         if field.name == "t_target_s":
-            parse, text = _milliseconds, text.replace("seconds", "milliseconds")
+            parse, text = float, text.replace("seconds", "milliseconds")
         default = 55 if field.name == "t_target_s" else field.default
         options.append(Option(name, parse, default, text))
     return tuple(options)
@@ -81,17 +101,32 @@ def _kind(default: Any) -> Any:
     return type(default) if isinstance(default, int | float) else _text
 
 
-def _milliseconds(value: Any) -> float:
-    return float(value) / 1000.0
+def scheduler_fields(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """The fields of `SchedulerConfig` that somebody gave; the rest is the mode's."""
+    fields_given = {}
+    for field in fields(SchedulerConfig):
+        name = _SCHEDULER_FLAGS.get(field.name, field.name)
+        if name in given and field.name != "mode":
+            value = values[name] / 1000.0 if field.name == "t_target_s" else values[name]
+            fields_given[field.name] = boolean(value) if field.name == "space_sharing" else value
+    return fields_given
+
+
+def effective(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """All values, with what the mode decides where nobody gave a scheduler setting."""
+    scheduler = SchedulerConfig.named(values["mode"], **scheduler_fields(values, given))
+    shown = dict(values)
+    for field in fields(SchedulerConfig):
+        name = _SCHEDULER_FLAGS.get(field.name, field.name)
+        if name in shown:
+            value = getattr(scheduler, field.name)
+            shown[name] = round(value * 1000.0, 6) if field.name == "t_target_s" else value
+    return shown
 
 
 def engine_config(model: str, values: dict[str, Any], given: set[str]) -> EngineConfig:
     """From resolved options; `given` names those that did not come from a default."""
-    scheduler = {}
-    for field in fields(SchedulerConfig):
-        name = _SCHEDULER_FLAGS.get(field.name, field.name)
-        if name in given and field.name != "mode":
-            scheduler[field.name] = boolean(values[name]) if field.name == "space_sharing" else values[name]
+    scheduler = scheduler_fields(values, given)
     SchedulerConfig.named(values["mode"], **scheduler)
     return EngineConfig(
         model=model,

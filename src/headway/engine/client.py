@@ -31,9 +31,10 @@ from headway.engine.protocol import (
 _decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal)
 _encoder = msgspec.msgpack.Encoder()
 _ENVIRONMENT = {
-    # Threads sleep rather than spin while they wait for each other: with a client, a server and the engine on few
-    # cores, spinning costs the others, and then the engine itself, up to tenfold.
-    "OMP_WAIT_POLICY": "passive",
+    # Threads spin for some microseconds and then sleep while they wait for each other. Spinning on, as is the default,
+    # makes a prefill three times slower as soon as one other process is busy on two cores; not spinning at all doubles
+    # the time of a decode step on an idle machine.
+    "GOMP_SPINCOUNT": "1000",
     # oneDNN keeps about 1.6 MB a shape of matrix product, for 1,024 shapes; chunks have any number of rows.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",

@@ -30,12 +30,15 @@ class SchedulerConfig:
     max_num_seqs: int = _f(256, "requests that hold KV at the same time")
     max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")
     least_gain: float = _f(
-        3.0, "an iteration may take so many times what it costs to run one token, lest chunks pay for overhead; paper: 0"
+        3.0,
+        "an iteration may take so many times what it costs to run one token, lest chunks pay for overhead; paper: 0",
     )
     min_chunk: int = _f(8, "smallest chunk of a prompt that is worth an iteration, tokens; 0: none (paper)")
     progress_every: int = _f(8, "the first waiting prefill advances by min_chunk at least every so many iterations")
     long_tokens: int = _f(8192, "prompts above this are long: at most one of them in an iteration, and it may yield")
-    long_iterations: float = _f(4.0, "so are prompts that take more than so many iterations alone; paper: 0 (tokens only)")
+    long_iterations: float = _f(
+        4.0, "so are prompts that take more than so many iterations alone; paper: 0 (tokens only)"
+    )
     space_sharing: bool | None = _f(None, "a long prefill yields part of its time to shorts (default: with lars only)")
     rho_max: float = _f(0.6, "largest share of an iteration that a long prefill yields")
     rho_min: float = _f(0.2, "share that it yields even when its own deadline is lost; paper: 0")

@@ -173,6 +173,7 @@ class Scheduler:
             raise InvariantError(f"batch {batch_id} may run {flight.batch.repeat} times, not {repeats}")
         if elapsed_s is not None:
             self.latency.observe(flight.load, elapsed_s)
+            self.prefill_times.refresh()
         self._iterations += repeats - 1
         events, self._untold = self._untold, []
         decodes, chunks = flight.decodes, flight.batch.parts[0].prefills
