@@ -31,6 +31,14 @@ class DecodeTable(msgspec.Struct, frozen=True):
     per_token: float
 
 
+class PastTable(msgspec.Struct, frozen=True):
+    """What a chunk costs over a history besides b(c) * past. Rows (tokens, offset s, s a token): any history costs
+    the offset, and each cached token beyond `knee` the last in place of b(c)."""
+
+    knee: int
+    chunks: tuple[tuple[int, float, float], ...]
+
+
 class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on disk: measured knots, and where they come from. Compiled to `TableLatency`.
 
@@ -48,13 +56,14 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[tuple[int, float, float], ...]
     decode: tuple[float, float, float]
     decode_grid: DecodeTable | None = None
+    past: PastTable | None = None
     validated_past: int = 0
     status: str = "measured"
     details: Mapping[str, Any] = {}
 
 
 class TableLatency:
-    """`LatencyModel` over dense arrays. A lookup is a slice: no copy, no search."""
+    """`LatencyModel` over dense arrays. A lookup is a slice: no search."""
 
     def __init__(self, source: TableSource, max_rows: int = 2 * MAX_CHUNK) -> None:
         self.source = source
@@ -63,6 +72,12 @@ class TableLatency:
         )
         self._a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
         self._b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
+        self._knee = source.past.knee if source.past is not None else 0
+        self._offset, self._beyond = np.zeros(0), np.zeros(0)
+        if source.past is not None:
+            far = source.past.chunks
+            self._offset = _dense([(float(c), o) for c, o, _ in far], MAX_CHUNK, "chunk knots", start=0)
+            self._beyond = _dense([(float(c), b) for c, _, b in far], MAX_CHUNK, "chunk knots", start=0)
         self._decode = source.decode
         self._grid = _Grid(source.decode_grid) if source.decode_grid is not None else None
 
@@ -75,8 +90,27 @@ class TableLatency:
         return np.asarray(self._tokens[inside] + slope * (rows - inside), dtype=np.float64)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        if self._offset.size and past:
+            return self._own(first, last, float(min(past, self._knee))) + self._far(first, last, past - self._knee)
+        return self._own(first, last, float(past))
+
+    def _far(self, first: int, last: int, beyond: int) -> Seconds:
+        """Offset, and what lies beyond the knee; chunks beyond the table cost in proportion."""
+        at = (
+            np.minimum(np.arange(first, last + 1), self._offset.size - 1)
+            if last >= self._offset.size
+            else slice(first, last + 1)
+        )
+        far = self._offset[at]
+        if beyond > 0:
+            far = far + self._beyond[at] * float(beyond)
+        if last >= self._offset.size:
+            far = far * np.maximum(np.arange(first, last + 1) / (self._offset.size - 1), 1.0)
+        return np.asarray(far, dtype=np.float64)
+
+    def _own(self, first: int, last: int, past: float) -> Seconds:
         if last < self._a.size:
-            return self._a[first : last + 1] + self._b[first : last + 1] * float(past)
+            return self._a[first : last + 1] + self._b[first : last + 1] * past
         sizes = np.arange(first, last + 1, dtype=np.float64)
         ratio = sizes / (self._a.size - 1)
         return np.asarray(self._a[-1] * ratio**2 + self._b[-1] * ratio * past, dtype=np.float64)

@@ -20,21 +20,25 @@ from headway.latency.base import MAX_CHUNK
 from headway.latency.layout import Cut, Layout, cut
 from headway.latency.operators.device_fit import DeviceFit, preferred_source
 from headway.latency.operators.linear import base_ms
+from headway.latency.operators.prefill import HEAD_DIM
 from headway.latency.operators.profiles import Column
-from headway.latency.tables import DecodeTable, TableSource
+from headway.latency.tables import DecodeTable, PastTable, TableSource
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """What profiles do not say. host_s: per iteration and stage (launch, scheduling; the order that Medha's pipeline
     costs imply). head_rows: most rows that the LM head computes. kv_write: share of bandwidth that writing the cache
     reaches, and kv_write_ms its floor (Frontier's kernel-only H800 rows). send: count the sending of activations to
-    the next stage in the row term; the simulator counts it itself, as a link."""
+    the next stage in the row term; the simulator counts it itself, as a link. split_kv: beyond the measured prefixes a
+    chunk's attention is spread over the whole machine, as kernels that split KV do it (`PrefillFit.split_ms`); without,
+    the measured line goes on, on which small chunks leave most of the machine idle."""
 
     host_s: float = 3e-4
     head_rows: int = 128
     kv_write: float = 0.3
     kv_write_ms: float = 0.0024
     send: bool = False
+    split_kv: bool = True
 
 
 ROWS = tuple(
@@ -54,33 +58,9 @@ ROWS = tuple(
 )
 """Row counts at which the row term is evaluated: every tile's edge up to 4096, and the row after it."""
 
-CHUNKS: tuple[int, ...] = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    160,
-    192,
-    256,
-    320,
-    384,
-    512,
-    640,
-    768,
-    1024,
-    1280,
-    1536,
-    2048,
-    3072,
-)
-CHUNKS += (4096, 6144, 8192, 12288, MAX_CHUNK)
+CHUNKS = (1, 2, 4, 8, *range(16, 128, 16), *(round(128 * 2 ** (i / 8)) for i in range(57)))
+"""Chunks at which attention is evaluated: eight an octave, so that lines between them follow the square within 0.2%."""
+
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PAST = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -100,9 +80,14 @@ def compile_stage(
     rows = np.array(ROWS, dtype=np.float64)
     work = _Compiler(fit, device, part, layout, told)
     seconds = work.rows_ms(rows) * 1e-3 + told.host_s
-    own, slope = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
+    own, offset, slope, split = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
     decode, per_token = work.decode_ms()
     tokens = ((0, told.host_s), *((r, round(float(s), 9)) for r, s in zip(ROWS, seconds, strict=True)))
+    knee = fit.prefill.past if fit.prefill else 0
+    beyond = tuple(
+        (c, round(float(o), 9), round(float(b), 14))
+        for c, o, b in zip(CHUNKS, offset * 1e-3, split * 1e-3, strict=True)
+    )
     chunks = tuple(
         (c, round(float(a), 9), round(float(b), 14)) for c, a, b in zip(CHUNKS, own * 1e-3, slope * 1e-3, strict=True)
     )
@@ -118,6 +103,7 @@ def compile_stage(
         chunks=((0, 0.0, 0.0), *chunks),
         decode=(0.0, 0.0, 0.0),
         decode_grid=grid,
+        past=PastTable(knee, ((0, 0.0, 0.0), *beyond)),
         validated_past=fit.prefill.past if fit.prefill else 0,
         status="derived" if derived else "measured" if direct else "fitted",
         details={
@@ -170,27 +156,38 @@ class _Compiler:
         self._note_linear()
         return total
 
-    def chunks_ms(self, chunks: Column) -> tuple[Column, Column]:
-        """(own, per cached token) over the stage's layers."""
+    def chunks_ms(self, chunks: Column) -> tuple[Column, Column, Column, Column]:
+        """(own, any prefix, per cached token, the same beyond the measured prefixes) over the stage's layers."""
         heads, layers = (self.part.q_heads, self.part.kv_heads), self.part.layers
         fit = self.fit.prefill
         if fit is None:
             self._note("prefill", "derived: half of peak arithmetic, 0.02 ms a layer")
             flops = self.device.flops * 0.5
             per = 4e3 * heads[0] * self.part.head_dim / flops
-            return layers * (0.02 + per * chunks * (chunks + 1) / 2), layers * per * np.maximum(chunks, 16)
+            slope = layers * per * np.maximum(chunks, 16)
+            return layers * (0.02 + per * chunks * (chunks + 1) / 2), np.zeros(chunks.size), slope, slope
         source = preferred_source(list(fit.own))
         key = f"{heads[0]}/{heads[1]}"
         own = fit.own_ms(chunks, heads, source)
-        slope = fit.slope_ms(chunks, heads)
-        wide = self.part.head_dim / fit.head_dim
+        slope = fit.slope_ms(chunks, heads, source)
+        split = slope
+        if self.told.split_kv:
+            tail = self.fit.decode.tail if self.fit.decode else 0.8
+            split = fit.split_ms(chunks, heads, self.source.bandwidth * tail)
+        wide = self.part.head_dim / HEAD_DIM
         exact = key in fit.own[source] and wide == 1
         text = f"{source}, heads {key}" if exact else f"{source}, nearest head counts"
-        past = "measured" if key in fit.slope else "fitted"
         self._note("prefill", f"{'measured' if exact else 'fitted'}: {text}")
-        self._note("prefill past", f"{past}: chunks over a prefix")
+        beyond = "split KV" if self.told.split_kv else "the same line"
+        same = key in fit.over.get(source, {})
+        self._note(
+            "prefill past",
+            f"{'measured' if same else 'fitted'}: chunks over a prefix of up to {fit.past:,}, beyond that {beyond}",
+        )
         scale = wide * self._compute
-        return layers * own * scale, layers * slope * scale
+        offset = fit.prefix_ms(chunks, heads, source)
+        own, offset, slope, split = (layers * scale * part for part in (own, offset, slope, split))
+        return own, offset, slope, split
 
     def decode_ms(self) -> tuple[Column, float]:
         """(grid over COUNTS × PAST, per further token) over the stage's layers."""
@@ -208,7 +205,7 @@ class _Compiler:
         exact = key in fit.grids[source] and wide == 1
         self._note("decode", f"{'measured' if exact else 'fitted'}: {source}, {'heads ' + key if exact else 'nearest'}")
         grid = fit.ms(count, past, heads, source) * (wide * self._memory)
-        table = np.maximum.accumulate(grid.reshape(len(COUNTS), len(PAST)), axis=1)
+        table = np.minimum.accumulate(grid.reshape(len(COUNTS), len(PAST))[:, ::-1], axis=1)[:, ::-1]
         return layers * table, layers * per_token / fit.tail
 
     def _product(self, rows: Column, k: int, n: int) -> Column:

@@ -39,18 +39,12 @@ class DecodeFit(msgspec.Struct, frozen=True):
     def ms(self, count: Column, past: Column, heads: Heads, source: str) -> Column:
         """Milliseconds of `count` requests with `past` cached tokens each (elementwise over both)."""
         measured = self.grids[source]
+        # A stand-in is read at the count that gives it as many KV heads in all: the same bytes, the same tiles.
         total = np.zeros(count.size)
         for key, weight in neighbours(heads, measured):
-            total += weight * np.log(self._one(measured[key], count, past, key, heads))
+            kv = int(key.split("/")[1])
+            total += weight * np.log(self._inside(measured[key], count * (heads[1] / kv), past, kv))
         return np.asarray(np.exp(total), dtype=np.float64)
-
-    def _one(self, grid: DecodeGrid, count: Column, past: Column, key: str, heads: Heads) -> Column:
-        """One measured grid, read where it moves as many bytes."""
-        kv = int(key.split("/")[1])
-        floor = grid.ms[0][0]
-        inside = self._inside(grid, count, past, kv)
-        variable = np.clip(1.0 - floor / np.maximum(inside, floor), 0.0, 1.0)
-        return np.asarray(inside * (1.0 + variable * (heads[1] / kv - 1.0)), dtype=np.float64)
 
     def _inside(self, grid: DecodeGrid, count: Column, past: Column, kv: int) -> Column:
         table = np.log(np.array(grid.ms))
@@ -66,8 +60,12 @@ class DecodeFit(msgspec.Struct, frozen=True):
             + u * ((1 - v) * table[i + 1, j] + v * table[i + 1, j + 1])
         )
         bytes_a_token = 4.0 * kv * self.head_dim
+        moved = np.outer(grid.counts, grid.past) * bytes_a_token
+        large = moved > LARGE_BYTES
+        rates = (moved / np.exp(table))[large] * 1e3
+        speed = float(np.quantile(rates, 0.75)) if rates.size > 4 else self.speed
         more = np.exp(c) * (np.exp(p) - 1) - np.exp(cc) * (np.exp(pp) - 1)
-        return np.asarray(time + np.maximum(more, 0.0) * bytes_a_token * 1e3 / self.speed, dtype=np.float64)
+        return np.asarray(time + np.maximum(more, 0.0) * bytes_a_token * 1e3 / speed, dtype=np.float64)
 
     @property
     def speed(self) -> float:
@@ -82,7 +80,7 @@ def fit_decode(device: str, profiles: Sequence[Profile]) -> DecodeFit:
     cells: dict[str, dict[Heads, dict[tuple[int, int], float]]] = {}
     for p in profiles:
         moved = 4.0 * p.x["batch"] * p.x["past"] * p.x["kv_heads"] * p.x["head_dim"]
-        large = moved > LARGE_BYTES
+        large = moved > (LARGE_BYTES if moved.max() < 4 * LARGE_BYTES else 4 * LARGE_BYTES)
         tail += list(moved[large] / (p.ms[large] * 1e-3) / own.bandwidth)
         for b, past, q, kv, ms in zip(p.x["batch"], p.x["past"], p.x["q_heads"], p.x["kv_heads"], p.ms, strict=True):
             cells.setdefault(p.source, {}).setdefault((int(q), int(kv)), {})[int(b), int(past)] = float(ms)

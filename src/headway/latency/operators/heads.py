@@ -20,13 +20,15 @@ def name(heads: Heads) -> str:
 
 def neighbours(wanted: Heads, measured: Iterable[str], most: int = 3) -> list[tuple[str, float]]:
     """The nearest measured head counts and their weights (sum 1): distance in octaves of query heads and of the group
-    size (query heads a KV head), inverse squares. An exact match stands alone."""
+    size (query heads a KV head), inverse squares, the
+    group counting more. An exact match stands alone."""
     found: list[tuple[float, str]] = []
     for key in measured:
         q, kv = parse(key)
         here = math.log2(wanted[0] / q)
         group = math.log2((wanted[0] / wanted[1]) / (q / kv))
-        distance = here * here + group * group
+        split = (wanted[0] == wanted[1]) != (q == kv)  # kernels that pack the group are others than those that cannot
+        distance = here * here + 2 * group * group + (9.0 if split else 0.0)
         if distance == 0:
             return [(key, 1.0)]
         found.append((distance, key))

@@ -1,9 +1,12 @@
 """Attention of one prefill chunk: a(chunk) from an empty cache, b(chunk) for each token that is already cached.
 
-Both are kept as efficiencies against arithmetic (4 FLOPs per row, key, query head and head dimension; a chunk's own
-triangle counts half), by head counts and chunk, and interpolated in logarithms: efficiency moves slowly where times
-move by orders of magnitude. Beyond the measured chunks the last efficiency goes on. a: the libraries' prompt grids
-(batch 1). b: chunk-over-prefix measurements, whose times are linear in the prefix within 2-3%.
+a is kept by head counts and chunk, as measured (batch 1), and interpolated as a factor on floor + arithmetic, in
+logarithms: the factor moves slowly where times move by orders of magnitude. Beyond the measured chunks the last stays.
+
+b is one curve over rows × query heads, the number of tiles that fill the machine: in the profiles it is the same for
+16 heads with 512 rows, 64 with 128 and 128 with 64 (H800, within 2%). Below a machineful it is flat, because a tile
+walks the whole cache alone; kernels that split KV are not so bound (`split_ms`). Times are linear in the cached tokens
+within 2-3% over the 4× beyond the fitted range that could be tested; nothing public goes further.
 """
 
 from __future__ import annotations
@@ -18,93 +21,135 @@ from headway.latency.operators.curves import Curve, curve
 from headway.latency.operators.heads import Heads, name, neighbours
 from headway.latency.operators.profiles import Column, Profile
 
+HEAD_DIM = 128
+_COMPUTE = 0.6
+_SPLIT_ROWS = 64
+_DEFAULT_SLOPE = 0.5
+
 
 class PrefillFit(msgspec.Struct, frozen=True):
-    """`own[source][heads]`: ms by chunk, at past 0, batch 1. `slope[heads]`: ms per 1,000 cached tokens by chunk.
-    past: the longest prefix measured."""
+    """`own[source][heads]`: ms by chunk, at past 0, batch 1. slope: ns for each cached token by rows × query heads.
+    `over[source][heads]`: (ms over an empty prefix, ns for each cached token) by chunk, of the heads measured.
+    best: FLOP/s that the slope reaches where the machine is full. past, chunk: the longest ones measured."""
 
     device: str
-    head_dim: int
     own: dict[str, dict[str, Curve]]
-    slope: dict[str, Curve]
+    over: dict[str, dict[str, tuple[Curve, Curve]]]
+    slope: Curve | None
+    best: float
     past: int
     chunk: int
 
     def own_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
         """Milliseconds of a chunk's attention within itself."""
         measured = self.own[source]
-        flops = 2.0 * heads[0] * chunk * (chunk + 1)
-        return _scaled(chunk, heads, flops, {key: (c, 1.0) for key, c in measured.items()})
+        factor = np.zeros(chunk.size)
+        floor = 0.0
+        for key, weight in neighbours(heads, measured):
+            c = measured[key]
+            at = np.array(c.size, dtype=np.float64)
+            ms = c.values
+            low = float(ms.min())
+            logs = np.log(ms / (low + _arithmetic_ms(self.device, at, int(key.split("/")[0]))))
+            factor += weight * np.interp(np.log(np.maximum(chunk, 1.0)), np.log(at), logs)
+            floor += weight * low
+        return np.asarray(np.exp(factor) * (floor + _arithmetic_ms(self.device, chunk, heads[0])), dtype=np.float64)
 
-    def slope_ms(self, chunk: Column, heads: Heads) -> Column:
-        """Milliseconds for each cached token; by arithmetic alone where nothing measured a prefix on this device."""
-        if not self.slope:
-            flops = accelerator(self.device).flops * 0.5
-            return np.asarray(4e3 * heads[0] * self.head_dim * np.maximum(chunk, 16.0) / flops, dtype=np.float64)
-        return _scaled(chunk, heads, heads[0] * chunk, {key: (c, 1e-3) for key, c in self.slope.items()})
+    def prefix_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
+        """Milliseconds that a chunk costs once there is any prefix (another kernel, or its set-up): measured or 0."""
+        found = self.over.get(source, {}).get(name(heads))
+        if found is None:
+            return np.zeros(chunk.size)
+        return np.maximum(found[0](np.maximum(chunk, 1.0)) - self.own_ms(chunk, heads, source), 0.0)
+
+    def slope_ms(self, chunk: Column, heads: Heads, source: str = "") -> Column:
+        """Milliseconds for each cached token, as measured: of these heads and this source, else of all by tiles; by
+        arithmetic where nothing measured a prefix."""
+        found = self.over.get(source, {}).get(name(heads))
+        if found is not None:
+            top = found[1].top
+            return np.asarray(
+                found[1](np.clip(chunk, 1.0, top)) * 1e-6 * np.maximum(chunk / top, 1.0), dtype=np.float64
+            )
+        work = np.maximum(chunk, 1.0) * heads[0]
+        if self.slope is None:
+            return 4e3 * work * HEAD_DIM / self.best
+        top = self.slope.top
+        grown = np.maximum(work / top, 1.0)
+        return np.asarray(self.slope(np.minimum(work, top)) * 1e-6 * grown, dtype=np.float64)
+
+    def split_ms(self, chunk: Column, heads: Heads, bandwidth: float) -> Column:
+        """The same for kernels that split KV over the machine (FlashInfer, FlashAttention; Medha §4.2): arithmetic of
+        whole 64-row tiles a KV head at the best measured rate, or reading KV at `bandwidth` bytes/s; never above the line."""
+        rows = np.ceil(np.maximum(chunk, 1.0) * heads[0] / heads[1] / _SPLIT_ROWS) * _SPLIT_ROWS
+        arithmetic = 4e3 * rows * heads[1] * HEAD_DIM / self.best
+        reading = 4e3 * heads[1] * HEAD_DIM / bandwidth
+        return np.asarray(np.minimum(np.maximum(arithmetic, reading), self.slope_ms(chunk, heads)), dtype=np.float64)
 
 
-def _scaled(chunk: Column, heads: Heads, work: Column, measured: dict[str, tuple[Curve, float]]) -> Column:
-    """Measured curves of the nearest heads. A stand-in with other query heads is read at the chunk that gives it the
-    same number of row tiles (heads × rows: what fills the machine), and scaled by work."""
-    total = np.zeros(chunk.size)
-    for key, weight in neighbours(heads, measured):
-        c, unit = measured[key]
-        q = int(key.split("/")[0])
-        at = np.minimum(np.maximum(chunk, 1.0), c.top)
-        grown = np.where(chunk > c.top, _growth(chunk, work, c.top), 1.0)
-        total += weight * np.log(c(at) * unit * grown * _head_ratio(heads[0], q, c(at), c.ms[0]))
-    return np.asarray(np.exp(total), dtype=np.float64)
-
-
-def _growth(chunk: Column, work: Column, top: float) -> Column:
-    """How much more work a chunk is than one of `top` rows: its own work goes by power 1 or 2 in the chunk."""
-    power = np.log(np.maximum(work[-1] / work[0], 1.0)) / np.log(np.maximum(chunk[-1] / chunk[0], 1.0 + 1e-9))
-    return np.asarray((np.maximum(chunk, 1.0) / top) ** np.round(power), dtype=np.float64)
-
-
-def _head_ratio(wanted: int, measured: int, ms: Column, floor: float) -> Column:
-    """Time by query heads: above the kernel's floor in proportion, at the floor not at all."""
-    variable = np.clip(1.0 - floor / np.maximum(ms, floor), 0.0, 1.0)
-    return np.asarray(1.0 + variable * (wanted / measured - 1.0), dtype=np.float64)
+def _arithmetic_ms(device: str, chunk: Column, q_heads: int) -> Column:
+    return np.asarray(2e3 * q_heads * HEAD_DIM * chunk * (chunk + 1) / (accelerator(device).flops * _COMPUTE))
 
 
 def fit_prefill(device: str, profiles: Sequence[Profile], tolerance: float = 0.0) -> PrefillFit:
-    """Fit the profiles of one die (A800 beside A100, H800 beside H100)."""
+    """Fit the profiles of one die (A800 beside A100, H800 beside H100). Batches of prompts are left out: the scheduler
+    sums chunks."""
     own: dict[str, dict[str, Curve]] = {}
-    slopes: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    work: list[float] = []
+    slopes: list[float] = []
+    lines: dict[str, dict[Heads, list[tuple[float, float, float]]]] = {}
     past = chunk = 0
     for p in profiles:
         one = p.where((p.x["batch"] == 1) & (p.x["chunk"] > 0))
-        if not len(one):
-            continue
         heads = np.stack([one.x["q_heads"], one.x["kv_heads"]], axis=1)
         for q, kv in np.unique(heads, axis=0):
             rows = one.where((heads == (q, kv)).all(axis=1))
-            key = name((int(q), int(kv)))
             alone = rows.where(rows.x["past"] == 0)
             if len(alone) > 2:
-                own.setdefault(p.source, {})[key] = curve(alone.x["chunk"], alone.ms, tolerance)
+                own.setdefault(p.source, {})[name((int(q), int(kv)))] = curve(alone.x["chunk"], alone.ms, tolerance)
                 chunk = max(chunk, int(alone.x["chunk"].max()))
             for c in np.unique(rows.x["chunk"][rows.x["past"] > 0]):
-                at = rows.where(rows.x["chunk"] == c)
-                if np.unique(at.x["past"]).size >= 4 and at.x["past"].max() >= 1024:
-                    slopes.setdefault(key, {}).setdefault(float(c), []).append(_line(at.x["past"], at.ms))
+                at = rows.where((rows.x["chunk"] == c) & (rows.x["past"] > 0))
+                if np.unique(at.x["past"]).size >= 4:
+                    a, b = _line(at.x["past"], at.ms)
+                    if np.ptp(at.x["past"]) >= 2000:
+                        work.append(float(c * q))
+                        slopes.append(b)
+                    lines.setdefault(p.source, {}).setdefault((int(q), int(kv)), []).append((float(c), a, b))
                     past = max(past, int(at.x["past"].max()))
-    slope: dict[str, Curve] = {}
-    for key, chunks in sorted(slopes.items()):
-        sizes = np.array(sorted(chunks))
-        values = np.array([np.average([s for s, _ in chunks[c]], weights=[w for _, w in chunks[c]]) for c in sizes])
-        good = values > 0
-        if good.sum() >= 3:
-            slope[key] = curve(sizes[good], values[good] * 1e3, max(tolerance, 0.03))
-    return PrefillFit(device, 128, own, slope, past, chunk)
+    peak = accelerator(device).flops
+    w, s = np.array(work), np.array(slopes)
+    good = s > 0
+    if good.sum() < 4:
+        return PrefillFit(device, own, {}, None, peak * _DEFAULT_SLOPE, past, chunk)
+    line = _medians(w[good], s[good] * 1e6)
+    full = 4e9 * np.array(line.size, dtype=np.float64) * HEAD_DIM / line.values
+    over = {
+        source: {name(heads): fitted for heads, seen in sorted(by_heads.items()) if (fitted := _over(seen)) is not None}
+        for source, by_heads in sorted(lines.items())
+    }
+    return PrefillFit(device, own, over, line, float(f"{full.max():.4g}"), past, chunk)
 
 
 def _line(past: Column, ms: Column) -> tuple[float, float]:
-    """Slope by past (ms a token) and its weight. Relative residuals; the first tenth, where launches rule, left out."""
-    far = past >= 0.1 * past.max()
-    x, y = past[far], ms[far]
-    a = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
-    solution, *_ = np.linalg.lstsq(a, np.ones_like(y), rcond=None)
-    return float(solution[1]), float(x.size)
+    """Intercept and slope (ms, ms a cached token) by least squares with relative residuals."""
+    a = np.stack([np.ones_like(past), past], axis=1) / ms[:, None]
+    solution, *_ = np.linalg.lstsq(a, np.ones_like(ms), rcond=None)
+    return float(solution[0]), float(solution[1])
+
+
+def _over(seen: list[tuple[float, float, float]]) -> tuple[Curve, Curve] | None:
+    good = sorted((c, a, b) for c, a, b in seen if a > 0 and b > 0)
+    if len(good) < 4:
+        return None
+    chunks, a, b = (np.array(column) for column in zip(*good, strict=True))
+    return curve(chunks, a, 0.02), curve(chunks, np.maximum.accumulate(b) * 1e6, 0.02, unit=1e-2)
+
+
+def _medians(work: Column, slope: Column) -> Curve:
+    """Median slope by eighths of an octave of work, made monotone (a larger chunk never reads the cache faster)."""
+    bins = np.round(np.log2(work) * 8)
+    keys = np.unique(bins)
+    at = np.array([np.exp(np.mean(np.log(work[bins == k]))) for k in keys])
+    middle = np.maximum.accumulate([np.median(slope[bins == k]) for k in keys])
+    return curve(at, np.asarray(middle, dtype=np.float64), 0.005, unit=1e-2)
