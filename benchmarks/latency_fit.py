@@ -1,8 +1,8 @@
 """Errors of the latency fit on times that it has not seen: `python -m benchmarks.latency_fit [--profiles FOLDER]`.
 
 Whole sizes are held out (all rows with a token count, chunk or history), never random rows, whose neighbours would
-give them away. Prints mean and P90 of |predicted / measured - 1| in percent, by (device, model) pair and family; whole iterations;
-models of which no shape was seen; sizes beyond those fitted; and Medha's own statements beside the prediction.
+give them away. Prints mean and P90 of |predicted / measured - 1| in percent, by (device, model) pair and family; whole
+iterations; models of which no shape was seen; sizes beyond those fitted; and Medha's own statements beside ours.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ from headway.latency.prefill_cache import PrefillCache
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"
 FOLDS = 5
+MEDHA_LENGTHS = (1700, 8192, 131072, 393216, 838861, 1_000_000)
+SPLITS: tuple[Literal["never", "beyond", "always"], ...] = ("always", "beyond", "never")
 Errors = npt.NDArray[np.float64]
 
 
@@ -130,9 +133,9 @@ LIGHT = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", 
 
 
 def layers(profiles: Sequence[Profile]) -> dict[str, Errors]:
-    """Whole iterations of each (device, model): per layer the matrix products, elementwise operators, all-reduces (vLLM's, where
-    the degree was measured) and attention (of the same heads), at token counts which every one of them had held out.
-    Prompts of T tokens, and T decodes of 1 K cached tokens each. What no source measured for a pair is left out of both sums."""
+    """Whole iterations of each (device, model): per layer the matrix products, elementwise operators, all-reduces
+    (vLLM's) and attention (vLLM's, of the same heads), at token counts that each of them had held out. Prompts of T
+    tokens, and T decodes of 1 K cached tokens each. Pairs whose heads or all-reduce no source measured are left out."""
     found: dict[str, list[float]] = {}
     groups = sorted({(p.device, p.group) for p in profiles if p.family == LINEAR and p.op != "gemm"})
     for device, group in groups:
@@ -194,7 +197,7 @@ def _iteration(
 
 
 def unseen_models(profiles: Sequence[Profile]) -> dict[tuple[str, str], dict[str, Errors]]:
-    """Each model left out with every matrix shape and row width that it uses, whoever measured it: by family, and the sum of its layer."""
+    """Each model left out with every matrix shape and width that it uses, of all owners: by family, and its layer."""
     found: dict[tuple[str, str], dict[str, Errors]] = {}
     for device in sorted({p.device for p in profiles if p.family == LINEAR}):
         linear = [p for p in profiles if p.device == device and p.family == LINEAR]
@@ -285,25 +288,23 @@ def show(title: str, rows: Iterable[tuple[str, Errors]]) -> list[float]:
 
 def medha() -> None:
     """Isolated prefill against the statements that Medha makes, or that follow from them (never fitted to)."""
-    print(
-        "\nMedha's settings (t_target a stage): seconds to prefill alone; nothing beyond the measured history is validated"
-    )
+    print("\nMedha's settings (t_target a stage): seconds to prefill alone; unvalidated beyond the measured history")
     told: tuple[tuple[str, str, str, Layout, float, tuple[int, ...]], ...] = (
-        ("8B, 16 x A100, TP8 x 2 stages", "a100", "llama-3-8b", Layout(tp=8, stages=2), 0.020, (1700, 8192, 131072, 393216, 838861, 1_000_000)),
+        ("8B, 16 x A100, TP8 x 2 stages", "a100", "llama-3-8b", Layout(tp=8, stages=2), 0.020, MEDHA_LENGTHS),
         ("70B, 8 x H100, TP8", "h100", "llama-3-70b", Layout(tp=8), 0.050, (131072, 1_000_000)),
         ("70B, 64 x H100, TP8 x 8 stages", "h100", "llama-3-70b", Layout(tp=8, stages=8), 0.030, (1_000_000,)),
     )  # fmt: skip
     for title, device, model, layout, target, lengths in told:
-        for split in (True, False):
+        for split in SPLITS:
             cache = PrefillCache(fitted(device, model, layout, assumptions=Assumptions(split_kv=split)), target)
             cells = ", ".join(f"{n:,}: {cache.total_s(n):.3g} s" for n in lengths)
-            print(f"{title}, {target * 1e3:.0f} ms, {'split KV' if split else 'no split'}: {cells}")
-    for split in (True, False):
+            print(f"{title}, {target * 1e3:.0f} ms, split KV {split}: {cells}")
+    for split in SPLITS:
         model8 = fitted("h100", "llama-3-8b", Layout(tp=8), assumptions=Assumptions(split_kv=split))
         model70 = fitted("h100", "llama-3-70b", Layout(tp=8), assumptions=Assumptions(split_kv=split))
         step = 1e3 * (one_chunk_s(model8, 1_000_000, 512) + float(model8.token_s(512, 512)[0]))
         ratio = one_chunk_s(model70, 500_000, 32) * 64 / one_chunk_s(model70, 500_000, 2048)
-        name = "split KV" if split else "no split"
+        name = f"split KV {split}"
         print(f"{name}: 8B on 8 x H100, chunk 512 at 1M: {step:.0f} ms (paper: about 250 ms)")
         print(f"{name}: 70B attention, 32-token chunks against 2048 at 1M: {ratio:.2f}x (paper: 1.11x)")
 

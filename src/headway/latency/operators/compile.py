@@ -11,6 +11,8 @@ roofline: by arithmetic where arithmetic binds and by bandwidth where traffic bi
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 
@@ -29,16 +31,17 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """What profiles do not say. host_s: per iteration and stage (launch, scheduling; the order that Medha's pipeline
     costs imply). head_rows: most rows that the LM head computes. kv_write: share of bandwidth that writing the cache
     reaches, and kv_write_ms its floor (Frontier's kernel-only H800 rows). send: count the sending of activations to
-    the next stage in the row term; the simulator counts it itself, as a link. split_kv: beyond the measured prefixes a
-    chunk's attention is spread over the whole machine, as kernels that split KV do it (`PrefillFit.split_ms`); without,
-    the measured line goes on, on which small chunks leave most of the machine idle."""
+    the next stage in the row term; the simulator counts it itself, as a link. split_kv: whether a
+    chunk's attention over its history is spread over the whole machine, as kernels that split KV do it
+    (`PrefillFit.split_ms`): never (the measured line goes on, on which small chunks leave most of the machine idle),
+    beyond the measured prefixes, or always (Medha's kernels, in its words)."""
 
     host_s: float = 3e-4
     head_rows: int = 128
     kv_write: float = 0.3
     kv_write_ms: float = 0.0024
     send: bool = False
-    split_kv: bool = True
+    split_kv: Literal["never", "beyond", "always"] = "beyond"
 
 
 ROWS = tuple(
@@ -83,7 +86,7 @@ def compile_stage(
     own, offset, slope, split = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
     decode, per_token = work.decode_ms()
     tokens = ((0, told.host_s), *((r, round(float(s), 9)) for r, s in zip(ROWS, seconds, strict=True)))
-    knee = fit.prefill.past if fit.prefill else 0
+    knee = fit.prefill.past if fit.prefill and told.split_kv != "always" else 0
     beyond = tuple(
         (c, round(float(o), 9), round(float(b), 14))
         for c, o, b in zip(CHUNKS, offset * 1e-3, split * 1e-3, strict=True)
@@ -171,14 +174,14 @@ class _Compiler:
         own = fit.own_ms(chunks, heads, source)
         slope = fit.slope_ms(chunks, heads, source)
         split = slope
-        if self.told.split_kv:
+        if self.told.split_kv != "never":
             tail = self.fit.decode.tail if self.fit.decode else 0.8
             split = fit.split_ms(chunks, heads, self.source.bandwidth * tail)
         wide = self.part.head_dim / HEAD_DIM
         exact = key in fit.own[source] and wide == 1
         text = f"{source}, heads {key}" if exact else f"{source}, nearest head counts"
         self._note("prefill", f"{'measured' if exact else 'fitted'}: {text}")
-        beyond = "split KV" if self.told.split_kv else "the same line"
+        beyond = "the same line" if self.told.split_kv == "never" else "split KV"
         same = key in fit.over.get(source, {})
         self._note(
             "prefill past",

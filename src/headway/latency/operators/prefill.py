@@ -46,14 +46,25 @@ class PrefillFit(msgspec.Struct, frozen=True):
         factor = np.zeros(chunk.size)
         floor = 0.0
         for key, weight in neighbours(heads, measured):
-            c = measured[key]
-            at = np.array(c.size, dtype=np.float64)
-            ms = c.values
-            low = float(ms.min())
-            logs = np.log(ms / (low + _arithmetic_ms(self.device, at, int(key.split("/")[0]))))
-            factor += weight * np.interp(np.log(np.maximum(chunk, 1.0)), np.log(at), logs)
+            part, low = self._factor(chunk, measured[key], int(key.split("/")[0]))
+            factor += weight * part
             floor += weight * low
         return np.asarray(np.exp(factor) * (floor + _arithmetic_ms(self.device, chunk, heads[0])), dtype=np.float64)
+
+    def _factor(self, chunk: Column, measured: Curve, q_heads: int) -> tuple[Column, float]:
+        """Logarithm of time over floor + arithmetic, and that floor. Beyond the last measured chunk time grows as
+        the parabola through the last two octaves does."""
+        at, ms = np.array(measured.size, dtype=np.float64), measured.values
+        low = float(ms.min())
+        base = low + _arithmetic_ms(self.device, chunk, q_heads)
+        logs = np.log(ms / (low + _arithmetic_ms(self.device, at, q_heads)))
+        time = np.exp(np.interp(np.log(np.maximum(chunk, 1.0)), np.log(at), logs)) * base
+        if (chunk > at[-1]).any():
+            linear, square = _tail(at, ms)
+            time = np.where(
+                chunk > at[-1], ms[-1] + linear * (chunk - at[-1]) + square * (chunk**2 - at[-1] ** 2), time
+            )
+        return np.asarray(np.log(time / base), dtype=np.float64), low
 
     def prefix_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
         """Milliseconds that a chunk costs once there is any prefix (another kernel, or its set-up): measured or 0."""
@@ -80,11 +91,25 @@ class PrefillFit(msgspec.Struct, frozen=True):
 
     def split_ms(self, chunk: Column, heads: Heads, bandwidth: float) -> Column:
         """The same for kernels that split KV over the machine (FlashInfer, FlashAttention; Medha §4.2): arithmetic of
-        whole 64-row tiles a KV head at the best measured rate, or reading KV at `bandwidth` bytes/s; never above the line."""
+        whole 64-row tiles a KV head at the best measured rate, or reading KV at `bandwidth` bytes/s; never more."""
         rows = np.ceil(np.maximum(chunk, 1.0) * heads[0] / heads[1] / _SPLIT_ROWS) * _SPLIT_ROWS
         arithmetic = 4e3 * rows * heads[1] * HEAD_DIM / self.best
         reading = 4e3 * heads[1] * HEAD_DIM / bandwidth
         return np.asarray(np.minimum(np.maximum(arithmetic, reading), self.slope_ms(chunk, heads)), dtype=np.float64)
+
+
+def _tail(at: Column, ms: Column) -> tuple[float, float]:
+    """(ms a token, ms a token squared) over the last two octaves: least squares, relative, with no negative term."""
+    last = at >= min(at[-1] / 4, at[max(at.size - 4, 0)])
+    x, y = at[last], ms[last]
+    for powers in ((0, 1, 2), (0, 2), (1, 2)):
+        a = np.stack([x**p for p in powers], axis=1)
+        scale = a.max(axis=0)
+        found, *_ = np.linalg.lstsq(a / scale / y[:, None], np.ones_like(y), rcond=None)
+        terms = dict(zip(powers, found / scale, strict=True))
+        if terms[2] > 0 and terms.get(1, 0.0) >= 0 and len(x) > len(powers):
+            return float(terms.get(1, 0.0)), float(terms[2])
+    return 0.0, float(ms[-1] / at[-1] ** 2)
 
 
 def _arithmetic_ms(device: str, chunk: Column, q_heads: int) -> Column:
@@ -117,17 +142,17 @@ def fit_prefill(device: str, profiles: Sequence[Profile], tolerance: float = 0.0
                         slopes.append(b)
                     lines.setdefault(p.source, {}).setdefault((int(q), int(kv)), []).append((float(c), a, b))
                     past = max(past, int(at.x["past"].max()))
-    peak = accelerator(device).flops
-    w, s = np.array(work), np.array(slopes)
-    good = s > 0
-    if good.sum() < 4:
-        return PrefillFit(device, own, {}, None, peak * _DEFAULT_SLOPE, past, chunk)
-    line = _medians(w[good], s[good] * 1e6)
-    full = 4e9 * np.array(line.size, dtype=np.float64) * HEAD_DIM / line.values
     over = {
         source: {name(heads): fitted for heads, seen in sorted(by_heads.items()) if (fitted := _over(seen)) is not None}
         for source, by_heads in sorted(lines.items())
     }
+    peak = accelerator(device).flops
+    w, s = np.array(work), np.array(slopes)
+    good = s > 0
+    if good.sum() < 4:
+        return PrefillFit(device, own, over, None, peak * _DEFAULT_SLOPE, past, chunk)
+    line = _medians(w[good], s[good] * 1e6)
+    full = 4e9 * np.array(line.size, dtype=np.float64) * HEAD_DIM / line.values
     return PrefillFit(device, own, over, line, float(f"{full.max():.4g}"), past, chunk)
 
 

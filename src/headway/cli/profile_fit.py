@@ -1,0 +1,74 @@
+"""`headway profile fit FILES… --out FILE`: fit operator profiles of an accelerator, for simulations of it.
+
+Formats are told by their columns: Vidur's `mlp.csv` and network files, Frontier's `attention.csv`, AIConfigurator's
+Parquet files (these need `pip install headway[fit]`). Folders are searched for such files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from pathlib import Path
+
+from headway.core.errors import ConfigError
+
+_ENDINGS = (".csv", ".csv.gz", ".parquet")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="profiles, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write the fit (JSON)")
+    parser.add_argument("--device", help="the accelerator that was profiled, where the files do not say it")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="SHARE", help="error that thinning may cause (default: 0.01)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headway.hardware.accelerators import accelerator
+    from headway.latency.operators.device_fit import encode, fit_device
+    from headway.latency.operators.profiles import FAMILIES
+    from headway.latency.operators.readers import read_all
+
+    if not 0.0 <= arguments.tolerance < 0.2:
+        raise ConfigError(f"--tolerance must be from 0 to 0.2, not {arguments.tolerance}")
+    device = accelerator(arguments.device).name if arguments.device else None
+    paths = _found(arguments.files)
+    profiles = read_all(paths, device)
+    dies = sorted({accelerator(p.device).kernels for p in profiles})
+    if len(dies) > 1:
+        raise ConfigError(f"these files are of {' and '.join(dies)}: fit one accelerator at a time")
+    fit = fit_device(dies[0], profiles, [path.name for path in paths], arguments.tolerance)
+    data = encode(fit)
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
+        scratch.write_bytes(data)
+        scratch.replace(arguments.out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    count = Counter(dict.fromkeys(FAMILIES, 0))
+    for profile in profiles:
+        count[profile.family] += len(profile)
+    print(f"{dies[0]}: {len(paths)} files, {sum(count.values()):,} points")
+    for family, points in count.items():
+        print(f"  {family:<12} {points:>8,} points{'' if points else '  (not profiled: will be derived)'}")
+    print(f"written to {arguments.out} ({len(data):,} bytes)")
+    return 0
+
+
+def _found(given: list[Path]) -> list[Path]:
+    """Files as given, and the profiles inside folders; ConfigError where there is nothing."""
+    paths: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.name.endswith(_ENDINGS))
+            if not inside:
+                raise ConfigError(f"{path} holds no {', '.join(_ENDINGS)} file")
+            paths += inside
+        elif path.exists():
+            paths.append(path)
+        else:
+            raise ConfigError(f"there is no file {path}")
+    return paths

@@ -1,0 +1,126 @@
+"""What ships: it loads, answers for every named model and accelerator, and is what the script makes of the profiles."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from headway.core.errors import ConfigError
+from headway.hardware.accelerators import ACCELERATORS
+from headway.hardware.models import MODELS
+from headway.latency.base import one_chunk_s
+from headway.latency.fitted import Layout, fitted, shipped, shipped_fit
+from headway.latency.operators import device_fit
+from headway.latency.operators.readers import read_all
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILES = ROOT.parent / "shared" / "data" / "profiles"
+needs_profiles = pytest.mark.skipif(not PROFILES.is_dir(), reason="the public profiles are not beside this checkout")
+
+
+def script(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_small_enough_to_ship() -> None:
+    folder = ROOT / "src" / "headway" / "latency" / "data"
+    assert shipped() == ["a100-80gb", "h100-80gb"]
+    assert sum(p.stat().st_size for p in folder.glob("*.json")) < 500_000
+
+
+@pytest.mark.parametrize("device", sorted(ACCELERATORS))
+def test_every_device_answers(device: str) -> None:
+    for name, tp in (("llama-3-8b", 1), ("llama-3-70b", 8), ("phi-2", 2), ("yi-34b", 4)):
+        latency = fitted(device, name, Layout(tp=tp))
+        seconds = latency.token_s(0, 16_384)
+        assert np.isfinite(seconds).all()
+        assert (seconds > 0).all()
+        assert seconds[8192] > seconds[512] > seconds[0]
+        assert 1e-4 < float(seconds[512]) < 1.0, "seconds, not milliseconds"
+        assert one_chunk_s(latency, 1_000_000, 512) > one_chunk_s(latency, 10_000, 512) > one_chunk_s(latency, 0, 512)
+        profiled = ACCELERATORS[device].kernels in shipped() and ACCELERATORS[device].bandwidth in (2.039e12, 3.35e12)
+        if not profiled:
+            assert latency.source.status == "derived"
+
+
+def test_what_was_measured_says_so() -> None:
+    source = fitted("a100", "llama-3-8b", Layout(tp=8, stages=2), stage=1).source
+    assert source.fingerprint == "llama-3-8b|a100-80gb|tp8-pp2-kvp1|stage 1"
+    assert source.details["families"]["linear"].startswith("measured")
+    assert source.status == "fitted", "histories were measured for other heads"
+    assert source.details["validated"]["rows"] == 32768
+    assert fitted("h100", "llama-3-8b", Layout(tp=8)).source.details["families"]["linear"].startswith("fitted")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_stages_add_up(name: str) -> None:
+    whole = fitted("h100", name)
+    parts = [fitted("h100", name, Layout(stages=3), stage=s) for s in range(3)]
+    summed = sum(float(p.token_s(256, 256)[0]) for p in parts) - 2 * 3e-4
+    assert summed == pytest.approx(float(whole.token_s(256, 256)[0]), rel=1e-3)
+    assert sum(p.decode_s(8, 8000) for p in parts) == pytest.approx(whole.decode_s(8, 8000), rel=1e-6)
+
+
+def test_more_ranks_are_faster() -> None:
+    rows = [float(fitted("h100", "llama-3-70b", Layout(tp=tp)).token_s(2048, 2048)[0]) for tp in (1, 2, 4, 8)]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] / rows[3] < 8
+
+
+def test_better_memory_makes_decodes_faster() -> None:
+    h100, h200 = fitted("h100", "llama-3-8b"), fitted("h200", "llama-3-8b")
+    assert h200.decode_s(32, 32 * 8192) == pytest.approx(h100.decode_s(32, 32 * 8192) * 3.35 / 4.8, rel=1e-6)
+    assert float(h200.token_s(1, 1)[0]) < float(h100.token_s(1, 1)[0])
+    assert float(h200.token_s(4096, 4096)[0]) == pytest.approx(float(h100.token_s(4096, 4096)[0]), rel=0.07), (
+        "norms and the like follow the memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "layout", "stage", "says"),
+    [
+        ("b100", "llama-3-8b", Layout(), 0, "unknown accelerator 'b100'; known: a100-80gb"),
+        ("a100", "llama-9", Layout(), 0, "unknown model 'llama-9'; known: llama-3-8b"),
+        ("a100", "llama-3-8b", Layout(tp=3), 0, "32 query heads cannot be cut over 3"),
+        ("a100", "llama-3-8b", Layout(stages=2), 2, "stage 2 of a layout with 2 stages"),
+        ("a100", "llama-3-8b", Layout(stages=33), 0, "at most one stage a layer"),
+    ],
+)
+def test_errors_say_what_exists(device: str, model: str, layout: Layout, stage: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        fitted(device, model, layout, stage)
+
+
+def test_unknown_die_is_listed() -> None:
+    with pytest.raises(ConfigError, match="there are: a100-80gb, h100-80gb"):
+        shipped_fit("mi300x")
+
+
+@needs_profiles
+def test_shipped_is_what_the_script_makes() -> None:
+    pytest.importorskip("pyarrow", reason="Parquet needs headway[fit]")
+    maker = script("fit_latency", ROOT / "scripts" / "fit_latency.py")
+    profiles = read_all(maker.profile_files(PROFILES))
+    device = "a100-80gb"
+    made = device_fit.encode(device_fit.fit_device(device, profiles, maker.SOURCES))
+    assert made == (ROOT / "src" / "headway" / "latency" / "data" / f"{device}.json").read_bytes()
+
+
+@needs_profiles
+def test_held_out_counts_stay_within_the_target() -> None:
+    bench = script("latency_fit", ROOT / "benchmarks" / "latency_fit.py")
+    folder = PROFILES / "vidur" / "compute"
+    paths = [folder / "a100/meta-llama/Meta-Llama-3-8B/mlp.csv.gz", folder / "h100/Qwen/Qwen-72B/mlp.csv.gz"]
+    paths.append(PROFILES / "frontier/compute/h800/Llama-3.1-405B-Instruct-FP8/attention_kernel_only.csv.gz")
+    profiles = read_all(paths)
+    for (device, model, family), errors in bench.families(profiles).items():
+        assert errors.mean() < 0.05, (device, model, family)
