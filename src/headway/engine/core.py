@@ -100,8 +100,12 @@ class EngineCore:
             slo=submit.slo,
             priority=submit.priority,
         )
-        self.scheduler.add(Span.whole(request), now)
         self.executor.admit(submit.id, prompt, submit.params)
+        try:
+            self.scheduler.add(Span.whole(request), now)
+        except RequestError:
+            self.executor.forget(submit.id)
+            raise
         self._live[submit.id] = _Live(submit, self.info.eos_token_ids)
         if submit.timeout_s is not None:
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))

@@ -1,9 +1,10 @@
 """A latency model that corrects itself from what iterations really take.
 
-Three scales (row term, decode attention, chunk attention) multiply a base model's terms and follow measurements by
-recursive least squares with forgetting. So a server that starts on a rough roofline has sized its chunks right
-after some dozens of iterations, and a machine that slows down is noticed. Deterministic: the same observations in
-the same order give the same scales, so a recorded run replays exactly.
+Four scales (what is fixed, rows, decode attention, chunk attention) multiply a base model's terms and follow
+measurements by recursive least squares with forgetting. So a server that starts on a rough measurement has sized its
+chunks right after some dozens of iterations, and a machine that slows down is noticed. What is fixed has a scale of its
+own because small iterations after a pause are slow without large ones being so. Deterministic: the same observations
+in the same order give the same scales, so a recorded run replays exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OUTLIER = 3.0
 
 
 class CorrectedLatency:
-    """`LatencyModel` = base terms × learned scales.
+    """`LatencyModel` = base terms × learned scales, which are `scales` = (fixed, rows, decodes, chunks).
 
     Observations more than `_OUTLIER` times above the prediction are clipped to that (a descheduled process must not
     shrink every later chunk), so that a true change still comes through, over several iterations.
@@ -27,25 +28,30 @@ class CorrectedLatency:
     def __init__(self, base: LatencyModel, confidence: float = 1.0) -> None:
         """`confidence` is how much the base is trusted at the start: the prior's weight, in observations."""
         self.base = base
-        self.scales = np.ones(3)
-        self._p = np.eye(3) / max(confidence, 1e-6)
-        self._k0, self._k1, self._k2 = 1.0, 1.0, 1.0
+        self.scales = np.ones(4)
+        prior = 1.0 / max(confidence, 1e-6)
+        self._p = np.eye(4) * prior
+        self._most_trace = max(1.0, 4.0 * prior)
+        self._fixed_s = float(base.token_s(1, 1)[0])
+        self._k_fixed = self._k_rows = self._k_decode = self._k_chunk = 1.0
 
     def token_s(self, first: int, last: int) -> Seconds:
-        return self.base.token_s(first, last) * self._k0
+        rows_s = self.base.token_s(first, last) * self._k_rows
+        return np.asarray(np.maximum(rows_s + self._fixed_s * (self._k_fixed - self._k_rows), 0.0), dtype=np.float64)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        return self.base.chunk_s(past, first, last) * self._k2
+        return self.base.chunk_s(past, first, last) * self._k_chunk
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.base.decode_s(decodes, kv_sum) * self._k1
+        return self.base.decode_s(decodes, kv_sum) * self._k_decode
 
     def observe(self, load: Load, measured_s: float) -> None:
         x = np.array(
             [
-                float(self.base.token_s(load.tokens, load.tokens)[0]),
+                self._fixed_s,
+                float(self.base.token_s(load.tokens, load.tokens)[0]) - self._fixed_s,
                 self.base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0,
-                load.chunk_s / self._k2,
+                load.chunk_s / self._k_chunk,
             ]
         )
         predicted = float(x @ self.scales)
@@ -58,8 +64,8 @@ class CorrectedLatency:
         gain = px / (_FORGET + float(x @ px))
         self.scales = np.clip(self.scales + gain * error, _FLOOR, _CEILING)
         self._p = (self._p - np.outer(gain, px)) / _FORGET
-        # Directions that are never excited must not blow up while forgetting.
+        # What is not excited must not be forgotten altogether: the next sample would be believed blindly.
         trace = float(np.trace(self._p))
-        if trace > 30.0:
-            self._p *= 30.0 / trace
-        self._k0, self._k1, self._k2 = (float(s) for s in self.scales)
+        if trace > self._most_trace:
+            self._p *= self._most_trace / trace
+        self._k_fixed, self._k_rows, self._k_decode, self._k_chunk = (float(s) for s in self.scales)

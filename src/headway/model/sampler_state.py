@@ -92,7 +92,10 @@ def make_state(
     eos_ids: Sequence[int],
 ) -> SamplerState:
     """Called once a request, before its first token. Raises RequestError for a token id outside the vocabulary."""
-    return SamplerState(params, torch.as_tensor(prompt_ids, dtype=torch.int64), vocab_size, eos_ids)
+    seen = torch.empty(0, dtype=torch.int64)
+    if params.repetition_penalty != 1.0:  # a prompt of a million tokens is not walked for nothing
+        seen = torch.from_numpy(np.unique(np.asarray(prompt_ids)).astype(np.int64))
+    return SamplerState(params, seen, vocab_size, eos_ids)
 
 
 def _bias_of(params: SamplingParams, vocab_size: int) -> tuple[Tensor, Tensor] | None:
