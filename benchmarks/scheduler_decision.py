@@ -38,7 +38,7 @@ def prepared(decodes: int, waiting: int, policy: str, chunking: str) -> tuple[Sc
     rng = random.Random(0)
     now = 0.0
     for i in range(decodes):
-        request = Request(id=f"d{i}", arrival_s=now, prompt_tokens=rng.randint(50, 800), max_output_tokens=100_000)
+        request = Request(id=f"d{i}", arrival_s=now, prompt_tokens=rng.randint(16, 200), max_output_tokens=100_000)
         scheduler.add(Span.whole(request), now)
     while scheduler.running < decodes or any(True for _ in scheduler._queue):
         now = iterate(scheduler, now)

@@ -76,20 +76,28 @@ def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_
     if limit <= 0:
         return 0, 0.0
     rest = load.chunk_s + (model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0)
-    top = limit
-    probe = 64
+    if limit <= 1024:  # the rest of a short prompt, which mostly fits
+        whole = one_chunk_s(model, past, limit)
+        if float(model.token_s(load.tokens + limit, load.tokens + limit)[0]) + whole <= budget_s - rest:
+            return limit, whole
+    low, top = 1, limit
+    probe = 128
     while probe < top:
-        if _total(model, load, past, probe) + rest > 2 * budget_s:
+        seconds = _total(model, load, past, probe)
+        if seconds + rest > 2 * budget_s:
             top = probe
             break
-        probe *= 4
-    attention = model.chunk_s(past, 1, top)
-    total = model.token_s(load.tokens + 1, load.tokens + top) + attention
-    feasible = np.flatnonzero(total <= budget_s - rest)
-    if feasible.size == 0:
+        if seconds <= budget_s - rest:
+            low = probe
+        probe *= 8
+    attention = model.chunk_s(past, low, top)
+    total = model.token_s(load.tokens + low, load.tokens + top) + attention
+    feasible = (total <= budget_s - rest)[::-1]
+    last = int(feasible.argmax())
+    if not feasible[last]:
         return 0, 0.0
-    best = int(feasible[-1])
-    return best + 1, float(attention[best])
+    best = total.size - 1 - last
+    return low + best, float(attention[best])
 
 
 def _total(model: LatencyModel, load: Load, past: int, tokens: int) -> float:

@@ -16,7 +16,7 @@ PANELS = (("ttft_s", "p50", "TTFT, median"), ("ttft_s", "p99", "TTFT, P99"), ("m
 
 
 def sweep_figure(data: Mapping[str, Any]) -> Figure:
-    """Three panels over the first swept field of numbers. Points that do not fit are left out; several seeds draw intervals."""
+    """Three panels over a swept number. Points that do not fit are left out; several seeds draw intervals."""
     at = data["points"][0]["at"]
     field = next((name for name, value in at.items() if isinstance(value, int | float)), next(iter(at)))
     with house_style():

@@ -15,6 +15,10 @@ from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
 from headway.scheduling.chunking import Ask, Chunking
 
 
+MISSES = 2
+"""So many requests that found no room in what is left of the time, and nobody else is tried: a bound on a decision."""
+
+
 class Candidate(NamedTuple):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
@@ -63,6 +67,7 @@ def pack(
     quotas: list[Quota] = []
     has_long = False
     head = True
+    misses = 0
     most = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
     bounded = chunking.timed or chunking.most is not None
     for candidate in candidates:
@@ -75,8 +80,11 @@ def pack(
         if rules.shares_space and candidate.is_long and shorts_wait:
             budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
         ask = Ask(candidate.past, candidate.remaining, max(room, 0))
-        tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
         floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
+        if chunking.timed and not head and _full(latency, load, floor, budget_s):
+            tokens, attention_s = 0, 0.0
+        else:
+            tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
         if tokens < floor and chunking.timed:
             must = head and (not load.tokens or candidate.stalled >= rules.progress_every)
             if must and (rules.min_chunk or not load.tokens):  # paper mode too: else nothing would ever go on
@@ -87,6 +95,9 @@ def pack(
             if chunking.timed and load.tokens and load_s(latency, load) >= rules.t_target_s:
                 break
             head = False
+            misses += budget_s == rules.t_target_s
+            if misses >= MISSES and chunking.timed:
+                break
             continue
         if not admit(candidate.request):
             continue
@@ -95,3 +106,8 @@ def pack(
         load = load.with_chunk(tokens, attention_s)
         has_long = has_long or candidate.is_long
     return quotas, load
+
+
+def _full(latency: LatencyModel, load: Load, rows: int, budget_s: float) -> bool:
+    """Whether so many more rows exceed the budget even without attention: what need not be solved."""
+    return load_s(latency, Load(load.tokens + rows, load.decodes, load.decode_kv, load.chunk_s)) > budget_s

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.scheduling.sequence import Sequence
 
 _FIRST = 16
+_FEW = 128
 
 
 class WaitingQueue(Protocol):
@@ -166,7 +167,7 @@ class PrefillQueue:
             for i in np.lexsort((self._order[:n], keys, self._priority[:n])).tolist():
                 yield members[i]
             return
-        if n <= _FIRST:
+        if n <= _FEW:
             for i in np.lexsort((self._order[:n], keys)).tolist():
                 yield members[i]
             return

@@ -325,14 +325,14 @@ class Scheduler:
         then nobody behind it enters before it does. After `MISFITS` of them nobody else enters in this iteration either.
         """
         one_at_a_time = self.config.pipeline_schedule == "microbatch"
-        begun, misfits, closed = self._queue.begun, 0, False
+        begun, misfits, closed = self._queue.begun, 0, len(self._holders) >= self.config.max_num_seqs
         for sequence in self._queue.ordered(now):
             if sequence.lease is not None:
                 begun -= 1
                 if one_at_a_time and sequence.in_flight:
                     continue
             else:
-                if closed or len(self._holders) >= self.config.max_num_seqs:
+                if closed:
                     if not begun:
                         return
                     continue
@@ -345,6 +345,7 @@ class Scheduler:
             yield Candidate(
                 sequence.request.id, sequence.scheduled, sequence.remaining, sequence.is_long, slack, stalled
             )
+            closed = closed or len(self._holders) >= self.config.max_num_seqs
 
     def _wanted(self, sequence: Sequence) -> tuple[int, int]:
         """(tokens, blocks that must stay free) of a request that enters."""

@@ -104,7 +104,9 @@ def latency_of(section: LatencySection, device: Accelerator, shape: ModelShape, 
     if section.source == "table":
         return TableLatency(store.load(Path(str(section.file)), None))
     if section.source == "fitted":
-        raise ConfigError("latency.source: fitted constants are not there yet; choose roofline or table")
+        from headway.latency.fitted import fitted
+
+        return fitted(device, shape, layout, layout.stages - 1)
     return stage_roofline(section, device, shape, layout)
 
 
