@@ -165,7 +165,10 @@ def test_the_embedded_model_answers_with_the_passkey_it_was_shown() -> None:
         answer = complete(running.url, f"{text}What is the passkey? The passkey is", 12)
         assert answer["choices"][0]["text"].strip() == "40917"
         assert answer["choices"][0]["finish_reason"] == "stop"
-        chat = {"model": model_of(running.url), "messages": [{"role": "user", "content": f"{text}What is the passkey?"}]}
+        chat = {
+            "model": model_of(running.url),
+            "messages": [{"role": "user", "content": f"{text}What is the passkey?"}],
+        }
         said = httpx.post(f"{running.url}/v1/chat/completions", json={**chat, "temperature": 0}, timeout=60).json()
         assert said["choices"][0]["message"]["content"].strip() == "40917"
 

@@ -57,7 +57,9 @@ def mean_error(model: CorrectedLatency, scales: tuple[float, float, float]) -> f
 
 @pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (0.6, 0.6, 0.6), (1.5, 3.0, 0.7), (0.8, 0.5, 2.5)])
 @pytest.mark.parametrize("seed", range(3))
-def test_200_noisy_observations_bring_it_within_5_percent_and_400_its_worst_case_within_6(scales: Scales, seed: int) -> None:
+def test_200_noisy_observations_bring_it_within_5_percent_and_400_its_worst_case_within_6(
+    scales: Scales, seed: int
+) -> None:
     model = CorrectedLatency(gpu_roofline())
     assert mean_error(model, scales) > 0.15
     teach(model, scales, 200, seed)

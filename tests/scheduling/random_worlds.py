@@ -53,7 +53,10 @@ def random_world(seed: int) -> World:
         )
         plan.append((request, min(output, request.max_output_tokens)))
     return World(
-        rng, config, pool, plan,
+        rng,
+        config,
+        pool,
+        plan,
         chaos=rng.choice((0.0, 0.0, 0.02, 0.1)),
         losses=rng.choice((0.0, 0.0, 0.005, 0.03)),
         learns=rng.random() < 0.3,

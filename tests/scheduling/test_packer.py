@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from unit_latency import Linear, small_machine
 
 from headway.latency.base import Load, load_s
+from headway.latency.tables import TableLatency, TableSource
 from headway.scheduling.chunking import Adaptive, Ask, Static, Whole, make_chunking
 from headway.scheduling.packer import Candidate, PackRules, Quota, pack
 
@@ -15,6 +16,15 @@ RULES = PackRules(
     t_target_s=0.02, max_tokens=8192, min_chunk=8, progress_every=8, rho_min=0.0, rho_max=0.6, shares_space=True
 )
 MILLISECOND = Linear(row_s=0.001)
+STEEP = TableLatency(
+    TableSource(
+        fingerprint="",
+        provenance="10 us a row; a row over 100,000 tokens takes 10 ms",
+        tokens=((0, 1e-3), (1000, 11e-3)),
+        chunks=((0, 0.0, 0.0), (1000, 0.0, 1e-4)),
+        decode=(0.0, 0.0, 0.0),
+    )
+)
 CANDIDATES = st.lists(
     st.builds(
         Candidate,
@@ -172,3 +182,18 @@ def test_the_printed_algorithm_2_charges_the_fixed_cost_twice_and_ours_does_not(
 @pytest.mark.parametrize("spec", ["adaptive", "whole", "static:7"])
 def test_chunkings_go_by_their_own_name(spec: str) -> None:
     assert make_chunking(spec).name == spec
+
+
+def test_a_yielding_long_is_not_given_the_minimum_chunk_that_would_crowd_the_short_out() -> None:
+    long = Candidate("long", 100_000, 50_000, True, 5.0)  # one token of it takes 10 ms
+    short = Candidate("short", 0, 500, False, 30.0)
+    quotas, load = pack(Load(), [long, short], True, RULES, make_chunking("adaptive"), STEEP)
+    assert [quota.request for quota in quotas] == ["short"]
+    assert load_s(STEEP, load) <= RULES.t_target_s
+
+
+def test_time_that_nobody_can_use_goes_to_the_long_after_all() -> None:
+    long = Candidate("long", 100_000, 50_000, True, 5.0)
+    short = Candidate("short", 0, 500, False, 30.0)
+    quotas, _ = pack(Load(), [long, short], True, RULES, make_chunking("adaptive"), STEEP, lambda name: name == "long")
+    assert quotas == [Quota("long", RULES.min_chunk)]

@@ -70,8 +70,16 @@ def test_unknown_policies_and_chunkings_are_refused_with_the_names_that_exist(fi
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("t_target_s", 0.0), ("max_num_seqs", 0), ("rho_min", 0.7), ("kv_headroom", 1.0), ("stages", 0), ("min_chunk", -1),
-     ("progress_every", 0), ("max_num_batched_tokens", 0)],
+    [
+        ("t_target_s", 0.0),
+        ("max_num_seqs", 0),
+        ("rho_min", 0.8),
+        ("kv_headroom", 1.0),
+        ("stages", 0),
+        ("min_chunk", -1),
+        ("progress_every", 0),
+        ("max_num_batched_tokens", 0),
+    ],
 )
 def test_impossible_settings_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{field} must be .*, not {value}"):
@@ -82,8 +90,16 @@ def test_the_modes_differ_in_named_fields_only() -> None:
     paper, default = SchedulerConfig.named("paper"), SchedulerConfig.named("default")
     differing = {name for name in vars(paper) if getattr(paper, name) != getattr(default, name)}
     assert differing == {
-        "mode", "rho_max", "rho_min", "yield_only_to_shorts", "subtract_times", "quantum", "long_iterations",
-        "least_gain", "min_chunk", "t_target_s",
+        "mode",
+        "rho_max",
+        "rho_min",
+        "yield_only_to_shorts",
+        "subtract_times",
+        "quantum",
+        "long_iterations",
+        "least_gain",
+        "min_chunk",
+        "t_target_s",
     }
     assert (paper.rho_min, paper.rho_max, paper.min_chunk, paper.quantum) == (0.0, 0.4, 0, 0.0)
     assert SchedulerConfig.named("paper", rho_max=0.1).rho_max == 0.1

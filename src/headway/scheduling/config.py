@@ -40,7 +40,7 @@ class SchedulerConfig:
         4.0, "so are prompts that take more than so many iterations alone; paper: 0 (tokens only)"
     )
     space_sharing: bool | None = _f(None, "a long prefill yields part of its time to shorts (default: with lars only)")
-    rho_max: float = _f(0.6, "largest share of an iteration that a long prefill yields")
+    rho_max: float = _f(0.7, "largest share of an iteration that a long prefill yields")
     rho_min: float = _f(0.2, "share that it yields even when its own deadline is lost; paper: 0")
     yield_only_to_shorts: bool = _f(True, "yield only while a short prefill waits; paper: always")
     subtract_times: bool = _f(False, "size chunks by (budget - time so far), as printed in Algorithm 2; paper: true")

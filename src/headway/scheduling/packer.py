@@ -68,6 +68,7 @@ def pack(
     has_long = False
     head = True
     misses = 0
+    passed: Candidate | None = None
     most = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
     bounded = chunking.timed or chunking.most is not None
     for candidate in candidates:
@@ -77,7 +78,8 @@ def pack(
         if candidate.is_long and has_long:
             continue
         budget_s = rules.t_target_s
-        if rules.shares_space and candidate.is_long and shorts_wait:
+        yields = rules.shares_space and candidate.is_long and shorts_wait
+        if yields:
             budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
         ask = Ask(candidate.past, candidate.remaining, max(room, 0))
         floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
@@ -86,10 +88,12 @@ def pack(
         else:
             tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
         if tokens < floor and chunking.timed:
-            must = head and (not load.tokens or candidate.stalled >= rules.progress_every)
+            idle = not load.tokens and not yields
+            must = head and (idle or candidate.stalled >= rules.progress_every)
             if must and (rules.min_chunk or not load.tokens):  # paper mode too: else nothing would ever go on
                 tokens, attention_s = floor, one_chunk_s(latency, candidate.past, floor)
             elif not head or not tokens:
+                passed = passed or candidate
                 tokens = 0
         if tokens <= 0:
             if chunking.timed and load.tokens and load_s(latency, load) >= rules.t_target_s:
@@ -105,6 +109,11 @@ def pack(
         quotas.append(Quota(candidate.request, tokens))
         load = load.with_chunk(tokens, attention_s)
         has_long = has_long or candidate.is_long
+    if passed is not None and not quotas and not load.tokens and admit(passed.request):
+        # Nobody could use the time that was yielded: the iteration must not be empty.
+        tokens = min(max(rules.min_chunk, 1), passed.remaining, most)
+        quotas.append(Quota(passed.request, tokens))
+        load = load.with_chunk(tokens, one_chunk_s(latency, passed.past, tokens))
     return quotas, load
 
 
