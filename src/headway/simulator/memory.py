@@ -39,13 +39,16 @@ def plan_memory(
     shape: ModelShape,
     layout: Layout,
     config: SchedulerConfig,
-    longest_prompt: int,
+    longest: tuple[int, int],
     utilisation: float,
 ) -> MemoryPlan:
-    """The fullest rank's plan. Raises InfeasibleError, with the numbers, where the longest prompt does not fit."""
+    """The fullest rank's plan. `longest`: tokens of the longest prompt, and of the longest prompt with its output.
+
+    Raises InfeasibleError, with the numbers, where the longest request does not fit.
+    """
     ranks = [cut(shape, layout, stage) for stage in {0, layout.stages - 1}]
     rank = max(ranks, key=lambda r: r.weight_bytes)
-    rows = longest_prompt if config.chunking == "whole" else min(config.max_num_batched_tokens, _static(config))
+    rows = longest[0] if config.chunking == "whole" else min(config.max_num_batched_tokens, _static(config))
     widest = 2 * rank.hidden + max(rank.qkv[1] + rank.out[0], rank.up[1] + rank.mlp)
     logits = config.max_num_seqs * rank.vocab * 4
     plan = MemoryPlan(
@@ -54,11 +57,11 @@ def plan_memory(
         activations=rows * widest * rank.dtype_bytes + logits,
         kv_bytes_per_token=max(r.kv_bytes_per_token for r in ranks),
     )
-    if plan.kv_tokens <= longest_prompt:
+    if plan.kv_tokens < longest[1]:
         raise InfeasibleError(
             f"{layout.name} on {device.name}: of {gib(plan.usable)} usable a device, weights take {gib(plan.weights)} "
             f"and activations of {rows:,} rows {gib(plan.activations)}; that leaves KV for {plan.kv_tokens:,} tokens "
-            f"({plan.kv_bytes_per_token:,} bytes a token and rank) and the longest prompt has {longest_prompt:,}"
+            f"({plan.kv_bytes_per_token:,} bytes a token and rank) and the longest request has {longest[1]:,}"
         )
     return plan
 

@@ -24,7 +24,7 @@ from headway.simulator.spec import InstanceSpec
 AHEAD = 1 << 20
 
 
-class _Run:
+class Carried:
     """A batch between its start and its end: the time of its last step, and what it began with."""
 
     __slots__ = ("batch", "cohort", "elapsed_s", "end_s", "repeats")
@@ -54,7 +54,7 @@ class Replica:
         self.scheduler = Scheduler(spec.config, self.latency, self.ledger)
         self.pipeline = Pipeline(spec.config.stages, spec.link)
         self._cohorts = Cohorts(self.tracks)
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Carried] = {}
         self._noise = noise
         self._truth = spec.truth
         self._exact = noise.exact and spec.truth is None
@@ -134,7 +134,7 @@ class Replica:
 
     # -- carrying out -----------------------------------------------------------------------------------------------
 
-    def _start(self, batch: Batch, now: float, quiet_s: float) -> _Run:
+    def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
         part = batch.parts[0]
         group = part.decodes
         cohort = self._cohorts.of(group)
@@ -166,7 +166,7 @@ class Replica:
         self._kv_read += read
         self._pairs += read
         self._kv_peak = max(self._kv_peak, self.ledger.used_tokens)
-        return _Run(batch, cohort, end_s, stage_s, repeats)
+        return Carried(batch, cohort, end_s, stage_s, repeats)
 
     def _repeat(self, batch: Batch, cohort: Cohort, end_s: float, quiet_s: float) -> tuple[float, int]:
         """Go on with the same decodes while nothing can interfere: (end, iterations).

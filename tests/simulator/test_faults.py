@@ -1,0 +1,53 @@
+"""The fault explorer passes on the scheduler as it is, and finds faults that are put into it."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.kv.ledger import Ledger
+from headway.scheduling.scheduler import Scheduler
+from headway.simulator import faults
+from headway.simulator.faults import FaultWorld, explore
+
+
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_seeds(first: int) -> None:
+    said: list[str] = []
+    assert explore(range(first, first + 30), said.append) == 0, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1000, 2000, 250))
+def test_a_thousand_more(first: int) -> None:
+    said: list[str] = []
+    assert explore(range(first, first + 250), said.append) == 0, said
+
+
+def test_a_seed_repeats() -> None:
+    assert FaultWorld(11).run() == FaultWorld(11).run()
+
+
+def test_a_forgotten_block_is_found_and_the_seed_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "free", lambda self, lease: self._leases.pop(lease.request))
+    said: list[str] = []
+    assert explore([3], said.append) == 1
+    assert said[0].startswith("seed 3: ")
+    assert "--faults seed=3" in said[0]
+
+
+def test_a_token_computed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Scheduler.complete
+
+    def forgetful(self, batch_id, results, now, elapsed_s=None, repeats=1):  # type: ignore[no-untyped-def]
+        for chunk in self._flights[batch_id].batch.parts[0].prefills:
+            if not chunk.last and self.config.stages == 1:
+                self._sequences[chunk.request].scheduled -= 1
+        return real(self, batch_id, results, now, elapsed_s, repeats)
+
+    monkeypatch.setattr(Scheduler, "complete", forgetful)
+    assert explore(range(20), lambda _: None) == 1
+
+
+def test_needs_are_errors() -> None:
+    with pytest.raises(Exception, match="a b"):
+        faults.need(False, "a", "b")

@@ -1,0 +1,115 @@
+"""Scenario files: what they say is what is run, faults in them are named, and the same file gives the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.simulator.build import config_of, run_scenario
+from headway.simulator.scenario import Scenario, parse_scenario
+from headway.simulator.sweep import parse_sweep, run_points, with_field
+
+SMALL = {
+    "name": "small",
+    "workload": {"qps": 4.0, "mix": [{"class": "chat", "prompt": "uniform:50-500", "output": "fixed:20"}]},
+    "run": {"window_s": 20, "seeds": [0]},
+}
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("clutser", {}, "clutser is not a field; allowed here: name, about, cluster"),
+        ("policy.polcy", "lars", "policy.polcy is not a field; allowed here: policy, chunking"),
+        ("policy.policy", "sjf", "choose one of fcfs, edf, lrs, srpt, lars"),
+        ("layout.tp", 0, "layout.tp: Input should be greater than or equal to 1"),
+        ("workload.mix.0.prmpt", "fixed:3", "workload.mix.0.prmpt is not a field; allowed here: share, class"),
+        ("workload.preset", "medha-mix", "exactly one of preset, trace and mix"),
+        ("slo.chat", {"tfft_s": 1}, "slo.chat.tfft_s is not a field; allowed here: ttft_s"),
+        ("model", "llama-9", "model: unknown model 'llama-9'"),
+        ("model", {"layers": 2}, "model.hidden is missing"),
+        ("cluster.accelerator", "a1000", "cluster.accelerator: unknown accelerator 'a1000'"),
+        ("run.noise.kind", "pink", "run.noise.kind: Input should be 'none', 'lognormal' or 'uniform'"),
+        ("latency.source", "table", "`file` goes with `source: table`"),
+    ],
+)
+def test_faults_are_named_with_what_is_allowed(path: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + words.replace("(", r"\(").replace("|", r"\|")):
+        run_scenario(parse_scenario(with_field(SMALL, path, value)), 0)
+
+
+def test_policy_fields_are_the_schedulers_own() -> None:
+    config = config_of(parse_scenario({**SMALL, "policy": {"mode": "paper", "rho_max": 0.3}, "layout": {"stages": 2}}))
+    assert (config.mode, config.rho_max, config.stages, config.subtract_times) == ("paper", 0.3, 2, True)
+
+
+def test_whole_prompts_run_out_of_memory_where_chunks_fit_and_that_is_a_row() -> None:
+    long = {"mix": [{"prompt": "fixed:300K", "output": "fixed:5"}], "requests": 1}
+    data = {"workload": long, "layout": {"tp": 4}, "cluster": {"accelerator": "a100-80gb"}}
+    points = run_points(data, [parse_sweep("policy.chunking=adaptive,whole")], 1)
+    assert [point["feasible"] for point in points] == [True, True]
+    points = run_points({**data, "layout": {"tp": 1}}, [parse_sweep("policy.chunking=adaptive,whole")], 1)
+    assert [point["feasible"] for point in points] == [True, False]
+    assert "activations of 300,000 rows" in points[1]["why"]
+
+
+def test_sweeps_include_both_ends_and_keep_whole_numbers_whole() -> None:
+    assert parse_sweep("workload.qps=0.25:1.75:0.5") == ("workload.qps", [0.25, 0.75, 1.25, 1.75])
+    assert parse_sweep("layout.tp=1:4:1") == ("layout.tp", [1, 2, 3, 4])
+    assert parse_sweep("policy.policy=fcfs,lars") == ("policy.policy", ["fcfs", "lars"])
+    for text in ("qps", "qps=", "qps=1:0:1", "qps=0:1:0"):
+        with pytest.raises(ConfigError):
+            parse_sweep(text)
+
+
+def test_the_command_writes_the_same_bytes_twice_and_with_other_processes(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump(SMALL))
+    written = []
+    for name, jobs in (("a", "1"), ("b", "1"), ("c", "2")):
+        out = tmp_path / name
+        arguments = [
+            "--json",
+            f"{out}.json",
+            "--csv",
+            f"{out}.csv",
+            "--trace",
+            f"{out}.trace",
+            "--requests",
+            f"{out}.r",
+        ]
+        assert main(["simulate", str(file), "--seeds", "0,1", "--jobs", jobs, *arguments]) == 0
+        written.append([Path(f"{out}{suffix}").read_bytes() for suffix in (".json", ".csv", ".trace", ".r")])
+    assert written[0] == written[1] == written[2]
+    data = json.loads(written[0][0])
+    assert data["schema"] == "headway.simulate/1"
+    (point,) = data["points"]
+    assert [run["seed"] for run in point["runs"]] == [0, 1]
+    medians = [run["total"]["ttft_s"]["p50"] for run in point["runs"]]
+    assert point["mean"]["total"]["ttft_s"]["p50"] == pytest.approx(sum(medians) / 2)
+    assert point["ci95"]["total"]["ttft_s"]["p50"] > 0
+    events = json.loads(written[0][2])["traceEvents"]
+    assert {event["ph"] for event in events} >= {"M", "X", "b", "e"}
+
+
+def test_schema_is_json_and_an_error_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["simulate", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Scenario"
+    file = tmp_path / "s.yaml"
+    file.write_text("workload: {qps: 1}\n")
+    assert main(["simulate", str(file)]) == 2
+    assert "exactly one of preset, trace and mix" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_examples_are_valid_and_run(file: Path) -> None:
+    data = with_field(yaml.safe_load(file.read_text()), "run.window_s", 30)
+    scenario = parse_scenario(data, str(file))
+    assert isinstance(scenario, Scenario)
+    assert run_scenario(scenario, 0).records

@@ -1,0 +1,132 @@
+"""Simulations: the same with and without fast-forward, the same twice, and in agreement with arithmetic by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from worlds import how, instance, requests
+
+from headway.latency.base import Load, load_s, one_chunk_s
+from headway.metrics.definitions import ttft_s
+from headway.scheduling.config import SchedulerConfig
+from headway.simulator import InstanceSpec, Link, Noise, RunSpec, SimResult, simulate
+from headway.simulator.faults import small_machine
+from headway.workload import TraceRequest
+
+MACHINE = small_machine()
+
+
+def world(seed: int, fast_forward: bool) -> SimResult:
+    rng = random.Random(seed)
+    workload, spec = requests(rng, rng.randint(3, 25)), instance(rng)
+    return simulate(spec, workload, how(rng, seed, fast_forward))
+
+
+def spec(stages: int = 1, schedule: str = "stream", link: Link | None = None, **config: object) -> InstanceSpec:
+    settings = SchedulerConfig(
+        policy="fcfs", chunking="static:100", stages=stages, pipeline_schedule=schedule, **config,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return InstanceSpec(config=settings, latency=MACHINE, kv_tokens=6400, block_tokens=16, link=link or Link())
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_fast_forward_changes_nothing(first: int) -> None:
+    skipped = 0
+    for seed in range(first, first + 50):
+        fast, slow = world(seed, True), world(seed, False)
+        assert fast.records == slow.records, seed
+        for one, other in zip(fast.replicas, slow.replicas, strict=True):
+            assert one.preemptions == other.preemptions
+            assert fast.duration_s != 1.0 or one.iterations >= other.iterations
+            skipped += one.iterations - one.batches
+    assert skipped > 100
+
+
+def test_the_same_arguments_give_the_same_result() -> None:
+    assert world(7, True) == world(7, True)
+
+
+def test_every_request_is_accounted_for_and_unfinished_ones_are_named() -> None:
+    workload = [TraceRequest(0.01 * i, 300, 50) for i in range(40)]
+    result = simulate(spec(), workload, RunSpec(window_s=0.5))
+    assert len(result.records) == 40
+    ends = [record.error for record in result.records]
+    assert ends.count(None) + ends.count("unfinished") == 40
+    assert result.unfinished == ends.count("unfinished") > 0
+    assert result.summary().total.errors == {"unfinished": result.unfinished}
+    assert result.starved > 0
+
+
+def test_a_request_that_can_never_fit_is_refused_and_counted() -> None:
+    result = simulate(spec(), [TraceRequest(0.0, 7000, 5), TraceRequest(0.0, 50, 5)])
+    assert [str(record.error).partition(":")[0] for record in result.records] == ["rejected", "None"]
+    assert result.starved == 0
+
+
+def test_one_request_takes_what_the_model_says() -> None:
+    result = simulate(spec(), [TraceRequest(1.0, 150, 3)])
+    first = load_s(MACHINE, Load(100, 0, 0, one_chunk_s(MACHINE, 0, 100)))
+    second = load_s(MACHINE, Load(50, 0, 0, one_chunk_s(MACHINE, 100, 50)))
+    decodes = [load_s(MACHINE, Load(1, 1, kv)) for kv in (151, 152)]
+    (record,) = result.records
+    assert record.scheduled_s == 1.0
+    assert record.token_s == pytest.approx(
+        (1 + first + second, *(1 + first + second + sum(decodes[:n]) for n in (1, 2)))
+    )
+    assert result.replicas[0].busy_s == pytest.approx(first + second + sum(decodes))
+
+
+def chunk_s(start: int, tokens: int) -> float:
+    return load_s(MACHINE, Load(tokens, 0, 0, one_chunk_s(MACHINE, start, tokens)))
+
+
+def test_stream_overlaps_chunks_and_microbatch_waits_for_each() -> None:
+    workload, link = [TraceRequest(0.0, 200, 1)], Link(1e-3, 0.0)
+    a, b = chunk_s(0, 100), chunk_s(100, 100)
+    (stream,) = simulate(spec(2, "stream", link), workload).records
+    (micro,) = simulate(spec(2, "microbatch", link), workload).records
+    assert ttft_s(stream) == pytest.approx(max(a + b + 1e-3, 2 * a + 1e-3) + b)
+    assert ttft_s(micro) == pytest.approx(2 * a + 1e-3 + 2 * b + 1e-3)
+
+
+def test_a_decode_waits_for_its_token_to_leave_the_last_stage() -> None:
+    (record,) = simulate(spec(3), [TraceRequest(0.0, 10, 4)]).records
+    step = load_s(MACHINE, Load(1, 1, 11))
+    assert record.token_s[1] - record.token_s[0] == pytest.approx(3 * step, rel=1e-3)
+
+
+def test_whole_prompts_stall_decodes_and_chunks_do_not() -> None:
+    workload = [TraceRequest(0.0, 50, 300), TraceRequest(0.2, 4000, 2)]
+    gaps = {}
+    for chunking in ("whole", "static:100"):
+        config = SchedulerConfig(policy="fcfs", chunking=chunking)
+        record = simulate(
+            InstanceSpec(config=config, latency=MACHINE, kv_tokens=9600, block_tokens=16), workload
+        ).records[0]
+        gaps[chunking] = max(b - a for a, b in zip(record.token_s, record.token_s[1:], strict=False))
+    assert gaps["whole"] > 5 * gaps["static:100"]
+
+
+def test_noise_moves_times_and_its_bias_is_seen() -> None:
+    workload = [TraceRequest(0.0, 150, 200)]
+    plain = simulate(spec(), workload).duration_s
+    assert simulate(spec(), workload, RunSpec(noise=Noise("none", 0.0, 2.0))).duration_s == pytest.approx(2 * plain)
+    noisy = simulate(spec(), workload, RunSpec(noise=Noise("lognormal", 0.3))).duration_s
+    assert noisy != plain
+    assert noisy == pytest.approx(plain, rel=0.1)
+
+
+def test_clients_that_leave_free_their_place() -> None:
+    workload = [TraceRequest(0.0, 100, 3000), TraceRequest(0.0, 100, 20)]
+    result = simulate(spec(), workload, RunSpec(timeout_s=0.3))
+    assert [record.error for record in result.records] == ["timeout", None]
+    assert 0 < len(result.records[0].token_s) < 3000
+    assert result.records[0].token_s[-1] <= 0.3
+
+
+def test_replicas_share_the_load() -> None:
+    workload = [TraceRequest(0.001 * i, 200, 20) for i in range(60)]
+    one, three = simulate(spec(), workload), simulate(spec(), workload, RunSpec(replicas=3))
+    assert three.duration_s < 0.5 * one.duration_s
+    assert all(use.prefill_tokens >= 200 * 15 for use in three.replicas)

@@ -1,0 +1,46 @@
+"""Small simulations from a seed: an instance, a workload and a way to run it."""
+
+from __future__ import annotations
+
+import random
+
+from headway.metrics import SloTargets
+from headway.scheduling.config import SchedulerConfig
+from headway.simulator import InstanceSpec, Link, Noise, RunSpec
+from headway.simulator.faults import small_machine
+from headway.workload import TraceRequest
+
+
+def requests(rng: random.Random, count: int) -> list[TraceRequest]:
+    at, drawn = 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(1 / rng.choice((0.002, 0.05, 0.3)))
+        drawn.append(TraceRequest(at, rng.randint(1, 500), rng.randint(1, 60), klass=rng.choice(("a", "b"))))
+    return drawn
+
+
+def instance(rng: random.Random) -> InstanceSpec:
+    config = SchedulerConfig(
+        policy=rng.choice(("fcfs", "lars", "srpt")),
+        chunking=rng.choice(("static:96", "adaptive", "whole")),
+        stages=rng.choice((1, 1, 2, 3)),
+        pipeline_schedule=rng.choice(("stream", "microbatch")),
+        reserve_tokens=rng.choice((0, 8, 64)),
+        max_num_seqs=rng.choice((3, 64)),
+    )
+    link = Link(rng.choice((0.0, 1e-4)), 1e-6)
+    pool = rng.choice((640, 1200, 6000))
+    return InstanceSpec(config=config, latency=small_machine(), kv_tokens=pool, block_tokens=16, link=link)
+
+
+def how(rng: random.Random, seed: int, fast_forward: bool) -> RunSpec:
+    return RunSpec(
+        replicas=rng.choice((1, 1, 3)),
+        seed=seed,
+        targets={"a": SloTargets(ttft_s=0.5, tbt_s=0.05)},
+        noise=rng.choice((Noise(), Noise("lognormal", 0.2), Noise("uniform", 0.5, 1.2))),
+        window_s=rng.choice((None, None, 1.0)),
+        timeout_s=rng.choice((None, 0.7)),
+        patience_s=rng.choice((None, 0.5)),
+        fast_forward=fast_forward,
+    )
