@@ -144,7 +144,7 @@ def event_log(path: str | None) -> Log | None:
 
     def write(kind: str, fields: dict[str, object]) -> None:
         file.write(encoder.encode({"event": kind, **fields}) + b"\n")
-        if kind != "batch":
+        if kind not in ("batch", "schedule"):
             file.flush()
 
     return write

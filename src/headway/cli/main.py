@@ -18,10 +18,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }
 
+NESTED: dict[tuple[str, str], str] = {
+    ("profile", "check"): "headway.cli.profile_check",
+    ("profile", "fit"): "headway.cli.profile_fit",
+}
+"""Second words that are commands of their own."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors that a user can mend are one line, not a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if tuple(words[:2]) in NESTED:
+        return _nested(words)
     chosen = next((word for word in words if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="headway", description=__doc__ and "Long-context LLM serving.")
     parser.add_argument("--version", action="version", version=f"headway {__version__}")
@@ -35,6 +43,17 @@ def main(argv: list[str] | None = None) -> int:
             run = module.run
     arguments = parser.parse_args(words)
     assert run is not None
+    return _guarded(run, arguments)
+
+
+def _nested(words: list[str]) -> int:
+    module = import_module(NESTED[words[0], words[1]])
+    parser = argparse.ArgumentParser(prog=f"headway {words[0]} {words[1]}", description=(module.__doc__ or "").strip())
+    module.add_arguments(parser)
+    return _guarded(module.run, parser.parse_args(words[2:]))
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
     except HeadwayError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
+from headway.latency.recorded import describe
 from headway.scheduling.scheduler import Scheduler
 
 
@@ -54,6 +56,15 @@ class EngineCore:
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
+        if log is not None:
+            ledger = scheduler.ledger
+            self._note(
+                "start",
+                config=asdict(scheduler.config),
+                kv_tokens=ledger.total_tokens,
+                block_tokens=ledger.block_tokens,
+                latency=describe(scheduler.latency),
+            )
 
     @property
     def idle(self) -> bool:
@@ -109,7 +120,18 @@ class EngineCore:
         self._live[submit.id] = _Live(submit, self.info.eos_token_ids)
         if submit.timeout_s is not None:
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
-        self._note("add", request=submit.id, at_s=now, arrival_s=submit.received_s, prompt=ids.size)
+        if self._log is not None:
+            self._note(
+                "add",
+                request=submit.id,
+                at_s=now,
+                arrival_s=submit.received_s,
+                prompt=request.prompt_tokens,
+                max_output=request.max_output_tokens,
+                ttft_s=request.slo.ttft_s,
+                tbt_s=request.slo.tbt_s,
+                priority=request.priority,
+            )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Delta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
@@ -135,6 +157,7 @@ class EngineCore:
             if batch is None:
                 break
             self._batches[batch.id] = (batch, now)
+            self._note("schedule", id=batch.id, at_s=now)
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
         if not self._batches:
@@ -155,7 +178,7 @@ class EngineCore:
             elif event.kind == "preempted":
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)
-        self._account(batch, result.elapsed_s, now)
+        self._account(batch, result.elapsed_s, now, progress)
         return deltas
 
     def _emit(self, emitted: Emitted, now: float, submitted_s: float, progress: list[Progress]) -> list[Delta]:
@@ -214,7 +237,7 @@ class EngineCore:
             **self._stats,  # type: ignore[arg-type]
         )
 
-    def _account(self, batch: Batch, elapsed_s: float, now: float) -> None:
+    def _account(self, batch: Batch, elapsed_s: float, now: float, progress: list[Progress]) -> None:
         part = batch.parts[0]
         prefill = sum(chunk.tokens for chunk in part.prefills)
         self._count("prefill_tokens_total", prefill)
@@ -233,6 +256,7 @@ class EngineCore:
                 predicted_s=batch.predicted_s,
                 decodes=part.decodes.count,
                 kv_sum=part.decodes.kv_sum,
+                ended=[result.request for result in progress if result.finished],
                 chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills],
             )
 

@@ -28,6 +28,7 @@ class CorrectedLatency:
     def __init__(self, base: LatencyModel, confidence: float = 1.0) -> None:
         """`confidence` is how much the base is trusted at the start: the prior's weight, in observations."""
         self.base = base
+        self.confidence = confidence
         self.scales = np.ones(4)
         prior = 1.0 / max(confidence, 1e-6)
         self._p = np.eye(4) * prior

@@ -2,8 +2,8 @@
 
 Scheduler, ledger and simulated executor run through random arrivals, aborts, losses of the instance, KV pools that are
 too small, clocks that jump forward, and iterations that take 0.5 to 1.5 times what was predicted. Books are kept from
-the batches alone: which tokens of whom have been computed in this life, and who holds how many blocks. A seed that fails
-is named, and the same seed fails again.
+the batches alone: which tokens of whom have been computed in this life, and who holds how many blocks. A seed that
+fails is named, and the same seed fails again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,30 @@
+"""Replays a recorded live run (`headway serve --event-log FILE`) and says how far predictions are from measurements."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from headway.report.calibration_table import calibration_report
+    from headway.report.console import show
+    from headway.simulator.calibration import calibrate
+    from headway.simulator.replay import read_log, replay
+
+    replayed = replay(read_log(arguments.log))
+    result = calibrate(replayed)
+    for line in replayed.differences:
+        print(f"a decision differs: {line}")
+    print(f"{len(replayed.batches)} iterations replayed, {len(replayed.differences) or 'no'} decisions differ")
+    show(calibration_report(result.to_json()))
+    if arguments.json is not None:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result.to_json()), indent=1))
+    return 1 if replayed.differences else 0

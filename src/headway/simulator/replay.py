@@ -1,0 +1,180 @@
+"""Replay of a live run: the engine's event log through a fresh scheduler, which must decide the same again.
+
+The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool, latency model) and has
+one line for each request added or aborted, each batch scheduled, and each batch done. Whatever differs is a finding: the
+scheduler read something that is not in the log, or has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.core.batch import Batch, Progress
+from headway.core.errors import ConfigError
+from headway.core.request import Request, Slo
+from headway.core.span import Span
+from headway.kv.ledger import Ledger
+from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.latency.recorded import restore
+from headway.latency.tables import TableLatency
+from headway.metrics import RequestRecord
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.scheduler import Scheduler
+
+Events = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """One iteration: what the running scheduler predicted, what its starting profile predicts, what it took."""
+
+    predicted_s: float
+    profile_s: float
+    elapsed_s: float
+    waited_s: float
+    """From the end of the batch before it, where that left requests to go on with: the engine's own time."""
+
+
+@dataclass
+class Replayed:
+    """`differences` are empty when every decision came out as recorded. Records are of the engine's boundary."""
+
+    config: SchedulerConfig
+    table: TableLatency
+    kv_tokens: int
+    block_tokens: int
+    batches: list[BatchTimes] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a log. ConfigError names the line that cannot be read; a torn last line is ignored."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if number < len(lines):
+                raise ConfigError(f"{path}:{number}: not an event ({error})") from error
+
+
+def replay(events: Events) -> Replayed:
+    """Run a log through a fresh scheduler. ConfigError when it is not a log that can be replayed."""
+    stream = iter(events)
+    start = next(stream, None)
+    if start is None or start.get("event") != "start":
+        raise ConfigError("not an event log of this version: it does not begin with a start event")
+    table, model = restore(start["latency"])
+    config = SchedulerConfig(**start["config"])
+    told = Replayed(config, table, start["kv_tokens"], start["block_tokens"])
+    run = _Run(told, Scheduler(config, model, Ledger(told.kv_tokens, told.block_tokens)), model)
+    for event in stream:
+        try:
+            getattr(run, f"on_{event['event']}")(event)
+        except (KeyError, AttributeError) as error:
+            raise ConfigError(f"the event {event!r} cannot be replayed: {error}") from error
+        if len(told.differences) >= 10:
+            break
+    run.finish()
+    return told
+
+
+class _Run:
+    """The state of one replay; one method an event."""
+
+    def __init__(self, told: Replayed, scheduler: Scheduler, model: LatencyModel) -> None:
+        self.told, self.scheduler, self.model = told, scheduler, model
+        self.batches: dict[int, tuple[Batch, float]] = {}
+        self.requests: dict[str, tuple[Request, list[float], list[float]]] = {}
+        self.done_s: float | None = None
+
+    def on_add(self, event: Mapping[str, Any]) -> None:
+        request = Request(
+            id=event["request"],
+            arrival_s=event["arrival_s"],
+            prompt_tokens=event["prompt"],
+            max_output_tokens=event["max_output"],
+            slo=Slo(ttft_s=event["ttft_s"], tbt_s=event["tbt_s"]),
+            priority=event["priority"],
+        )
+        if self.scheduler.idle:
+            self.done_s = None
+        self.scheduler.add(Span.whole(request), event["at_s"])
+        self.requests[request.id] = (request, [], [])
+
+    def on_abort(self, event: Mapping[str, Any]) -> None:
+        self.scheduler.abort(event["request"], event["at_s"])
+        self._record(event["request"], None, "aborted")
+
+    def on_schedule(self, event: Mapping[str, Any]) -> None:
+        batch = self.scheduler.schedule(event["at_s"])
+        if batch is None or batch.id != event["id"]:
+            self.told.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
+            return
+        self.batches[batch.id] = (batch, event["at_s"])
+        for chunk in batch.parts[0].prefills:
+            self.requests[chunk.request][1].append(event["at_s"])
+
+    def on_batch(self, event: Mapping[str, Any]) -> None:
+        if event["id"] not in self.batches:
+            return
+        batch, at_s = self.batches.pop(event["id"])
+        part = batch.parts[0]
+        mine = (part.decodes.count, part.decodes.kv_sum, [[c.request, c.start, c.tokens] for c in part.prefills])
+        theirs = (event["decodes"], event["kv_sum"], [list(chunk) for chunk in event["chunks"]])
+        if mine != theirs:
+            self.told.differences.append(f"batch {batch.id} was {theirs}, and here {mine}")
+        elif abs(batch.predicted_s - event["predicted_s"]) > 1e-9:
+            self.told.differences.append(
+                f"batch {batch.id} was to take {event['predicted_s']}, here {batch.predicted_s}"
+            )
+        waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
+        times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s)
+        self.told.batches.append(times)
+        self.done_s = event["at_s"]
+        ended = set(event["ended"])
+        for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
+            if name in self.requests:
+                self.requests[name][2].append(event["at_s"])
+                if name in ended:
+                    self._record(name, event["at_s"], None)
+        results = [Progress(name, 1, True) for name in event["ended"]]
+        self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"])
+
+    def _profile_s(self, batch: Batch) -> float:
+        part, table = batch.parts[0], self.told.table
+        load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
+        for chunk in part.prefills:
+            load = load.with_chunk(chunk.tokens, one_chunk_s(table, chunk.start, chunk.tokens))
+        return load_s(table, load)
+
+    def _record(self, name: str, finish_s: float | None, error: str | None) -> None:
+        request, scheduled, tokens = self.requests.pop(name, (None, [], []))
+        if request is None:
+            return
+        self.told.records.append(
+            RequestRecord(
+                id=name,
+                klass="long" if request.prompt_tokens > self.told.config.long_tokens else "short",
+                arrival_s=request.arrival_s,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=len(tokens),
+                scheduled_s=scheduled[0] if scheduled else None,
+                token_s=tuple(tokens),
+                finish_s=finish_s,
+                error=error,
+            )
+        )
+
+    def finish(self) -> None:
+        for name in list(self.requests):
+            self._record(name, None, "unfinished")
