@@ -8,6 +8,11 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`")
+    parser.add_argument(
+        "--corrected",
+        action="store_true",
+        help="simulate with the profile as the run had corrected it at its end (default: as it was at the start)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
 
 
@@ -20,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.simulator.replay import read_log, replay
 
     replayed = replay(read_log(arguments.log))
-    result = calibrate(replayed)
+    result = calibrate(replayed, arguments.corrected)
     for line in replayed.differences:
         print(f"a decision differs: {line}")
     print(f"{len(replayed.batches)} iterations replayed, {len(replayed.differences) or 'no'} decisions differ")

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.latency.base import Seconds
-from headway.latency.tables import TableLatency
+from headway.latency.base import LatencyModel, Seconds
 from headway.metrics import RunSummary, summarise
 from headway.metrics.quantiles import percentiles
 from headway.simulator.replay import Replayed
@@ -44,9 +43,9 @@ class Calibration:
 
 
 class _WithHost:
-    """A table whose iterations also take the engine's own time."""
+    """A model whose iterations also take the engine's own time."""
 
-    def __init__(self, table: TableLatency, host_s: float) -> None:
+    def __init__(self, table: LatencyModel, host_s: float) -> None:
         self.table, self.host_s = table, host_s
 
     def token_s(self, first: int, last: int) -> Seconds:
@@ -62,11 +61,12 @@ class _WithHost:
         """Never learns: it is the truth."""
 
 
-def calibrate(run: Replayed) -> Calibration:
+def calibrate(run: Replayed, corrected: bool = False) -> Calibration:
     """Simulate the requests of a recorded run on its own profile, and compare.
 
-    The engine's own time between two batches (`host_s`, the median of the run) is added to every iteration; nothing else
-    is taken from the measurement. Requests that were aborted are left out on both sides.
+    The engine's own time between two batches (`host_s`, the median of the run) is added to every iteration; nothing
+    else is taken from the measurement. Requests that were aborted are left out on both sides.
+    `corrected`: take iteration times from the profile as the run had corrected it at its end, not at its start.
     """
     host_s = float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
     live = sorted((r for r in run.records if r.ok), key=lambda record: record.arrival_s)
@@ -75,7 +75,8 @@ def calibrate(run: Replayed) -> Calibration:
     spec = InstanceSpec(
         config=run.config,
         latency=run.table,
-        truth=_WithHost(run.table, host_s),
+        truth=_WithHost(run.model if corrected else run.table, host_s),
+        learns=run.model is not run.table,
         kv_tokens=run.kv_tokens,
         block_tokens=run.block_tokens,
     )

@@ -1,8 +1,8 @@
 """Replay of a live run: the engine's event log through a fresh scheduler, which must decide the same again.
 
 The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool, latency model) and has
-one line for each request added or aborted, each batch scheduled, and each batch done. Whatever differs is a finding: the
-scheduler read something that is not in the log, or has changed since.
+one line for each request added or aborted, each batch scheduled, and each batch done. Whatever differs is a finding:
+the scheduler read something that is not in the log, or has changed since.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Replayed:
 
     config: SchedulerConfig
     table: TableLatency
+    model: LatencyModel
     kv_tokens: int
     block_tokens: int
     batches: list[BatchTimes] = field(default_factory=list)
@@ -75,7 +76,7 @@ def replay(events: Events) -> Replayed:
         raise ConfigError("not an event log of this version: it does not begin with a start event")
     table, model = restore(start["latency"])
     config = SchedulerConfig(**start["config"])
-    told = Replayed(config, table, start["kv_tokens"], start["block_tokens"])
+    told = Replayed(config, table, model, start["kv_tokens"], start["block_tokens"])
     run = _Run(told, Scheduler(config, model, Ledger(told.kv_tokens, told.block_tokens)), model)
     for event in stream:
         try:
