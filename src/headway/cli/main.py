@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("headway.bench.command", "load an OpenAI endpoint and measure it; `bench convoy` compares policies"),
     "demo": ("headway.bench.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
+    "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }
 

@@ -1,0 +1,102 @@
+"""`headway reproduce medha.fig13`: a paper's claims beside what Headway's own scheduler and models give."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", help="an experiment, such as medha.fig13 (see --list), or all")
+    parser.add_argument("--list", action="store_true", help="print the ids, one a line, and end")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write claims and curves as JSON ('-': stdout; with all: a directory)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="draw it: .png, .svg, both without a suffix; default ID.png (with all: a directory)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test of seconds, not a reproduction")
+    parser.add_argument("--seeds", metavar="N,N,…", help="seeds of simulations, instead of the experiment's")
+    parser.add_argument("--window", type=float, metavar="S", help="observed seconds, instead of the experiment's")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headway.experiments.registry import experiment, names
+
+    if arguments.list:
+        print("\n".join(names()))
+        return 0
+    if arguments.id is None:
+        raise ConfigError("name an experiment (`headway reproduce --list` shows them), or all")
+    if arguments.id != "all":
+        experiment(arguments.id)
+        _one(arguments.id, arguments, arguments.json, arguments.plot)
+        return 0
+    for folder in (arguments.json, arguments.plot):
+        if folder is not None and (str(folder) == "-" or folder.is_file()):
+            raise ConfigError(f"with all, --json and --plot name a directory, not {folder}")
+    for name in names():
+        json_file = None if arguments.json is None else arguments.json / f"{name}.json"
+        picture = None if arguments.plot is None else arguments.plot / f"{name}.png"
+        _one(name, arguments, json_file, picture)
+    return 0
+
+
+def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None) -> None:
+    from headway.experiments.registry import EXPERIMENTS, experiment
+    from headway.experiments.table import report_table
+    from headway.report.console import show
+
+    report = experiment(name)(_options(arguments))
+    data = report.to_json(name)
+    if json_file is not None and str(json_file) == "-":
+        sys.stdout.buffer.write(_bytes(data))
+    else:
+        show(report_table(data, EXPERIMENTS[name][1]))
+        if json_file is not None:
+            _save(json_file, _bytes(data))
+    if picture is not None and report.panels:
+        from headway.experiments.plot import draw
+
+        draw(report.panels, picture if picture.name else Path(f"{name}.png"))
+
+
+def _options(arguments: argparse.Namespace) -> Any:
+    import os
+
+    from headway.experiments.base import Options
+
+    seeds = None
+    if arguments.seeds:
+        try:
+            seeds = tuple(int(seed) for seed in arguments.seeds.split(","))
+        except ValueError:
+            raise ConfigError(f"--seeds {arguments.seeds!r}: whole numbers, such as 0,1,2") from None
+    if arguments.window is not None and not arguments.window > 0:
+        raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
+    jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
+    return Options(quick=arguments.quick, seeds=seeds, window_s=arguments.window, jobs=jobs)
+
+
+def _bytes(data: Any) -> bytes:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
+
+
+def _save(path: Path, body: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

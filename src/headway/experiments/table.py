@@ -1,0 +1,51 @@
+"""A report for people: a table of claims, then where its numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+_COLOURS = {"exact": "green", "within band": "green", "ordering holds": "green", "illustrative": "yellow"}
+
+
+def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
+    """One report's JSON."""
+    table = Table(title=f"{data['id']} · {about}", title_justify="left", show_lines=True)
+    table.add_column("claim", ratio=5)
+    table.add_column("paper", ratio=3)
+    table.add_column("paper mode", ratio=3)
+    table.add_column("default mode", ratio=3)
+    table.add_column("verdict", ratio=3)
+    for row in data["rows"]:
+        verdict = row["verdict"]
+        colour = _COLOURS.get(verdict, "red")
+        ours = row["ours"]
+        cells = [_cell(row["claim"]), _cell(row["paper"]), _cell(ours["paper_mode"]), _cell(ours["default_mode"])]
+        table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}]")
+    return Group(table, escape(_source(data["source"])))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Mapping):
+        return escape(", ".join(f"{key}: {_cell(item)}" for key, item in value.items()))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return escape(str(value))
+
+
+def _source(source: Mapping[str, Any]) -> str:
+    latency = source["latency"]
+    if isinstance(latency, list):
+        latency = "; ".join(
+            f"{item['of']}: {item['status']}, history measured up to {item['validated_history']:,}" for item in latency
+        )
+    lines = [f"latency: {latency}", f"scenario: {source['scenario']}"]
+    if source["seeds"]:
+        lines.append(f"seeds {', '.join(map(str, source['seeds']))}; window {source['window_s']:g} s")
+    return "\n".join(lines)
