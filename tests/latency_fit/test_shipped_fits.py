@@ -34,7 +34,7 @@ def script(name: str, path: Path) -> ModuleType:
 def test_small_enough_to_ship() -> None:
     folder = ROOT / "src" / "headway" / "latency" / "data"
     assert shipped() == ["a100-80gb", "h100-80gb"]
-    assert sum(p.stat().st_size for p in folder.glob("*.json")) < 500_000
+    assert sum(p.stat().st_size for p in folder.glob("*.json")) < 400_000
 
 
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
@@ -110,9 +110,14 @@ def test_shipped_is_what_the_script_makes() -> None:
     pytest.importorskip("pyarrow", reason="Parquet needs headway[fit]")
     maker = script("fit_latency", ROOT / "scripts" / "fit_latency.py")
     profiles = read_all(maker.profile_files(PROFILES))
-    device = "a100-80gb"
-    made = device_fit.encode(device_fit.fit_device(device, profiles, maker.SOURCES))
-    assert made == (ROOT / "src" / "headway" / "latency" / "data" / f"{device}.json").read_bytes()
+    made = device_fit.decode(maker.make("a100-80gb", profiles), "what the script makes")
+    # Not bytes: logarithms differ in their last bit between processors, and a tree may then ask another question.
+    for name, layout in (("llama-3-8b", Layout(tp=8, stages=2)), ("llama-2-70b", Layout(tp=4)), ("yi-34b", Layout())):
+        ours, theirs = fitted("a100", name, layout), fitted("a100", name, layout, fit=made)
+        assert theirs.token_s(0, 8192) == pytest.approx(ours.token_s(0, 8192), rel=0.02)
+        assert theirs.chunk_s(5000, 0, 8192) == pytest.approx(ours.chunk_s(5000, 0, 8192), rel=0.01)
+        assert theirs.decode_s(33, 33 * 5000) == pytest.approx(ours.decode_s(33, 33 * 5000), rel=0.01)
+        assert theirs.source.details == ours.source.details
 
 
 @needs_profiles

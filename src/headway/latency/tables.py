@@ -72,12 +72,15 @@ class TableLatency:
         )
         self._a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
         self._b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
-        self._knee = source.past.knee if source.past is not None else 0
-        self._offset, self._beyond = np.zeros(0), np.zeros(0)
+        self._knee = 0
+        self._over = self._beyond = (self._a, self._b)
         if source.past is not None:
+            self._knee = source.past.knee
             far = source.past.chunks
-            self._offset = _dense([(float(c), o) for c, o, _ in far], MAX_CHUNK, "chunk knots", start=0)
-            self._beyond = _dense([(float(c), b) for c, _, b in far], MAX_CHUNK, "chunk knots", start=0)
+            offset = _dense([(float(c), o) for c, o, _ in far], MAX_CHUNK, "chunk knots", start=0)
+            slope = _dense([(float(c), b) for c, _, b in far], MAX_CHUNK, "chunk knots", start=0)
+            self._over = (self._a + offset, self._b)
+            self._beyond = (self._a + offset + (self._b - slope) * self._knee, slope)
         self._decode = source.decode
         self._grid = _Grid(source.decode_grid) if source.decode_grid is not None else None
 
@@ -90,30 +93,12 @@ class TableLatency:
         return np.asarray(self._tokens[inside] + slope * (rows - inside), dtype=np.float64)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        if self._offset.size and past:
-            return self._own(first, last, float(min(past, self._knee))) + self._far(first, last, past - self._knee)
-        return self._own(first, last, float(past))
-
-    def _far(self, first: int, last: int, beyond: int) -> Seconds:
-        """Offset, and what lies beyond the knee; chunks beyond the table cost in proportion."""
-        at = (
-            np.minimum(np.arange(first, last + 1), self._offset.size - 1)
-            if last >= self._offset.size
-            else slice(first, last + 1)
-        )
-        far = self._offset[at]
-        if beyond > 0:
-            far = far + self._beyond[at] * float(beyond)
-        if last >= self._offset.size:
-            far = far * np.maximum(np.arange(first, last + 1) / (self._offset.size - 1), 1.0)
-        return np.asarray(far, dtype=np.float64)
-
-    def _own(self, first: int, last: int, past: float) -> Seconds:
-        if last < self._a.size:
-            return self._a[first : last + 1] + self._b[first : last + 1] * past
-        sizes = np.arange(first, last + 1, dtype=np.float64)
-        ratio = sizes / (self._a.size - 1)
-        return np.asarray(self._a[-1] * ratio**2 + self._b[-1] * ratio * past, dtype=np.float64)
+        a, b = (self._a, self._b) if not past else self._over if past <= self._knee else self._beyond
+        if last < a.size:
+            return a[first : last + 1] + b[first : last + 1] * float(past)
+        ratio = np.arange(first, last + 1, dtype=np.float64) / (a.size - 1)
+        rest = a[-1] - self._a[-1] + b[-1] * past
+        return np.asarray(self._a[-1] * ratio**2 + rest * ratio, dtype=np.float64)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         if self._grid is not None:

@@ -61,8 +61,13 @@ ROWS = tuple(
 )
 """Row counts at which the row term is evaluated: every tile's edge up to 4096, and the row after it."""
 
-CHUNKS = (1, 2, 4, 8, *range(16, 128, 16), *(round(128 * 2 ** (i / 8)) for i in range(57)))
-"""Chunks at which attention is evaluated: eight an octave, so that lines between them follow the square within 0.2%."""
+CHUNKS = tuple(
+    sorted(
+        {1, 2, 4, 8, *range(16, 128, 16), *(round(128 * 2 ** (i / 8)) for i in range(57))}
+        | {edge + more for edge in range(64, 1025, 64) for more in (0, 1)}
+    )
+)
+"""Chunks at which attention is evaluated: tiles' edges, and eight an octave: lines follow the square within 0.2%."""
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PAST = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

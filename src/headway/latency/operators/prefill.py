@@ -131,7 +131,9 @@ def fit_prefill(device: str, profiles: Sequence[Profile], tolerance: float = 0.0
             rows = one.where((heads == (q, kv)).all(axis=1))
             alone = rows.where(rows.x["past"] == 0)
             if len(alone) > 2:
-                own.setdefault(p.source, {})[name((int(q), int(kv)))] = curve(alone.x["chunk"], alone.ms, tolerance)
+                own.setdefault(p.source, {})[name((int(q), int(kv)))] = curve(
+                    alone.x["chunk"], alone.ms, tolerance, steps=True
+                )
                 chunk = max(chunk, int(alone.x["chunk"].max()))
             for c in np.unique(rows.x["chunk"][rows.x["past"] > 0]):
                 at = rows.where((rows.x["chunk"] == c) & (rows.x["past"] > 0))
@@ -168,7 +170,7 @@ def _over(seen: list[tuple[float, float, float]]) -> tuple[Curve, Curve] | None:
     if len(good) < 4:
         return None
     chunks, a, b = (np.array(column) for column in zip(*good, strict=True))
-    return curve(chunks, a, 0.02), curve(chunks, np.maximum.accumulate(b) * 1e6, 0.02, unit=1e-2)
+    return curve(chunks, a, 0.02), curve(chunks, b * 1e6, 0.02, steps=True, unit=1e-2)
 
 
 def _medians(work: Column, slope: Column) -> Curve:
