@@ -75,7 +75,7 @@ def _one(a: argparse.Namespace, threshold: int) -> list[dict[str, object]]:
                     str(a.long_tokens),
                     "--json",
                     str(out),
-                ],  # fmt: skip
+                ],
                 check=True,
             )
             runs: list[dict[str, object]] = json.loads(out.read_text())["runs"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from checkpoints import make_tiny
 from http_probe import complete, leave_after_sending, metric, metric_reaches, model_of, stream, streamed_ids, token_ids
 
+from checkpoints import make_tiny
 from headway.bench.server_process import ServerError, ServerProcess
 
 

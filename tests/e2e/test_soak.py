@@ -9,10 +9,10 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from checkpoints import make_tiny
 from http_probe import model_of
 from test_serving import Reference, prompt_of
 
+from checkpoints import make_tiny
 from headway.bench.server_process import ServerProcess
 
 STREAMS = 256

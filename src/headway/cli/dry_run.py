@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headway.cli.assemble import assemble
-from headway.engine.config import EngineConfig
 from headway.core.clock import ManualClock
+from headway.engine.config import EngineConfig
 from headway.hardware.memory import available_bytes, gib
 from headway.latency.base import MAX_CHUNK, Load, solve_tokens
 
@@ -14,16 +14,18 @@ def report(config: EngineConfig) -> str:
     core = assemble(config, ManualClock())
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
+    per_token = info.kv_bytes // info.kv_tokens_total
+    size = f"{info.parameters / 1e6:.1f} M parameters"
+    cache = f"{gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens ({per_token:,} bytes a token)"
+    policy = f"{info.policy}, {info.chunking} chunks, {info.mode} mode, iterations of at most {budget * 1e3:.0f} ms"
     lines = [
         f"model                {info.model}",
-        f"architecture         {info.architecture}, {info.parameters / 1e6:.1f} M parameters, {info.dtype} on {info.device}",
+        f"architecture         {info.architecture}, {size}, {info.dtype} on {info.device}",
         f"weights              {gib(info.weights_bytes)}",
-        f"KV cache             {gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens "
-        f"({info.kv_bytes // info.kv_tokens_total:,} bytes a token), in blocks of {info.kv_block_tokens}",
+        f"KV cache             {cache}, in blocks of {info.kv_block_tokens}",
         f"memory available     {gib(available_bytes())}",
         f"longest context      {info.max_model_len:,} tokens, output included",
-        f"policy               {info.policy}, {info.chunking} chunks, {info.mode} mode, "
-        f"iterations of at most {budget * 1e3:.0f} ms",
+        f"policy               {policy}",
         "",
         "context so far   next chunk   prompt of this length takes, alone",
     ]

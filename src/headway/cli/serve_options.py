@@ -86,7 +86,7 @@ def server_options() -> tuple[Option, ...]:
             continue
         default = None if field.default is MISSING else field.default
         parse: Any = size if field.name.endswith("_bytes") else _kind(default)
-        if field.name in ("request_timeout_s",):
+        if field.name == "request_timeout_s":
             parse = float
         if field.name == "served_model_name":
             parse = _names

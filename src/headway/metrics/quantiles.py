@@ -21,7 +21,8 @@ def quantile(values: Sequence[float], percent: float) -> float | None:
 
 def percentiles(values: Iterable[float | None], percents: Sequence[float] = PERCENTILES) -> dict[str, float | None]:
     """Percentiles plus mean, min, max and n of those values that are not None; all None where there is nothing."""
-    sample = np.asarray([value for value in values if value is not None], dtype=float)
+    known = values if isinstance(values, np.ndarray) else [value for value in values if value is not None]
+    sample = np.asarray(known, dtype=float)
     names = [percentile_name(percent) for percent in percents]
     if sample.size == 0:
         return {"n": 0, "mean": None, "min": None, "max": None, **dict.fromkeys(names)}

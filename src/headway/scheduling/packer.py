@@ -14,7 +14,6 @@ from typing import NamedTuple
 from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
 from headway.scheduling.chunking import Ask, Chunking
 
-
 MISSES = 2
 """So many requests that found no room in what is left of the time, and nobody else is tried: a bound on a decision."""
 
@@ -109,6 +108,8 @@ def pack(
         quotas.append(Quota(candidate.request, tokens))
         load = load.with_chunk(tokens, attention_s)
         has_long = has_long or candidate.is_long
+        if bounded and load.tokens >= most:
+            break
     if passed is not None and not quotas and not load.tokens and admit(passed.request):
         # Nobody could use the time that was yielded: the iteration must not be empty.
         tokens = min(max(rules.min_chunk, 1), passed.remaining, most)

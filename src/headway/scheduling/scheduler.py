@@ -322,7 +322,7 @@ class Scheduler:
         """Prefills that could take tokens now, most urgent first.
 
         A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`:
-        then nobody behind it enters before it does. After `MISFITS` of them nobody else enters in this iteration either.
+        then nobody behind it enters before it does. After `MISFITS` of them nobody else enters in this iteration.
         """
         one_at_a_time = self.config.pipeline_schedule == "microbatch"
         begun, misfits, closed = self._queue.begun, 0, len(self._holders) >= self.config.max_num_seqs
@@ -378,7 +378,7 @@ class Scheduler:
         return True
 
     def _is_long(self, request: Request) -> bool:
-        """Medha's IsLong is a token count made for its GPUs; a slow machine's documents are shorter, so time counts too."""
+        """Medha's IsLong is a token count made for its GPUs; on a slow machine shorter prompts are long: time counts too."""
         config = self.config
         if request.prompt_tokens > config.long_tokens:
             return True

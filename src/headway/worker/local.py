@@ -6,8 +6,8 @@ import time
 from collections import deque
 
 from headway.core.batch import Batch
-from headway.core.sampling import SamplingParams
 from headway.core.executor import StepResult
+from headway.core.sampling import SamplingParams
 from headway.worker.worker import Worker
 
 

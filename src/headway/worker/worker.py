@@ -10,8 +10,8 @@ import torch
 from headway.attention.base import Segment
 from headway.core.batch import Batch, DecodeGroup, KvOp
 from headway.core.errors import InvariantError
-from headway.core.sampling import SamplingParams
 from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
 from headway.kv.allocator import BlockTables, Run
 from headway.model.decoder import Decoder
 from headway.model.sampling import sample
