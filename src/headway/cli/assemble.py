@@ -36,7 +36,7 @@ log = logging.getLogger("headway.engine")
 
 
 def build_worker(config: EngineConfig) -> Worker:
-    """Load the model and make its KV pool, sized to the machine. Raises ConfigError, with numbers, when it cannot fit."""
+    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device {config.device!r} is not supported yet: this version computes on cpu")
     if config.threads is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from headway.cli import serve_options
 from headway.cli.options import Option, add_options, environment, print_config, resolve
 from headway.core.errors import ConfigError
+from headway.engine.numerics import settle
 
 
 def _options() -> tuple[Option, ...]:
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = serve_options.server_settings(values)
     config = serve_options.engine_config(model, values, given)
     if arguments.dry_run:
+        settle()
         from headway.cli.dry_run import report
 
         print(report(config))

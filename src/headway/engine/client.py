@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.engine.config import EngineConfig
+from headway.engine.numerics import NUMERICS
 from headway.engine.protocol import (
     Abort,
     Delta,
@@ -30,17 +31,6 @@ from headway.engine.protocol import (
 
 _decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal)
 _encoder = msgspec.msgpack.Encoder()
-_ENVIRONMENT = {
-    # Threads spin for some microseconds and then sleep while they wait for each other. Spinning on, as is the default,
-    # makes a prefill three times slower as soon as one other process is busy on two cores; not spinning at all doubles
-    # the time of a decode step on an idle machine.
-    "GOMP_SPINCOUNT": "1000",
-    # oneDNN keeps about 1.6 MB a shape of matrix product, for 1,024 shapes; chunks have any number of rows.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "LRU_CACHE_CAPACITY": "64",
-}
-"""What the engine's numerical libraries are told before they load, unless the user's environment says otherwise."""
-
 _LOST = "the engine process has ended unexpectedly; restart the server (its log says why)"
 
 
@@ -62,7 +52,7 @@ class ProcessEngineClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, self._endpoint],
             stdin=subprocess.PIPE,
-            env={**_ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         assert self._process.stdin is not None

@@ -378,7 +378,7 @@ class Scheduler:
         return True
 
     def _is_long(self, request: Request) -> bool:
-        """Medha's IsLong is a token count made for its GPUs; on a slow machine shorter prompts are long: time counts too."""
+        """Medha's IsLong is a token count made for its GPUs; on a slow machine shorter ones are long: time counts."""
         config = self.config
         if request.prompt_tokens > config.long_tokens:
             return True
