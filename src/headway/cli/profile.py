@@ -9,12 +9,17 @@ from pathlib import Path
 from headway.cli import serve_options
 from headway.cli.options import add_options, environment, resolve
 from headway.cli.serve import model_folder
+from headway.engine.numerics import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
-    parser.add_argument("--budget", type=float, default=25.0, metavar="SECONDS", help="measure for about so long (default: 25)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)")
+    parser.add_argument(
+        "--budget", type=float, default=25.0, metavar="SECONDS", help="measure for about so long (default: 25)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)"
+    )
     add_options(parser, [o for o in serve_options.ENGINE_OPTIONS if o.name not in ("event_log", "latency_profile")])
 
 
@@ -22,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = serve_options.ENGINE_OPTIONS
     values, _ = resolve(options, arguments, environment(), None)
     model = model_folder(arguments.model)
+    settle()
     from headway.cli.assemble import build_worker, profile_mark
     from headway.engine.config import EngineConfig
     from headway.latency import store
