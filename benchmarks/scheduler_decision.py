@@ -1,8 +1,8 @@
 """How long one decision takes: `python -m benchmarks.scheduler_decision`. Medians of `schedule()` alone, CPU time.
 
 2,048 requests decode; 64 (or 1,000) prefills wait or are half done; LARS with adaptive chunks on a model like
-Llama-3-8B on an H100. Beside it `complete()`, and both for a static chunk. A decision includes policy order, packing, sizing of
-chunks, KV admission and the batch.
+Llama-3-8B on an H100. Beside it `complete()`, and both for a static chunk. A decision includes policy order,
+packing, sizing of chunks, KV admission and the batch.
 """
 
 from __future__ import annotations
