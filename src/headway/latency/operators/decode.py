@@ -1,7 +1,7 @@
 """Attention of decodes: by how many there are and how much KV they read together.
 
 A grid of measured times over (requests, cached tokens each), bilinear in logarithms. Beyond it time goes on with the
-bytes read, at the bandwidth that large reads reach on this device: efficiency rises with bytes (measured on A100: 0.26 at
+bytes read, at the bandwidth that large reads reach on this device: efficiency rises with bytes (A100: 0.26 at
 10-50 MB, 0.74 beyond 300 MB), so the slope of a small grid's end must not be used.
 """
 
