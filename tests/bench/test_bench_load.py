@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -141,9 +142,10 @@ def test_ctrl_c_shows_what_was_done(serve_fake, tmp_path: Path) -> None:  # type
         "import argparse, sys\nfrom headway.bench import command\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\nsys.exit(command.run(p.parse_args(sys.argv[1:])))\n"
     )
+    url = serve_fake()
     words = [
         "--url",
-        serve_fake(),
+        url,
         "--input",
         "10",
         "--output",
@@ -156,9 +158,13 @@ def test_ctrl_c_shows_what_was_done(serve_fake, tmp_path: Path) -> None:  # type
         str(file),
     ]
     child = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(2.0)
+    for _ in range(600):  # until some requests have been answered
+        with urllib.request.urlopen(f"{url}/requests", timeout=10) as seen:
+            if len(json.load(seen)) >= 4:
+                break
+        time.sleep(0.1)
     child.send_signal(signal.SIGINT)
-    assert child.wait(10) == 1
+    assert child.wait(60) == 1
     data = json.loads(file.read_text())
     assert data["interrupted"]
     assert len(data["requests"]) == 100
