@@ -54,8 +54,7 @@ def medha(options: Options) -> Report:
         "Attention of 32-token chunks over 2048-token ones, relative overhead",
         "+11%",
         band(0.05, 0.20),
-        over["paper"],
-        over["default"],
+        over,
         "By the fit a chunk of 32 is bound by reading its KV at about half of the data sheet's bandwidth, which is "
         "what long decodes reach in the public profiles; a pure roofline gives 0% down to 24 tokens and 49% at 16.",
     )
@@ -64,8 +63,7 @@ def medha(options: Options) -> Report:
         "Chunks of about 40 tokens saturate (64 tokens against 2048, relative overhead)",
         "near-optimal",
         at_most(0.15),
-        saturated["paper"],
-        saturated["default"],
+        saturated,
     )
     return _report([row, row40], times)
 
@@ -79,16 +77,14 @@ def mnemosyne(options: Options) -> Report:
             "Chunks of 32 to 128 tokens incur marginal overhead over larger ones (worst of them)",
             "marginal, +11% at 32",
             at_most(0.20),
-            max(over["paper"].values()),
-            max(over["default"].values()),
+            {mode: max(found.values()) for mode, found in over.items()},
             f"By chunk, paper mode: {', '.join(f'{c}: {v:+.0%}' for c, v in over['paper'].items())}.",
         ),
         judge(
             "Overhead falls as chunks grow",
             "falls",
             order("falls from 32 over 64 to 128", lambda found: found["32"] >= found["64"] >= found["128"]),
-            over["paper"],
-            over["default"],
+            over,
         ),
     ]
     return _report(rows, times)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from headway.experiments.base import Row, plain
+from headway.experiments.base import MODES, Mode, Row, plain
 
 Kind = Literal["exact", "within band", "ordering holds"]
 PLAIN = ("exact", "within band", "ordering holds", "illustrative")
@@ -87,36 +87,36 @@ def judge(
     claim: str,
     paper: Any,
     check: Check,
-    paper_mode: Any,
-    default_mode: Any,
+    ours: Mapping[Mode, Any],
     note: str = "",
     *,
     approximate: bool = False,
 ) -> Row:
-    """A row. The rule holds if it does in either mode, and the row says where; `approximate` claims no more than an
-    illustration."""
-    held = [name for name, value in (("paper", paper_mode), ("default", default_mode)) if check(value)]
+    """A row; `ours` holds a value a mode. The rule holds if it does in either mode, and the row says where.
+    `approximate`: it claims no more than an illustration."""
+    held = [mode for mode in MODES if check(ours[mode])]
     if held:
         where = "in both modes" if len(held) == 2 else f"in {held[0]} mode only"
-        if default_mode is None or paper_mode is None:
+        if None in ours.values():
             where = "in the only mode that applies"
         verdict: str = "illustrative" if approximate else check.kind
         why = f"{check.words}: holds {where}"
     else:
-        found = " and ".join(
-            f"{_show(value)} in {name} mode"
-            for name, value in (("paper", paper_mode), ("default", default_mode))
-            if value is not None
-        )
+        found = " and ".join(f"{_show(ours[mode])} in {mode} mode" for mode in MODES if ours[mode] is not None)
         verdict, why = f"{MISSED}{found or 'no value'}, not {check.words}", f"expected {check.words}"
     return Row(
         claim=claim,
         paper=paper,
-        paper_mode=paper_mode,
-        default_mode=default_mode,
+        paper_mode=ours["paper"],
+        default_mode=ours["default"],
         verdict=verdict,
         why=f"{why}. {note}" if note else why,
     )
+
+
+def both(value: Callable[[Mode], Any]) -> dict[Mode, Any]:
+    """What a function gives in each mode."""
+    return {mode: value(mode) for mode in MODES}
 
 
 def _sorted(values: list[float]) -> bool:

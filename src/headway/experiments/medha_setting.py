@@ -1,0 +1,194 @@
+"""The one setting of Medha's policy figures (1, 9, 10, 13 and the headlines). Nothing is tuned per figure.
+
+Llama-3 8B on 16 A100-80GB as TP8 × two stages; ShareGPT-like chats, a share of them replaced by Medha-SWE's long
+requests (100K to 1M, P50 393K, P90 839K); Poisson arrivals; window 1,800 s; seeds 0, 1, 2. TTFT deadline without an
+SLO d = max(1 s, 5·w) with w the isolated prefill time (the paper never defines it). A stage's time is 20 ms.
+
+paper and default mode are the scheduler's own modes: rho_max 0.4 and rho_min 0 beside 0.6 and 0.2, and what else
+`SchedulerConfig.named` says. Policies other than Medha's keep everything but the order and space sharing.
+
+Longs offer more work than the machine has from about 0.75 QPS on: figures at higher rates are transients of the
+window. A request that has no first token when the window ends counts with the time it has waited, a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from statistics import median
+from typing import Any, NamedTuple
+
+from headway.experiments.base import Mode, Options
+from headway.metrics import definitions
+from headway.metrics.quantiles import percentiles
+from headway.simulator.build import run_scenario
+from headway.simulator.result import SimResult
+from headway.simulator.scenario import parse_scenario
+
+WINDOW_S = 1800.0
+QUICK_WINDOW_S = 15.0
+SEEDS = (0, 1, 2)
+QPS = (0.25, 0.75, 1.25, 1.75)
+STAGES = 2
+T_TARGET_S = 0.020
+LONG_SHARE = 0.05
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "FCFS": {"policy": "fcfs", "space_sharing": False},
+    "EDF": {"policy": "edf", "space_sharing": False},
+    "LRS": {"policy": "lrs", "space_sharing": False},
+    "SRPT": {"policy": "srpt", "space_sharing": False},
+    "LARS": {"policy": "lars", "space_sharing": False},
+    "Medha": {"policy": "lars", "space_sharing": True},
+    "Sarathi-512": {"policy": "fcfs", "chunking": "static:512", "pipeline_schedule": "microbatch"},
+    "Sarathi-2048": {"policy": "fcfs", "chunking": "static:2048", "pipeline_schedule": "microbatch"},
+    "non-preemptive": {"policy": "fcfs", "chunking": "whole"},
+}
+"""FCFS to LARS: Medha's mechanisms under another order, without multi-prefill batching. Sarathi: TP8-PP2, static
+chunks, a prompt's next chunk waits until the previous one has left all stages. non-preemptive: whole prompts in order
+of arrival on two instances of TP8, an approximation of LoongServe (no elastic parallelism, no separate decode pool)."""
+
+
+class Point(NamedTuple):
+    """One simulation."""
+
+    system: str
+    mode: Mode
+    qps: float
+    long_share: float
+    window_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is kept of it. Percentiles by name; ttft of all requests and of shorts, censored at the window's end."""
+
+    ttft_s: dict[str, float | None]
+    short_ttft_s: dict[str, float | None]
+    tpot_s: dict[str, float | None]
+    max_tbt_s: dict[str, float | None]
+    requests: int
+    completed: int
+    in_time: float
+    longs_done: float | None
+
+
+def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
+    """The setting as a scenario's data, as `headway simulate` takes it."""
+    policy = {"mode": mode, "t_target_s": T_TARGET_S, "max_num_seqs": 512, **SYSTEMS[system]}
+    whole = system == "non-preemptive"
+    data: dict[str, Any] = {
+        "name": f"{system}, {mode} mode, {qps:g} QPS, {long_share:.0%} long",
+        "cluster": {"accelerator": "a100-80gb", "replicas": 2 if whole else 1},
+        "model": "llama-3-8b",
+        "layout": {"tp": 8, "stages": 1 if whole else STAGES},
+        "latency": {"source": "fitted"},
+        "policy": policy,
+        "workload": {"preset": "sharegpt-like", "long_share": long_share, "qps": qps, "arrivals": "poisson"},
+        "run": {"window_s": window_s, "deadline_is_target": True},
+    }
+    if whole:
+        data["memory"] = {"kv_tokens": 4_000_000}  # activations of a whole prompt are left out: they would not fit
+    return data
+
+
+def measure(result: SimResult) -> Measured:
+    """Reduce a run."""
+    end_s = result.duration_s
+    waits: dict[str, list[float]] = {"short": [], "long": []}
+    done = {"short": 0, "long": 0}
+    in_time = 0
+    for record in result.records:
+        first = definitions.ttft_s(record)
+        waits[record.klass].append(first if first is not None else end_s - record.arrival_s)
+        done[record.klass] += record.ok
+        in_time += first is not None and (record.slo.ttft_s is None or first <= record.slo.ttft_s)
+    ok = [record for record in result.records if record.ok]
+    return Measured(
+        ttft_s=percentiles(waits["short"] + waits["long"]),
+        short_ttft_s=percentiles(waits["short"]),
+        tpot_s=percentiles(map(definitions.tpot_s, ok)),
+        max_tbt_s=percentiles(max(definitions.tbt_s(record), default=None) for record in ok),
+        requests=len(result.records),
+        completed=len(ok),
+        in_time=in_time / len(result.records),
+        longs_done=done["long"] / len(waits["long"]) if waits["long"] else None,
+    )
+
+
+def run_point(point: Point) -> Measured:
+    """Simulate."""
+    data = scenario(point.system, point.mode, point.qps, point.long_share, point.window_s)
+    return measure(run_scenario(parse_scenario(data), point.seed))
+
+
+_KNOWN: dict[Point, Measured] = {}
+"""What this process has simulated: `reproduce all` shares points between figures."""
+
+
+def _point(system: str, mode: Mode, qps: float, share: float, window_s: float, seed: int) -> Point:
+    """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
+    by_time = "chunking" not in SYSTEMS[system]
+    return Point(system, mode if by_time else "default", qps, share, window_s, seed)
+
+
+class Runs:
+    """All points of a figure, by (system, mode, qps, share) and seed."""
+
+    def __init__(self, options: Options) -> None:
+        self.window_s = options.window_s or (QUICK_WINDOW_S if options.quick else WINDOW_S)
+        self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
+        self.qps = (QPS[0], QPS[2]) if options.quick else QPS
+        self._options = options
+
+    def need(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
+        """Simulate what is not there yet, in `jobs` processes."""
+        points = [
+            _point(system, mode, rate, share, self.window_s, seed)
+            for system, mode in systems
+            for rate in qps
+            for share in shares
+            for seed in self.seeds
+        ]
+        points = [point for point in dict.fromkeys(points) if point not in _KNOWN]
+        jobs = min(self._options.jobs, len(points))
+        if jobs <= 1:
+            _KNOWN.update((point, run_point(point)) for point in points)
+            return
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            _KNOWN.update(zip(points, pool.map(run_point, points), strict=True))
+
+    def of(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[Measured]:
+        """One a seed, in order."""
+        return [_KNOWN[_point(system, mode, qps, share, self.window_s, seed)] for seed in self.seeds]
+
+    def value(
+        self, system: str, mode: Mode, qps: float, metric: str, cut: str, share: float = LONG_SHARE
+    ) -> float | None:
+        """Median over seeds of a percentile; None where no request has it."""
+        found = [getattr(m, metric)[cut] for m in self.of(system, mode, qps, share)]
+        found = [value for value in found if value is not None]
+        return float(median(found)) if found else None
+
+    def ratio(
+        self, over: str, under: str, mode: Mode, qps: float, cut: str = "p50", metric: str = "ttft_s"
+    ) -> float | None:
+        """Median over seeds of the ratio at the same seed: the same requests at the same times."""
+        pairs = zip(self.of(over, mode, qps), self.of(under, mode, qps), strict=True)
+        found = [getattr(a, metric)[cut] / getattr(b, metric)[cut] for a, b in pairs if getattr(b, metric)[cut]]
+        return float(median(found)) if found else None
+
+    def source(self, **more: Any) -> dict[str, Any]:
+        """The `source` of a report."""
+        return {
+            "latency": "fitted: A100 operator profiles (headway.latency, a100-80gb), history measured up to 4,032; "
+            "longer contexts extrapolated",
+            "scenario": "Llama-3 8B, 16 A100-80GB, TP8 × 2 stages, ShareGPT-like chats and Medha-SWE longs, Poisson; "
+            f"deadline max(1 s, 5·w); stage target {T_TARGET_S:g} s; rho_min 0 (paper mode) and 0.2 (default mode)",
+            "seeds": list(self.seeds),
+            "window_s": self.window_s,
+            **more,
+        }
