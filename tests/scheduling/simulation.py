@@ -278,6 +278,8 @@ class World:
             one_token_s = float(self.scheduler.latency.token_s(1, 1)[0])
             budget_s = max(budget_s, rules.least_gain * one_token_s)
             budget_s = max(budget_s, rules.least_gain * float(self.model.token_s(1, 1)[0]))
+            if any(chunk.last for chunk in part.prefills):
+                budget_s *= 1.0 + rules.stretch
             exception = len(chunks) == 1 and chunks[0] <= max(1, rules.min_chunk)
             assert batch.predicted_s <= budget_s * (1 + 1e-9) or exception
 

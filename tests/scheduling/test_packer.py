@@ -197,3 +197,16 @@ def test_time_that_nobody_can_use_goes_to_the_long_after_all() -> None:
     short = Candidate("short", 0, 500, False, 30.0)
     quotas, _ = pack(Load(), [long, short], True, RULES, make_chunking("adaptive"), STEEP, lambda name: name == "long")
     assert quotas == [Quota("long", RULES.min_chunk)]
+
+
+@pytest.mark.parametrize(("prompt", "given"), [(20, 20), (21, 21), (22, 22), (23, 20)])
+def test_an_iteration_stretches_to_complete_a_short_prompt_and_no_further(prompt: int, given: int) -> None:
+    rules = RULES._replace(stretch=0.1)
+    quotas, _ = pack(Load(), [Candidate("a", 0, prompt, False, 1.0)], True, rules, Adaptive(), MILLISECOND)
+    assert quotas == [Quota("a", given)]
+
+
+def test_nothing_stretches_for_a_long_prompt() -> None:
+    rules = RULES._replace(stretch=0.1)
+    quotas, _ = pack(Load(), [Candidate("a", 0, 21, True, 1.0)], False, rules, Adaptive(), MILLISECOND)
+    assert quotas == [Quota("a", 20)]

@@ -33,6 +33,9 @@ class SchedulerConfig:
         3.0,
         "an iteration may take so many times what it costs to run one token, lest chunks pay for overhead; paper: 0",
     )
+    stretch: float = _f(
+        0.15, "share by which an iteration may exceed its aim where that completes a short prompt; paper: 0"
+    )
     min_chunk: int = _f(8, "smallest chunk of a prompt that is worth an iteration, tokens; 0: none (paper)")
     progress_every: int = _f(8, "the first waiting prefill advances by min_chunk at least every so many iterations")
     long_tokens: int = _f(8192, "prompts above this are long: at most one of them in an iteration, and it may yield")
@@ -65,6 +68,7 @@ class SchedulerConfig:
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
         need(0 <= self.rho_min <= self.rho_max < 1, "rho_min", "between 0 and rho_max, and rho_max below 1")
         need(self.min_chunk >= 0, "min_chunk", "0 or more")
+        need(self.stretch >= 0, "stretch", "0 or more")
         need(self.progress_every >= 1, "progress_every", "at least 1")
         need(0 <= self.kv_headroom < 1, "kv_headroom", "in [0, 1)")
         need(self.stages >= 1, "stages", "at least 1")
@@ -88,6 +92,7 @@ class SchedulerConfig:
                 quantum=0.0,
                 long_iterations=0.0,
                 least_gain=0.0,
+                stretch=0.0,
                 min_chunk=0,
                 t_target_s=0.020,
             )

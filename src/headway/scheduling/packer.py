@@ -3,7 +3,8 @@
 Stateless: views and aggregates in, quotas out, so that the scheduler, the simulator and a plug-in for another engine
 call the same function. Departures (DESIGN.md §4): one pass over the order, nothing is requeued; the *total* predicted
 time is held to the budget; a minimum chunk and a bound on how long the first in line may be passed over; a long
-request yields only while a short one waits, and at least rho_min.
+request yields only while a short one waits, and at least rho_min; an iteration is stretched a little where that
+completes a short prompt, which would otherwise wait for a second one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class PackRules(NamedTuple):
     rho_min: float
     rho_max: float
     shares_space: bool
+    stretch: float = 0.0
 
 
 class Quota(NamedTuple):
@@ -86,6 +88,10 @@ def pack(
             tokens, attention_s = 0, 0.0
         else:
             tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
+        if rules.stretch and chunking.timed and not candidate.is_long and tokens < candidate.remaining <= room:
+            whole_s = one_chunk_s(latency, candidate.past, candidate.remaining)
+            if load_s(latency, load.with_chunk(candidate.remaining, whole_s)) <= budget_s * (1.0 + rules.stretch):
+                tokens, attention_s = candidate.remaining, whole_s
         if tokens < floor and chunking.timed:
             idle = not load.tokens and not yields
             must = head and (idle or candidate.stalled >= rules.progress_every)

@@ -294,6 +294,7 @@ class Scheduler:
             rho_min=config.rho_min,
             rho_max=config.rho_max,
             shares_space=config.shares_space,
+            stretch=config.stretch,
         )
         shorts_wait = self._queue.shorts > 0 or not config.yield_only_to_shorts
 

@@ -139,7 +139,9 @@ class _Watched(Replica):
         if config.chunking != "adaptive" or not part.prefills:
             return
         one_s = float(self.latency.token_s(1, 1)[0])
+        completes = any(chunk.last for chunk in batch.parts[0].prefills)
         budget_s = max(config.t_target_s, config.least_gain * one_s) * (1 + 1e-9)
+        budget_s *= 1.0 + config.stretch if completes else 1.0
         progress = len(part.prefills) == 1 and part.prefills[0].tokens <= max(1, config.min_chunk)
         need(batch.predicted_s <= budget_s or progress, "the batch", f"takes {batch.predicted_s} s of {budget_s}")
 
