@@ -1,0 +1,116 @@
+"""`headway reproduce`: the list, every experiment's smoke test, the files it writes, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.experiments.base import SCHEMA, Options
+from headway.experiments.registry import EXPERIMENTS, experiment, names
+from headway.experiments.verdicts import allowed
+
+PROMISED = {
+    *(f"medha.{name}" for name in ("worked-example", "eq1", "fig1", "fig3b", "fig4", "fig5b", "fig7", "fig9", "fig10",
+                                   "fig12", "fig13", "fig15", "fig16", "fig17", "fig18", "fig19", "fig20",
+                                   "headlines")),
+    *(f"mnemosyne.{name}" for name in ("fig1", "fig5", "fig7", "fig8", "fig14", "fig15", "fig16", "fig17", "fig18",
+                                       "fig19", "fig22", "headlines", "amdahl")),
+}  # fmt: skip
+
+
+def test_the_list_is_complete_and_every_id_leads_to_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--list"]) == 0
+    listed = capsys.readouterr().out.split("\n")[:-1]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) >= PROMISED
+    assert all(callable(experiment(name)) for name in listed)
+    assert all(about for _, about in EXPERIMENTS.values())
+
+
+@pytest.mark.parametrize("name", names())
+def test_quick_runs_yield_rows_with_allowed_verdicts(name: str) -> None:
+    data: dict[str, Any] = experiment(name)(Options(quick=True)).to_json(name)
+    assert (data["schema"], data["id"]) == (SCHEMA, name)
+    assert set(data) == {"schema", "id", "source", "rows", "panels"}
+    assert {"latency", "scenario", "seeds", "window_s"} <= set(data["source"])
+    assert data["rows"]
+    for row in data["rows"]:
+        assert set(row) == {"claim", "paper", "ours", "verdict", "why"}
+        assert set(row["ours"]) == {"paper_mode", "default_mode"}
+        assert allowed(row["verdict"]), row["verdict"]
+        assert row["why"]
+    json.dumps(data, allow_nan=False)
+    claims = [row["claim"] for row in data["rows"]]
+    assert len(set(claims)) == len(claims)
+
+
+@pytest.mark.parametrize("name", ["medha.worked-example", "mnemosyne.fig22"])
+def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    for file in files:
+        assert main(["reproduce", name, "--json", str(file)]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.experiments import medha_setting
+
+    found = []
+    for jobs in (1, 2):
+        monkeypatch.setattr(medha_setting, "_KNOWN", {})
+        runs = medha_setting.Runs(Options(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
+        runs.need([("Medha", "default"), ("Sarathi-2048", "paper")], [1.75], [0.05])
+        found.append([runs.of(system, "paper" if system != "Medha" else "default", 1.75)
+                      for system in ("Medha", "Sarathi-2048")])  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_seeds_and_window_reach_the_runs() -> None:
+    data = experiment("medha.fig13")(Options(quick=True, seeds=(7,), window_s=8.0)).to_json("medha.fig13")
+    assert (data["source"]["seeds"], data["source"]["window_s"]) == ([7], 8.0)
+
+
+def test_a_picture_is_drawn_under_the_name_of_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "medha.eq1", "--plot"]) == 0
+    assert (tmp_path / "medha.eq1.png").stat().st_size > 5_000
+
+
+def test_the_table_shows_claims_and_where_numbers_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "medha.fig3b", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "medha.fig3b" in out
+    assert "history measured up to" in out
+
+
+def test_json_on_stdout_is_nothing_but_json(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main(["reproduce", "medha.eq1", "--json", "-"]) == 0
+    assert json.loads(capfdbinary.readouterr().out)["id"] == "medha.eq1"
+
+
+def test_an_unknown_id_names_the_close_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "medha.fig31"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "medha.fig3b" in error
+    with pytest.raises(ConfigError, match="--list"):
+        experiment("qqqq")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["reproduce"], "--list"),
+        (["reproduce", "medha.fig13", "--seeds", "a"], "whole numbers"),
+        (["reproduce", "medha.fig13", "--window", "-1"], "above 0"),
+        (["reproduce", "all", "--json", "-"], "a directory"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Rules give the verdict that numbers on either side of their bounds deserve, and rows say in which mode they hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from headway.experiments import verdicts as v
+from headway.experiments.base import plain
+
+
+@pytest.mark.parametrize(
+    ("check", "inside", "outside"),
+    [
+        (v.band(1.4, 2.2), [1.4, 1.8, 2.2], [1.39, 2.21, math.nan, None]),
+        (v.at_least(30.0), [30.0, 1e9], [29.9, -1.0, math.nan, None]),
+        (v.at_most(0.04), [0.04, 0.0], [0.041, math.inf, math.nan, None]),
+        (v.exact(10.0, 0.02), [10.0, 10.02, 9.98], [10.03, 9.9, None]),
+        (v.exact({"L": 11.0, "S": 6.2}, 0.01), [{"L": 11.0, "S": 6.205}], [{"L": 11.0, "S": 6.3}, {"L": 11.0}, None]),
+        (v.ascending("rises"), [{"a": 1.0, "b": 1.0, "c": 2.0}], [{"a": 1.0, "b": 0.9}, None]),
+        (v.descending("falls"), [{"a": 2.0, "b": 1.0}], [{"a": 1.0, "b": 1.1}, None]),
+        (v.order("above 1", lambda value: value > 1), [1.1], [1.0, None]),
+    ],
+)
+def test_rules_hold_inside_and_not_outside(check: v.Check, inside: list[object], outside: list[object]) -> None:
+    assert [check(value) for value in inside] == [True] * len(inside)
+    assert [check(value) for value in outside] == [False] * len(outside)
+
+
+@pytest.mark.parametrize(
+    ("paper", "default", "verdict", "where"),
+    [
+        (1.5, 1.6, "within band", "in both modes"),
+        (1.5, 9.0, "within band", "in paper mode only"),
+        (9.0, 1.5, "within band", "in default mode only"),
+        (None, 1.5, "within band", "in the only mode that applies"),
+    ],
+)
+def test_a_rule_that_holds_in_a_mode_says_in_which(
+    paper: float | None, default: float, verdict: str, where: str
+) -> None:
+    row = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": paper, "default": default}, "Because.")
+    assert row.verdict == verdict
+    assert row.why == f"1.4 to 2.2: holds {where}. Because."
+
+
+def test_a_rule_that_holds_nowhere_says_what_was_found() -> None:
+    row = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": 1.0, "default": 3.0})
+    assert row.verdict == "not reproduced: 1.0 in paper mode and 3.0 in default mode, not 1.4 to 2.2"
+    missing = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": None, "default": None})
+    assert missing.verdict == "not reproduced: no value, not 1.4 to 2.2"
+    assert v.allowed(row.verdict)
+    assert v.allowed(missing.verdict)
+
+
+def test_an_approximation_is_never_more_than_illustrative() -> None:
+    holds = v.judge("c", "p", v.at_least(30), {"paper": 31.0, "default": 31.0}, approximate=True)
+    fails = v.judge("c", "p", v.at_least(30), {"paper": 1.0, "default": 1.0}, approximate=True)
+    assert holds.verdict == "illustrative"
+    assert fails.verdict.startswith("not reproduced: ")
+
+
+@pytest.mark.parametrize("verdict", ["", "good", "not reproduced: ", "exactly", "within bands"])
+def test_other_verdicts_are_not_allowed(verdict: str) -> None:
+    assert not v.allowed(verdict)
+
+
+def test_numbers_are_written_with_four_digits() -> None:
+    assert plain({"a": 1.23456, "b": [0.000123456, 7, True, None, "x"]}) == {
+        "a": 1.235,
+        "b": [0.0001235, 7, True, None, "x"],
+    }
