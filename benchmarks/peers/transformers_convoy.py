@@ -2,7 +2,7 @@
 
     python benchmarks/peers/transformers_convoy.py --model out/reference --long-tokens 4096 --json out/transformers.json
 
-Run in Headway's development environment. Times are taken where tokens arrive in this process, so there is no HTTP in them.
+Run in the development environment. Times are taken where tokens arrive in this process: no HTTP in them.
 """
 
 from __future__ import annotations
