@@ -1,4 +1,4 @@
-"""Medha's behaviours under the one setting: `python -m benchmarks.medha_behaviours [--json FILE]`. 10 to 20 CPU minutes.
+"""Medha's behaviours under the one setting: `python -m benchmarks.medha_behaviours`. 10 to 20 CPU minutes.
 
 Virtual time, so figures do not depend on the machine. FCFS, EDF and LRS against Medha's median TTFT from 1.25 QPS, EDF
 against LARS at 0.25, the gain of multi-prefill batching at each rate (reported, not judged), and worst gaps. Ends with

@@ -13,6 +13,7 @@ from headway.core.errors import ConfigError
 from headway.experiments.base import SCHEMA, Options
 from headway.experiments.registry import EXPERIMENTS, experiment, names
 from headway.experiments.verdicts import allowed
+from headway.simulator.scenario import parse_scenario
 
 PROMISED = {
     *(f"medha.{name}" for name in ("worked-example", "eq1", "fig1", "fig3b", "fig4", "fig5b", "fig7", "fig9", "fig10",
@@ -73,6 +74,8 @@ def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before(monkeyp
 def test_seeds_and_window_reach_the_runs() -> None:
     data = experiment("medha.fig13")(Options(quick=True, seeds=(7,), window_s=8.0)).to_json("medha.fig13")
     assert (data["source"]["seeds"], data["source"]["window_s"]) == ([7], 8.0)
+    scenario = parse_scenario(data["source"]["as_scenario_file"])
+    assert (scenario.run.window_s, scenario.layout.stages) == (8.0, 2)
 
 
 def test_a_picture_is_drawn_under_the_name_of_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

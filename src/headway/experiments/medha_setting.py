@@ -190,5 +190,6 @@ class Runs:
             f"deadline max(1 s, 5·w); stage target {T_TARGET_S:g} s; rho_min 0 (paper mode) and 0.2 (default mode)",
             "seeds": list(self.seeds),
             "window_s": self.window_s,
+            "as_scenario_file": scenario("Medha", "default", self.qps[-1], LONG_SHARE, self.window_s),
             **more,
         }
