@@ -127,3 +127,14 @@ def test_print_config_can_be_fed_back_also_in_paper_mode(tmp_path: Path) -> None
     shown = yaml.safe_load(first.stdout)
     assert (shown["t_target_ms"], shown["rho_min"], shown["subtract_times"]) == (40.0, 0.0, True)
     assert headway("serve", "--print-config", "--config", str(config)).stdout == first.stdout
+
+
+def test_a_base_install_says_which_extra_a_command_needs() -> None:
+    code = (
+        "import sys; sys.modules['zmq'] = None; sys.argv = ['headway', 'serve']\n"
+        "from headway.cli.main import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "headway[serve]" in done.stderr
+    assert "Traceback" not in done.stderr

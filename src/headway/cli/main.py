@@ -26,6 +26,23 @@ NESTED: dict[tuple[str, str], str] = {
 """Second words that are commands of their own."""
 
 
+SERVE_ONLY = frozenset(
+    (
+        "torch",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "zmq",
+        "prometheus_client",
+        "aiohttp",
+    )
+)
+"""Modules of the extra `serve`; a base install simulates without them."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors that a user can mend are one line, not a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -59,6 +76,11 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         return run(arguments)
     except HeadwayError as error:
         print(f"headway: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in SERVE_ONLY:
+            raise
+        print(f"headway: error: this command needs {error.name}: pip install 'headway[serve]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
