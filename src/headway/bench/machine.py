@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
+
+from headway.hardware.processor import processor_name
 
 
 def machine() -> dict[str, object]:
     """Processor, usable cores and memory of this machine (the client's: a remote server's is not known)."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": _memory_gib(),
         "system": platform.system(),
@@ -27,16 +28,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _memory_gib() -> float | None:

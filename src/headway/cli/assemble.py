@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, Log
 from headway.engine.protocol import EngineInfo
 from headway.hardware.memory import available_bytes, gib
+from headway.hardware.processor import processor_name
 from headway.kv.ledger import Ledger
 from headway.latency import store
 from headway.latency.base import LatencyModel
@@ -101,17 +101,6 @@ def profile_mark(worker: Worker) -> str:
     decoder = worker.decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
     return store.fingerprint(decoder.fingerprint, dtype, processor_name(), torch.get_num_threads())
-
-
-def processor_name() -> str:
-    """The CPU's own name, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
