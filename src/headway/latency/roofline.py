@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headway.hardware.shapes import ModelShape
-from headway.latency.base import MAX_CHUNK, Load, Seconds
+from headway.latency.base import MAX_CHUNK
 from headway.latency.tables import TableLatency, TableSource
 
 
@@ -49,6 +49,3 @@ def roofline(shape: ModelShape, rates: MachineRates) -> TableLatency:
             decode=(0.0, rates.per_decode_s * shape.layers, kv_read),
         )
     )
-
-
-__all__ = ["KNOTS", "Load", "MachineRates", "Seconds", "roofline"]

@@ -8,21 +8,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
+def _bar(text: str) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn(text),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
 class LoadProgress:
     """On stderr, where that is a terminal; silent otherwise. Use as a context manager."""
 
     def __init__(self, total: int) -> None:
         self._open = self._failed = 0
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._bar = _bar("{task.description}")
         self._task = self._bar.add_task(self._words(), total=total)
 
     def __enter__(self) -> Self:
@@ -52,16 +56,7 @@ class RunProgress:
     """Runs done, on stderr where that is a terminal; silent otherwise. Use as a context manager."""
 
     def __init__(self, total: int) -> None:
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("simulating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._bar = _bar("simulating")
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:

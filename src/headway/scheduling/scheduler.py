@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from headway.core.batch import Batch, Chunk, DecodeGroup, Part, Progress
+from headway.core.batch import Batch, Chunk, Part, Progress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.events import Event
 from headway.core.request import Request
@@ -514,6 +514,3 @@ class Scheduler:
             self._tbt[per_stage] = left
         else:
             self._tbt.pop(per_stage, None)
-
-
-__all__ = ["DecodeGroup", "Scheduler"]
