@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headway.core.batch import Batch, Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Assist, Batch, Chunk, DecodeGroup, KvOp, Part
 from headway.core.clock import ManualClock
 from headway.core.errors import (
     CheckpointError,
@@ -35,8 +35,15 @@ def test_a_batch_counts_its_rows_and_survives_the_wire() -> None:
     group = DecodeGroup(("a", "b"), 77, 3)
     batch = Batch(
         id=4,
-        parts=(Part((0,), group, (Chunk("c", 10, 5, False), Chunk("d", 0, 3, True))),),
-        kv_ops=(KvOp("reserve", "c", 2), KvOp("free", "z", 0)),
+        parts=(
+            Part(
+                0,
+                group,
+                (Chunk("c", 10, 5, False), Chunk("d", 0, 3, True)),
+                (KvOp("reserve", "c", 2), KvOp("free", "z", 0)),
+            ),
+            Part(1, DecodeGroup(), assists=(Assist("c", 5, 0, 0, 8),)),
+        ),
         predicted_s=0.25,
     )
     assert (batch.tokens, group.count) == (10, 2)

@@ -69,14 +69,14 @@ class FakeExecutor:
 
     def submit(self, batch: Batch) -> None:
         self.batches.append(batch)
-        for op in batch.kv_ops:
+        part = batch.parts[0]
+        for op in part.kv_ops:
             if op.verb == "free":
                 self.tables.free(op.request)
                 if op.request in self.residents:
                     self.residents[op.request].computed = 0
             else:
                 self.tables.add(op.request, op.blocks)
-        part = batch.parts[0]
         emitted = []
         for name in part.decodes.members:
             resident = self.residents[name]

@@ -194,7 +194,7 @@ class World:
         self.log.append(msgspec.json.encode(batch))
         flying = self._flying()
         part, rules = batch.parts[0], self.config
-        for op in batch.kv_ops:
+        for op in part.kv_ops:
             if op.verb != "free":
                 self.tables.add(op.request, op.blocks)
                 continue

@@ -161,7 +161,7 @@ def test_lost_tells_everything_at_once_and_the_next_batch_starts_from_empty_tabl
     batch = scheduler.schedule(1.0)
     assert chunks(batch) == [("a", 0, 41)]
     assert batch is not None
-    assert [(op.verb, op.request) for op in batch.kv_ops] == [("reserve", "a")]
+    assert [(op.verb, op.request) for op in batch.parts[0].kv_ops] == [("reserve", "a")]
 
 
 def test_lost_also_tells_of_preemptions_that_no_batch_came_back_to_tell() -> None:

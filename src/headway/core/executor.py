@@ -36,7 +36,7 @@ class Executor(Protocol):
         """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch."""
 
     def submit(self, batch: Batch) -> None:
-        """Begin a batch. Requests that its `kv_ops` free and that are `forget`-ed need no further care."""
+        """Begin a batch. Requests that its KV operations free and that are `forget`-ed need no further care."""
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         """The next finished batch, in order; None when none finished within `timeout_s`."""

@@ -148,8 +148,7 @@ class Scheduler:
         alone = ahead > 1 and not (len(self._queue) or self._parked or self._flights or self._aborting)
         batch = Batch(
             id=self._iterations,
-            parts=(Part((0,), group, tuple(chunks)),),
-            kv_ops=self.ledger.take_ops(),
+            parts=(Part(0, group, tuple(chunks), self.ledger.take_ops()),),
             predicted_s=load_s(self.latency, load),
             repeat=max(1, min(ahead, decodes.room())) if alone and not chunks else 1,
         )

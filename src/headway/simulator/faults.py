@@ -108,7 +108,7 @@ class _Watched(Replica):
     def watch(self, batch: Batch) -> None:
         """Raises InvariantError when a batch contradicts the books."""
         part = batch.parts[0]
-        for op in batch.kv_ops:
+        for op in part.kv_ops:
             if op.verb == "free":
                 self.tables.free(op.request)
                 self.books.get(op.request, _Book()).cursor = 0

@@ -42,8 +42,8 @@ class Worker:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[Emitted]:
         """Run one iteration and draw the tokens that it yields: decodes in group order, then finished prompts."""
-        self._replay(batch.kv_ops)
         part = batch.parts[0]
+        self._replay(part.kv_ops)
         decoding = self._members(part.decodes)
         rows: list[int] = [resident.last for resident in decoding]
         positions: list[int] = [resident.known - 1 for resident in decoding]
