@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,12 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"original_max_position_embeddings": 512}),
+    "yi": ("LlamaConfig", "LlamaForCausalLM", {"num_attention_heads": 8, "num_key_value_heads": 1}),
 }
+
+_YI_FIELDS = {"rope_theta": 5_000_000.0, "rope_scaling": None, "pretraining_tp": 1}
+"""What Yi's published config.json (01-ai/Yi-6B, Yi-34B: Llama's class, eight query heads a KV head) has at its top level,
+in the form of the transformers that it was written with."""
 
 FAMILIES = tuple(_FAMILIES)
 
@@ -55,4 +61,10 @@ def make_tiny(family: str, path: str | Path, *, seed: int = 0, dtype: str = "flo
             else:
                 weight.data.normal_(0.0, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(path, safe_serialization=True)
+    if family == "yi":
+        file = Path(path) / "config.json"
+        fields = json.loads(file.read_text())
+        for newer in ("rope_parameters", "dtype", "head_dim"):
+            fields.pop(newer, None)
+        file.write_text(json.dumps(fields | _YI_FIELDS | {"torch_dtype": dtype}, indent=2))
     return Path(path)

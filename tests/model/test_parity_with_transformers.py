@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,21 @@ def test_fp32_greedy_tokens_equal(variant: str) -> None:
     assert got == wanted
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "phi3"])
+def test_yi_keeps_its_own_rotary_base_and_its_first_class_name_is_known(tmp_path: Path) -> None:
+    """Yi is Llama's class with other values. Its first release named the class YiForCausalLM, which transformers does
+    not have; the same tensors must give the same logits under that name."""
+    decoder, reference = models("yi")
+    assert reference.config.rope_parameters["rope_theta"] == 5_000_000.0
+    first = tmp_path / "first"
+    shutil.copytree(checkpoint("yi"), first)
+    fields = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(fields | {"architectures": ["YiForCausalLM"], "model_type": "Yi"}))
+    named = load_decoder(first)
+    tokens = prompts(1)
+    assert torch.equal(run_iterations(named, tokens, [[]], [], 0), run_iterations(decoder, tokens, [[]], [], 0))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "phi3", "yi"])
 @pytest.mark.parametrize("cuts", [[], [*range(1, LENGTH)], [7, 30, 31, 32]])
 def test_bf16_stays_within_a_bound_and_keeps_clear_tokens(variant: str, cuts: list[int]) -> None:
     decoder, reference = models(variant, "bfloat16")
