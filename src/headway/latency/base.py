@@ -8,6 +8,7 @@ makes a decision cost microseconds: a chunk is sized by evaluating all candidate
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,16 +24,19 @@ class Load(NamedTuple):
     """A batch as a latency model sees it: aggregates only, so that it costs the same at 1 or 2,048 decodes.
 
     tokens: rows of the forward pass. decodes, decode_kv: how many decode, and the KV tokens that they read together.
-    chunk_s: seconds of the attention of the prefill chunks in it.
+    chunk_s: seconds of the attention of the prefill chunks in it. chunk_past: cached tokens that they read together.
     """
 
     tokens: int = 0
     decodes: int = 0
     decode_kv: int = 0
     chunk_s: float = 0.0
+    chunk_past: int = 0
 
-    def with_chunk(self, tokens: int, attention_s: float) -> Load:
-        return Load(self.tokens + tokens, self.decodes, self.decode_kv, self.chunk_s + attention_s)
+    def with_chunk(self, tokens: int, attention_s: float, past: int = 0) -> Load:
+        return Load(
+            self.tokens + tokens, self.decodes, self.decode_kv, self.chunk_s + attention_s, self.chunk_past + past
+        )
 
 
 class LatencyModel(Protocol):
@@ -53,8 +57,19 @@ class LatencyModel(Protocol):
         """A batch of this load took `measured_s`. Models that do not learn ignore it."""
 
 
+class CoupledLatency(LatencyModel, Protocol):
+    """A model whose terms depend on each other (KV that is prefetched while products run costs nothing later). Its
+    separable terms bound `whole_s` from above; `whole_s` never falls as a chunk grows."""
+
+    def whole_s(self, load: Load) -> float:
+        """Seconds of a batch, all of it at once."""
+
+
 def load_s(model: LatencyModel, load: Load) -> float:
     """Predicted seconds of a batch."""
+    whole_s: Callable[[Load], float] | None = getattr(model, "whole_s", None)
+    if whole_s is not None:
+        return whole_s(load)
     decode = model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
     return float(model.token_s(load.tokens, load.tokens)[0]) + decode + load.chunk_s
 
@@ -75,6 +90,8 @@ def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_
     limit = min(limit, MAX_CHUNK)
     if limit <= 0:
         return 0, 0.0
+    if hasattr(model, "whole_s"):
+        return _halve(model, load, past, limit, budget_s)
     rest = load.chunk_s + (model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0)
     if limit <= 1024:  # the rest of a short prompt, which mostly fits
         whole = one_chunk_s(model, past, limit)
@@ -98,6 +115,22 @@ def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_
         return 0, 0.0
     best = total.size - 1 - last
     return low + best, float(attention[best])
+
+
+def _halve(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> tuple[int, float]:
+    """The same for a coupled model, whose time grows with the chunk: by halving."""
+
+    def fits(tokens: int) -> bool:
+        return load_s(model, load.with_chunk(tokens, one_chunk_s(model, past, tokens), past)) <= budget_s
+
+    low, high = 0, limit + 1
+    middle = limit  # mostly all of it fits
+    while high - low > 1:
+        low, high = (middle, high) if fits(middle) else (low, middle)
+        middle = (low + high) // 2
+    if not low:
+        return 0, 0.0
+    return low, one_chunk_s(model, past, low)
 
 
 def _total(model: LatencyModel, load: Load, past: int, tokens: int) -> float:

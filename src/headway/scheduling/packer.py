@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.latency.exchange import WithExchange
 from headway.scheduling.chunking import Ask, Chunking
 
 MISSES = 2
@@ -22,7 +23,9 @@ MISSES = 2
 class Candidate(NamedTuple):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
-    stalled: iterations since it last advanced, or, before it has begun, since any prefill did.
+    stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV lies
+    in several groups: `past` and `remaining` are those of its largest and of its last shard, `withheld_s` is what
+    busier groups leave less of the time, and `row_s` what each of its rows costs to exchange.
     """
 
     request: str
@@ -31,6 +34,8 @@ class Candidate(NamedTuple):
     is_long: bool
     slack: float
     stalled: int = 0
+    withheld_s: float = 0.0
+    row_s: float = 0.0
 
 
 class PackRules(NamedTuple):
@@ -82,21 +87,26 @@ def pack(
         yields = rules.shares_space and candidate.is_long and shorts_wait
         if yields:
             budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
+        model = latency
+        if candidate.withheld_s or candidate.row_s:
+            budget_s -= candidate.withheld_s
+            model = WithExchange(latency, candidate.row_s)
         ask = Ask(candidate.past, candidate.remaining, max(room, 0))
         floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
         if chunking.timed and not head and _full(latency, load, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
-            tokens, attention_s = chunking.quota(ask, load, budget_s, latency)
+            tokens, attention_s = chunking.quota(ask, load, budget_s, model)
         if rules.stretch and chunking.timed and not candidate.is_long and tokens < candidate.remaining <= room:
             whole_s = one_chunk_s(latency, candidate.past, candidate.remaining)
-            if load_s(latency, load.with_chunk(candidate.remaining, whole_s)) <= budget_s * (1.0 + rules.stretch):
+            whole = load.with_chunk(candidate.remaining, whole_s, candidate.past)
+            if load_s(latency, whole) <= budget_s * (1.0 + rules.stretch):
                 tokens, attention_s = candidate.remaining, whole_s
         if tokens < floor and chunking.timed:
             idle = not load.tokens and not yields
             must = head and (idle or candidate.stalled >= rules.progress_every)
             if must and (rules.min_chunk or not load.tokens):  # paper mode too: else nothing would ever go on
-                tokens, attention_s = floor, one_chunk_s(latency, candidate.past, floor)
+                tokens, attention_s = floor, one_chunk_s(model, candidate.past, floor)
             elif not head or not tokens:
                 passed = passed or candidate
                 tokens = 0
@@ -112,7 +122,7 @@ def pack(
             continue
         head = False
         quotas.append(Quota(candidate.request, tokens))
-        load = load.with_chunk(tokens, attention_s)
+        load = load.with_chunk(tokens, attention_s, candidate.past)
         has_long = has_long or candidate.is_long
         if bounded and load.tokens >= most:
             break
@@ -120,10 +130,10 @@ def pack(
         # Nobody could use the time that was yielded: the iteration must not be empty.
         tokens = min(max(rules.min_chunk, 1), passed.remaining, most)
         quotas.append(Quota(passed.request, tokens))
-        load = load.with_chunk(tokens, one_chunk_s(latency, passed.past, tokens))
+        load = load.with_chunk(tokens, one_chunk_s(latency, passed.past, tokens), passed.past)
     return quotas, load
 
 
 def _full(latency: LatencyModel, load: Load, rows: int, budget_s: float) -> bool:
     """Whether so many more rows exceed the budget even without attention: what need not be solved."""
-    return load_s(latency, Load(load.tokens + rows, load.decodes, load.decode_kv, load.chunk_s)) > budget_s
+    return load_s(latency, load._replace(tokens=load.tokens + rows)) > budget_s

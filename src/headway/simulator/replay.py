@@ -155,7 +155,7 @@ class _Run:
         part, table = batch.parts[0], self.told.table
         load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
         for chunk in part.prefills:
-            load = load.with_chunk(chunk.tokens, one_chunk_s(table, chunk.start, chunk.tokens))
+            load = load.with_chunk(chunk.tokens, one_chunk_s(table, chunk.start, chunk.tokens), chunk.start)
         return load_s(table, load)
 
     def _record(self, name: str, finish_s: float | None, error: str | None) -> None:
