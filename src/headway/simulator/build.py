@@ -41,6 +41,10 @@ def run_scenario(
     stopwatch: Callable[[], float] | None = None,
 ) -> SimResult:
     """One seed of a scenario."""
+    if scenario.cluster.placement is not None:
+        from headway.simulator.cluster.build import run_cluster
+
+        return run_cluster(scenario, seed, told=told, stopwatch=stopwatch).sim
     requests = requests_of(scenario.workload, scenario.run.window_s, seed)
     run = run_of(scenario, seed, keep_iterations)
     return simulate(instance_of(scenario, requests), requests, run, told=told, stopwatch=stopwatch)
@@ -59,7 +63,7 @@ def config_of(scenario: Scenario) -> SchedulerConfig:
 def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
     """One instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
     config = config_of(scenario)
-    device, shape = _named(scenario)
+    device, shape = named(scenario)
     layout = Layout(tp=scenario.layout.tp, stages=scenario.layout.stages)
     kv_tokens = scenario.memory.kv_tokens
     if kv_tokens is None:
@@ -147,7 +151,7 @@ def stage_roofline(section: LatencySection, device: Accelerator, shape: ModelSha
     return TableLatency(source)
 
 
-def _named(scenario: Scenario) -> tuple[Accelerator, ModelShape]:
+def named(scenario: Scenario) -> tuple[Accelerator, ModelShape]:
     try:
         device = accelerator(scenario.cluster.accelerator)
     except ConfigError as error:

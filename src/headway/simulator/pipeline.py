@@ -54,6 +54,10 @@ class Pipeline:
             end = end + cross_s + stage_s
         return end
 
+    def cut(self, end_s: float) -> None:
+        """What is in the only stage ends sooner than was said."""
+        self._free_s[0] = end_s
+
     def reset(self, now: float) -> None:
         """Whatever was in the stages is lost."""
         self._free_s = [now] * len(self._free_s)

@@ -6,6 +6,7 @@ frees, `complete` when a batch leaves the last stage. Whatever `schedule` decide
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 from headway.core.batch import Batch, Chunk, Progress
@@ -132,6 +133,37 @@ class Replica:
         for track in ended:
             self._end(track, now, None)
 
+    def prompts_done(self, batch_id: int) -> list[str]:
+        """Requests whose prompt a batch in flight completes; none when it is not in flight."""
+        run = self._runs.get(batch_id)
+        return [chunk.request for chunk in run.batch.parts[0].prefills if chunk.last] if run is not None else []
+
+    def flying(self, batch_id: int) -> bool:
+        """Whether a batch is in flight."""
+        return batch_id in self._runs
+
+    def cut(self, now: float) -> tuple[float, int] | None:
+        """Somebody comes in the middle of repeated decodes: they end with the step that is under way. (time, batch) at
+        which to come back instead, or None when nothing is to be cut. For one stage, without kept iterations."""
+        for run in self._runs.values():
+            times, first = run.cohort.times, len(run.cohort.times) - (run.repeats - 1)
+            done = bisect_right(times, now, first)
+            if done >= len(times):
+                continue
+            end_s, gone, count = times[done], len(times) - done, len(run.batch.parts[0].decodes.members)
+            del times[done:]
+            before, after = run.repeats, run.repeats - gone
+            read = gone * run.batch.parts[0].decodes.kv_sum + count * (before * (before - 1) - after * (after - 1)) // 2
+            self._busy_s -= run.end_s - end_s
+            self._iterations -= gone
+            self._decoded -= gone * count
+            self._kv_read -= read
+            self._pairs -= read
+            run.end_s, run.repeats = end_s, after
+            self.pipeline.cut(end_s)
+            return end_s, run.batch.id
+        return None
+
     # -- carrying out -----------------------------------------------------------------------------------------------
 
     def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
@@ -202,7 +234,7 @@ class Replica:
         part = batch.parts[0]
         load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
         for chunk in part.prefills:
-            load = load.with_chunk(chunk.tokens, one_chunk_s(model, chunk.start, chunk.tokens))
+            load = load.with_chunk(chunk.tokens, one_chunk_s(model, chunk.start, chunk.tokens), chunk.start)
         return load_s(model, load) * self._noise.factor()
 
     def _first(self, chunk: Chunk, now: float, results: list[Progress], ended: list[Track]) -> None:

@@ -38,11 +38,63 @@ class Shape(Section):
     mlp_matrices: Literal[2, 3] = 3
 
 
+class PoolSection(Section):
+    """Instances of one kind."""
+
+    role: Literal["prefill", "decode", "mixed"] = "mixed"
+    count: Count = Field(description="instances")
+    tp: Count = Field(default=1, description="tensor-parallel ranks of each")
+    stages: Count = Field(default=1, description="pipeline stages of each")
+    per_node: Count | None = Field(default=None, description="instances on a node; null: as many as its devices allow")
+    kv_tokens: Count | None = Field(default=None, description="tokens of each one's KV cache; null: what memory leaves")
+
+
+class SpansSection(Section):
+    """Where the times of spans on groups come from."""
+
+    source: Literal["ring", "tetris-table1", "eq1"] = Field(
+        default="ring",
+        description="ring: derived from one instance's latency; tetris-table1: Eq. (1) fitted to Tetris's Table 1 "
+        "(Llama-3 8B, A100); eq1: a file written by `headway profile fit-eq1`",
+    )
+    file: str | None = Field(default=None, description="the fit's file")
+
+    @model_validator(mode="after")
+    def _file_with_eq1(self) -> SpansSection:
+        if (self.source == "eq1") != (self.file is not None):
+            raise ValueError("`file` goes with `source: eq1`, and only with it")
+        return self
+
+
 class ClusterSection(Section):
+    placement: str | None = Field(
+        default=None, description="a cluster policy (headway.placement.registry); null: one queue before `replicas`"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of that policy")
+    pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
+    spans: SpansSection = SpansSection()
+    backends: Count = Field(default=16, description="receive backends of an instance: KV transfers at a time")
+    network: str | None = Field(default=None, description="link across nodes; null: the accelerator's")
     accelerator: str = Field(default="a100-80gb", description="name of an accelerator (headway.hardware.accelerators)")
     replicas: Count = Field(
         default=1, description="instances behind one queue; arrivals join the one with fewest requests"
     )
+
+    @model_validator(mode="after")
+    def _pools_with_placement(self) -> ClusterSection:
+        if self.placement is None:
+            if self.pools or self.options:
+                raise ValueError("`pools` and `options` need a `placement`")
+            return self
+        if not self.pools:
+            raise ValueError("a `placement` needs `pools` of instances")
+        from headway.placement.registry import check_options
+
+        try:
+            check_options(self.placement, self.options)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
 
 
 class LayoutSection(Section):
@@ -252,6 +304,8 @@ def _allowed(path: list[str]) -> list[str]:
             model = SloSection
         elif part == "mix":
             model = MixSection
+        elif part == "pools":
+            model = PoolSection
         elif part in model.model_fields:
             kind = model.model_fields[part].annotation
             model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else model

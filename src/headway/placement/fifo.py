@@ -1,0 +1,62 @@
+"""FIFO, as vLLM behind one queue: requests are placed strictly in order of arrival, and none overtakes on an instance.
+
+A short request joins the instance whose queue is free first. A long one takes `long_sp` instances as one ring, node
+first, when all of them are free: what arrives behind it on these instances waits, which is the head-of-line blocking
+that PecSched §3.2 measures. Its decode goes on on the same group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.core.request import Request
+from headway.core.span import Span, Strategy
+from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, SpanDone
+from headway.placement.groups import first_free_group
+from headway.placement.registry import PolicyOptions, Surroundings
+from headway.placement.view import ClusterView
+
+
+class Options(PolicyOptions, frozen=True, kw_only=True):
+    """long_tokens: prompts above this are long; long_sp: instances that a long one takes."""
+
+    long_tokens: int = 32_768
+    long_sp: int = 4
+
+
+class Fifo:
+    """See the module."""
+
+    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+        self._options = options
+        self._groups: dict[str, tuple[int, ...]] = {}
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            return self._place(event.request, view)
+        if isinstance(event, SpanDone) and event.last:
+            return [Enqueue(event.request, self._groups.pop(event.request), "decode")]
+        return []
+
+    def next_wakeup(self, now: float) -> float | None:
+        return None
+
+    def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
+        able = view.with_role("mixed", "prefill")
+        if request.prompt_tokens <= self._options.long_tokens:
+            return [Enqueue(request.id, (min(able, key=lambda i: _load(view, i)),))]
+        group = first_free_group(view, able, min(self._options.long_sp, len(able)))
+        self._groups[request.id] = group
+        span = Span(
+            request=request,
+            start=request.cached_tokens,
+            end=request.prompt_tokens,
+            group=group,
+            strategy=Strategy(attn="ring" if len(group) > 1 else "local"),
+        )
+        return [Commit(request.id, (span,), view.version)]
+
+
+def _load(view: ClusterView, instance: int) -> tuple[float, int, int]:
+    at = view.instances[instance]
+    return max(at.free_at_s, view.now_s), at.running, instance

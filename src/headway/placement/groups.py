@@ -1,0 +1,37 @@
+"""Which instances make a group: inside one node where possible, else whole nodes, by when they are free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headway.placement.view import ClusterView
+
+
+def by_free_time(view: ClusterView, able: Iterable[int]) -> dict[int, list[int]]:
+    """Instances of each node, those that are free first in front; ties by id."""
+    nodes: dict[int, list[int]] = {}
+    for i in sorted(able, key=lambda i: (max(view.instances[i].free_at_s, view.now_s), i)):
+        nodes.setdefault(view.instances[i].node, []).append(i)
+    return dict(sorted(nodes.items()))
+
+
+def first_free_group(view: ClusterView, able: Iterable[int], size: int) -> tuple[int, ...]:
+    """`size` instances on as few nodes as can be: of the single nodes that hold them, that where they are all free
+    first; else whole nodes by when they are free, and the rest inside one more. In order of (node, id)."""
+    nodes = by_free_time(view, able)
+    chosen: list[int] = []
+    while len(chosen) < size:
+        need = size - len(chosen)
+        free = {node: ids for node, ids in nodes.items() if ids}
+        if not free:
+            raise ValueError(f"a group of {size} of {len(chosen)} instances")
+        holding = [node for node, ids in free.items() if len(ids) >= need]
+        pick = holding or [node for node, ids in free.items() if len(ids) == max(map(len, free.values()))]
+        best = min(pick, key=lambda node: (_all_free_s(view, free[node][:need]), node))
+        chosen += free[best][:need]
+        nodes[best] = []
+    return view.ordered(chosen)
+
+
+def _all_free_s(view: ClusterView, group: list[int]) -> float:
+    return max(view.now_s, *(view.instances[i].free_at_s for i in group))

@@ -1,0 +1,72 @@
+"""Policies by name. A new one is a file, and a line here.
+
+A policy's class takes (surroundings, options); `Options`, a msgspec struct in the same module, names its settings with
+their defaults, and a scenario's `cluster.options` are checked against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.hardware.shapes import ModelShape
+from headway.latency.groups import GroupLatency
+from headway.placement.base import Placement
+
+POLICIES: dict[str, tuple[str, str]] = {
+    "fifo": ("fifo:Fifo", "order of arrival: short requests to the instance that is free first, long ones to a group"),
+}
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy may know besides the view: predicted prefill times, and the model's shape (for KV bytes)."""
+
+    latency: GroupLatency
+    shape: ModelShape
+
+
+class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all `Options`. mode: `paper` takes the paper literally; `default` has our rulings."""
+
+    mode: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("default", "paper"):
+            raise ValueError(f"`mode` must be default or paper, not {self.mode!r}")
+
+
+def names() -> list[str]:
+    """All policies."""
+    return list(POLICIES)
+
+
+def make_placement(name: str, surroundings: Surroundings, options: Mapping[str, Any] | None = None) -> Placement:
+    """A new policy; ConfigError names what is allowed."""
+    kind, chosen = _load(name), _options(name, options or {})
+    made: Placement = kind(surroundings, chosen)
+    return made
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless these are options of that policy."""
+    _options(name, options)
+
+
+def _load(name: str) -> Any:
+    if name not in POLICIES:
+        raise ConfigError(f"unknown placement {name!r}; known are {', '.join(POLICIES)}")
+    module, _, attribute = POLICIES[name][0].partition(":")
+    return getattr(import_module(f"headway.placement.{module}"), attribute)
+
+
+def _options(name: str, options: Mapping[str, Any]) -> Any:
+    kind = import_module(_load(name).__module__).Options
+    try:
+        return msgspec.convert(dict(options), kind)
+    except msgspec.ValidationError as error:
+        allowed = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        raise ConfigError(f"options of {name}: {error} (its options: {allowed})") from None

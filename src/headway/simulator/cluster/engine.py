@@ -1,0 +1,65 @@
+"""The real scheduler of an instance, or of a group that works as one: what a cluster needs to know of it."""
+
+from __future__ import annotations
+
+from headway.latency.prefill_cache import PrefillCache
+from headway.simulator.cohorts import Track
+from headway.simulator.replica import Replica
+
+FOREVER = float("inf")
+
+
+class Engine:
+    """`stays`: unfinished requests. free_at_s: when the prefills in it are expected to be done, anchored anew whenever
+    one is; queued: their tokens."""
+
+    def __init__(self, index: int, group: tuple[int, ...], replica: Replica) -> None:
+        self.index, self.group, self.replica = index, group, replica
+        self.stays: dict[str, Track] = {}
+        self.free_at_s = 0.0
+        self._prefills: dict[str, tuple[int, float]] = {}
+        self.queued = 0
+        self._waiting_s = 0.0
+        self._times = PrefillCache(replica.spec.latency, replica.spec.config.t_target_s)
+
+    def add(self, track: Track, now: float) -> None:
+        """Raises RequestError when it can never be served there."""
+        self.replica.add(track, now)
+        name, request = track.request.id, track.request
+        self.stays[name] = track
+        tokens = request.prompt_tokens - request.cached_tokens
+        seconds = 0.0
+        if tokens > 1:
+            seconds = self._times.remaining_s(request.prompt_tokens, request.cached_tokens)
+        self._prefills[name] = (tokens, seconds)
+        self.queued += tokens
+        self._waiting_s += seconds
+        self.free_at_s = max(self.free_at_s, now) + seconds
+
+    def drop(self, name: str, now: float, error: str) -> Track | None:
+        """The request leaves, at once or when its batch is done; its track, with the tokens that it got."""
+        track = self.stays.pop(name, None)
+        if track is not None:
+            self._prefilled(name, now)
+            self.replica.abort(track, now, error)
+        return track
+
+    def complete(self, batch: int, now: float) -> list[Track]:
+        """A batch is done; the tracks that have ended with it."""
+        for name in self.replica.prompts_done(batch):
+            self._prefilled(name, now)
+        before = len(self.replica.tracks)
+        self.replica.complete(batch, now)
+        if len(self.replica.tracks) == before:
+            return []
+        ended = [track for track in self.stays.values() if track.ended_s is not None]
+        for track in ended:
+            del self.stays[track.request.id]
+        return ended
+
+    def _prefilled(self, name: str, now: float) -> None:
+        tokens, seconds = self._prefills.pop(name, (0, 0.0))
+        if tokens:
+            self.queued -= tokens
+            self._waiting_s = max(0.0, self._waiting_s - seconds) if self._prefills else 0.0
+            self.free_at_s = now + self._waiting_s

@@ -1,0 +1,81 @@
+"""One request on its way through a cluster: which spans it has, where it is enqueued, and when its tokens came."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.core.request import Request
+from headway.metrics import NO_TARGETS, RequestRecord, SloTargets
+from headway.placement.base import Phase
+from headway.simulator.cluster.lanes import Entry
+from headway.simulator.cohorts import Track
+from headway.workload import TraceRequest
+
+
+class Journey:
+    """`entries`: committed spans, in order. `track`: its stay in a scheduler, if any, of `phase` on `group`."""
+
+    __slots__ = ("door", "ended_s", "entries", "error", "group", "number", "phase", "request", "scheduled_s", "source",
+                 "times", "track")  # fmt: skip
+
+    def __init__(self, number: int, request: Request, source: TraceRequest) -> None:
+        self.number, self.request, self.source = number, request, source
+        self.entries: list[Entry] = []
+        self.door: Entry | None = None
+        self.track: Track | None = None
+        self.group: tuple[int, ...] = ()
+        self.phase: Phase = "all"
+        self.times: list[float] = []
+        self.scheduled_s: float | None = None
+        self.ended_s: float | None = None
+        self.error: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Output tokens that are missing, as of the last time that a stay ended."""
+        return max(1, self.source.output_tokens) - len(self.times)
+
+    def stay(self, phase: Phase) -> Track:
+        """The request as a scheduler sees it. In a decode stay all KV but that of the last token is there, so that its
+        first iteration is a chunk of one token: a decode step in all but name."""
+        request, left = self.request, self.left
+        if phase == "prefill":
+            request, left = msgspec.structs.replace(request, max_output_tokens=1), 1
+        elif phase == "decode" or self.times:
+            known = request.prompt_tokens + len(self.times)
+            request = msgspec.structs.replace(
+                request,
+                prompt_tokens=known,
+                cached_tokens=known - 1 if phase == "decode" else 0,
+                max_output_tokens=max(1, request.max_output_tokens - len(self.times)),
+            )
+        source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass)
+        return Track(request, source)
+
+    def take(self, track: Track) -> None:
+        """A stay has ended: its token times are this request's."""
+        track.settle()
+        self.times += track.times
+        if self.scheduled_s is None:
+            self.scheduled_s = track.scheduled_s
+        self.track = None
+
+    def record(self, targets: SloTargets = NO_TARGETS) -> RequestRecord:
+        """How it went."""
+        if self.track is not None:
+            self.take(self.track)
+        done = self.ended_s is not None and self.error is None
+        return RequestRecord(
+            id=self.request.id,
+            klass=self.source.klass,
+            arrival_s=self.request.arrival_s,
+            prompt_tokens=self.request.prompt_tokens,
+            output_tokens=len(self.times),
+            sent_s=self.request.arrival_s,
+            scheduled_s=self.scheduled_s,
+            token_s=tuple(self.times),
+            finish_s=self.ended_s if done else None,
+            slo=targets,
+            finish_reason="length" if done else None,
+            error=None if done else self.error or "unfinished",
+        )

@@ -1,0 +1,72 @@
+"""Small clusters whose spans and iterations take round numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headway.hardware.links import Link
+from headway.hardware.models import model
+from headway.latency.groups import GroupShape
+from headway.placement.base import Action, Event
+from headway.placement.view import ClusterView, Instance, Links
+from headway.scheduling.config import SchedulerConfig
+from headway.simulator.cluster.spec import ClusterSpec
+from headway.simulator.faults import small_machine
+from headway.simulator.spec import InstanceSpec
+
+LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
+
+
+class PerToken:
+    """`GroupLatency`: a millisecond a token, divided by the group's size."""
+
+    source = "test"
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        return tokens * 1e-3 / group.sp
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        return int(budget_s * 1e3 * group.sp)
+
+
+def cluster(
+    count: int = 4, decode: int = 0, per_node: int = 2, backends: int = 4, balance: bool = False
+) -> ClusterSpec:
+    """`count` mixed instances (prefill where there are decode ones), then decode instances on nodes of their own."""
+    role = "prefill" if decode else "mixed"
+    first = [Instance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]  # type: ignore[arg-type]
+    nodes = -(-count // per_node)
+    rest = [Instance(id=count + i, node=nodes + i, role="decode", capacity=64_000) for i in range(decode)]
+    config = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
+
+    def engine(group: Sequence[Instance]) -> InstanceSpec:
+        return InstanceSpec(config=config, latency=small_machine(), kv_tokens=64_000 * len(group), block_tokens=16)
+
+    return ClusterSpec(
+        instances=(*first, *rest),
+        engine=engine,
+        spans=PerToken(),
+        shape=model("llama-3-8b"),
+        links=Links(inside=LINK, across=LINK),
+        backends=backends,
+        balance=balance,
+    )
+
+
+class Scripted:
+    """A policy from a function; keeps the events that it was told, with their times."""
+
+    def __init__(self, decide: Callable[[Event, ClusterView], Sequence[Action]]) -> None:
+        self._decide = decide
+        self.heard: list[tuple[float, Event]] = []
+        self.wake_s: float | None = None
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        self.heard.append((view.now_s, event))
+        return self._decide(event, view)
+
+    def next_wakeup(self, now: float) -> float | None:
+        return self.wake_s if self.wake_s is not None and self.wake_s > now else None
+
+    def times(self, kind: type) -> list[float]:
+        return [at for at, event in self.heard if type(event) is kind]

@@ -1,0 +1,169 @@
+"""The cluster's event loop: spans take their turn, pauses keep work, schedulers run inside, transfers are limited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from cluster_worlds import PerToken, Scripted, cluster
+
+from headway.core.span import Span
+from headway.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Enqueue,
+    Event,
+    Finished,
+    Held,
+    Hold,
+    KvReady,
+    Paused,
+    Preempt,
+    Prefilled,
+    Progress,
+    Refused,
+    Reject,
+    Release,
+    Resume,
+    SpanDone,
+    Transfer,
+    Woken,
+)
+from headway.placement.registry import Surroundings, make_placement
+from headway.placement.view import ClusterView
+from headway.simulator.cluster.world import simulate_cluster
+from headway.simulator.spec import RunSpec
+from headway.workload import TraceRequest
+
+
+def whole(event: Arrived, view: ClusterView, group: tuple[int, ...]) -> Commit:
+    request = event.request
+    return Commit(request.id, (Span(request=request, start=0, end=request.prompt_tokens, group=group),), view.version)
+
+
+def test_spans_take_their_turn_and_free_times_are_absolute() -> None:
+    seen: list[tuple[float, ...]] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            seen.append(tuple(i.free_at_s for i in view.instances))
+            return [whole(event, view, (0, 1) if event.request.id == "r0" else (1, 2))]
+        return []
+
+    policy = Scripted(decide)
+    requests = [TraceRequest(0.0, 2000, 1), TraceRequest(0.5, 1000, 1), TraceRequest(0.7, 10, 1)]
+    result = simulate_cluster(cluster(), policy, requests)
+    assert policy.times(SpanDone) == pytest.approx([1.0, 1.5, 1.505])
+    assert seen[1] == pytest.approx((1.0, 1.0, 0.0, 0.0))
+    assert seen[2] == pytest.approx((1.0, 1.5, 1.5, 0.0))
+    assert [r.token_s[0] for r in result.sim.records] == pytest.approx([1.0, 1.5, 1.505])
+    assert result.busy_s == pytest.approx((1.0, 1.505, 0.505, 0.0))
+
+
+def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first() -> None:
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived) and event.request.id == "r0":
+            return [whole(event, view, (0, 1))]
+        if isinstance(event, Arrived):
+            return [Preempt("r0"), Enqueue(event.request.id, (0,), "prefill", beside=False)]
+        if isinstance(event, Finished) and event.request == "r1":
+            return [Resume("r0")]
+        return []
+
+    policy = Scripted(decide)
+    result = simulate_cluster(cluster(), policy, [TraceRequest(0.0, 3200, 1), TraceRequest(0.42, 100, 1)])
+    (paused,) = [event for _, event in policy.heard if isinstance(event, Paused)]
+    assert paused.progress == Progress(0, 9)  # 50 ms a layer: the ninth is under way at 0.42 s
+    assert policy.times(Paused) == pytest.approx([0.45])
+    first = result.sim.records[1].token_s[0]
+    assert result.sim.records[0].token_s[0] == pytest.approx(1.6 + first - 0.45)
+    assert result.paused == 1
+
+
+def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            return [Enqueue(event.request.id, (0,), "prefill")]
+        if isinstance(event, Prefilled):
+            return [Transfer(event.request, 2, overlapped=True)]
+        if isinstance(event, KvReady):
+            return [Enqueue(event.request, (event.instance,), "decode")]
+        return []
+
+    policy = Scripted(decide)
+    result = simulate_cluster(cluster(2, decode=1), policy, [TraceRequest(0.0, 1000, 4)])
+    (record,) = result.sim.records
+    assert record.ok
+    assert len(record.token_s) == 4
+    layer_s = 1000 * 131072 / 32 / 1e9
+    assert policy.times(KvReady)[0] == pytest.approx(record.token_s[0] + layer_s, rel=1e-3)
+    assert result.sim.replicas[2].decode_tokens + result.sim.replicas[2].prefill_tokens == 3
+
+
+def test_a_span_waits_for_schedulers_to_empty_and_newcomers_wait_behind_it() -> None:
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            return [whole(event, view, (0,)) if event.request.id == "r1" else Enqueue(event.request.id, (0,))]
+        return []
+
+    requests = [TraceRequest(0.0, 100, 200), TraceRequest(0.01, 1000, 1), TraceRequest(0.02, 100, 2)]
+    result = simulate_cluster(cluster(), Scripted(decide), requests)
+    chat, document, late = result.sim.records
+    assert document.scheduled_s == chat.finish_s
+    assert late.scheduled_s == document.finish_s
+
+
+def test_holds_are_granted_whole_and_refused_commits_change_nothing() -> None:
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived) and event.request.id == "r0":
+            return [whole(event, view, (0,)), Hold("x", (0, 1))]
+        if isinstance(event, Arrived):
+            stale = whole(event, view, (0, 1))
+            return [Commit(stale.request, stale.spans, version=0), whole(event, view, (1,))]
+        if isinstance(event, Held):
+            policy.wake_s = view.now_s + 2.0
+        if isinstance(event, Woken):
+            return [Release("x")]
+        return []
+
+    policy = Scripted(decide)
+    result = simulate_cluster(
+        cluster(), policy, [TraceRequest(0.0, 1000, 1), TraceRequest(0.1, 1000, 1)], keep_bars=True
+    )
+    assert policy.times(Held) == pytest.approx([1.0])
+    (refused,) = [event for _, event in policy.heard if isinstance(event, Refused)]
+    assert (refused.request, refused.verb) == ("r1", "commit")
+    assert "changed since version 0" in refused.why
+    assert result.sim.records[1].scheduled_s == pytest.approx(3.0)
+    assert {(bar.instance, bar.start_s, bar.end_s) for bar in result.bars if bar.kind == "hold"} == {
+        (0, 1.0, 3.0),
+        (1, 1.0, 3.0),
+    }
+
+
+def test_rejections_and_windows_are_accounted_for() -> None:
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            return [Reject("r0", "too long")] if event.request.id == "r0" else [whole(event, view, (0,))]
+        return []
+
+    result = simulate_cluster(
+        cluster(), Scripted(decide), [TraceRequest(0.0, 10, 1), TraceRequest(0.0, 5000, 1)], RunSpec(window_s=2.0)
+    )
+    assert [record.error for record in result.sim.records] == ["rejected: too long", "unfinished"]
+    assert result.busy_s[0] == pytest.approx(2.0)
+
+
+def test_fast_forward_changes_nothing_but_time() -> None:
+    requests = [TraceRequest(0.013 * i, 1000 if i % 7 == 3 else 50 + i, 40) for i in range(60)]
+    spec = cluster()
+    runs = []
+    for fast in (True, False):
+        surroundings = Surroundings(latency=PerToken(), shape=spec.shape)
+        policy = make_placement("fifo", surroundings, {"long_tokens": 900, "long_sp": 2})
+        runs.append(simulate_cluster(spec, policy, requests, RunSpec(fast_forward=fast)).sim)
+    assert all(record.ok for record in runs[0].records)
+    for one, other in zip(runs[0].records, runs[1].records, strict=True):
+        assert one.token_s == pytest.approx(other.token_s)
+    assert runs[0].replicas[0].batches < runs[1].replicas[0].batches
