@@ -55,8 +55,8 @@ def medha(options: Options) -> Report:
         "+11%",
         band(0.05, 0.20),
         over,
-        "By the fit a chunk of 32 is bound by reading its KV at about half of the data sheet's bandwidth, which is "
-        "what long decodes reach in the public profiles; a pure roofline gives 0% down to 24 tokens and 49% at 16.",
+        "By the fit a chunk of 32 is bound by reading its KV at 0.93 of the data sheet's bandwidth, which is what long "
+        "decodes reach in the public profile; a pure roofline gives 0% down to 24 tokens and 49% at 16.",
     )
     saturated = {mode: _over(times[mode], 64) for mode in MODES}
     row40 = judge(

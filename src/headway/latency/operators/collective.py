@@ -1,4 +1,11 @@
-"""All-reduce, send and the other collectives: cost by bytes, for each number of workers, inside a node or across."""
+"""All-reduce, send and the other collectives: cost by bytes, for each number of workers, inside a node or across.
+
+Between two measured sizes times are interpolated in logarithms, but for two things where few sizes were measured. A
+larger message is never faster, so a size that took longer than a larger one was disturbed. And time that grows faster
+than bytes means that another algorithm takes over: each side goes on as it was up to the switch (vLLM's own all-reduce
+serves messages below 8 MiB by default and leaves the others to NCCL; elsewhere the switch is taken to be the larger
+size).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +21,9 @@ from headway.latency.operators.profiles import Column, Profile
 PREFERENCE = ("vllm_graph", "nccl", "vidur", "vllm_eager")
 """Which library's measurement is used where several exist: what a serving engine runs under CUDA graphs comes first.
 `vidur` stands for its all-to-all NVLink nodes (`dgx`), without launch overhead."""
+
+_SWITCH = 8 << 20
+_DISTURBED = 1.1
 
 
 class CollectiveFit(msgspec.Struct, frozen=True):
@@ -68,10 +78,36 @@ def fit_collectives(profiles: Sequence[Profile], tolerance: float = 0.0) -> Coll
 def _classes(size: Column, ms: Column, most: int = 48) -> tuple[Column, Column]:
     if size.size <= most:
         order = np.argsort(size)
-        return size[order], ms[order]
+        return _switched(*_undisturbed(size[order], ms[order]))
     edges = np.unique(np.quantile(np.log(size), np.linspace(0, 1, most // 2 + 1)))
     edges = np.unique(np.concatenate([edges, np.linspace(np.log(size.min()), np.log(size.max()), most // 2 + 1)]))
     which = np.clip(np.searchsorted(edges, np.log(size), side="right") - 1, 0, edges.size - 2)
     classes = np.unique(which)
     middle = np.array([np.exp(np.mean(np.log(size[which == c]))) for c in classes])
     return middle, np.array([np.median(ms[which == c]) for c in classes])
+
+
+def _undisturbed(size: Column, ms: Column) -> tuple[Column, Column]:
+    """Times that a larger message undercuts by more than noise become the larger one's."""
+    least = np.minimum.accumulate(ms[::-1])[::-1]
+    return size, np.where(ms > _DISTURBED * least, least, ms)
+
+
+def _switched(size: Column, ms: Column) -> tuple[Column, Column]:
+    """Knots on both sides of a switch wherever time grows by more than bytes do."""
+    x, y = np.log(size), np.log(ms)
+    more_x, more_y = [x], [y]
+    for i in np.flatnonzero(np.diff(y) > 1.05 * np.diff(x)):
+        inside = size[i] < _SWITCH < size[i + 1]
+        at = np.log(_SWITCH if inside else size[i + 1])
+        if i > 0:
+            slope = np.clip((y[i] - y[i - 1]) / (x[i] - x[i - 1]), 0.0, 1.0)
+            more_x.append(np.array([at + np.log1p(-1e-6)]))
+            more_y.append(np.array([min(y[i] + slope * (at - x[i]), y[i + 1])]))
+        if inside and i + 2 < x.size:
+            slope = np.clip((y[i + 2] - y[i + 1]) / (x[i + 2] - x[i + 1]), 0.0, 1.0)
+            more_x.append(np.array([at]))
+            more_y.append(np.array([max(y[i + 1] - slope * (x[i + 1] - at), y[i])]))
+    xs, ys = np.concatenate(more_x), np.concatenate(more_y)
+    order = np.argsort(xs, kind="stable")
+    return np.exp(xs[order]), np.exp(ys[order])

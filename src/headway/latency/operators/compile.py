@@ -180,8 +180,9 @@ class _Compiler:
         slope = fit.slope_ms(chunks, heads, source)
         split = slope
         if self.told.split_kv != "never":
-            tail = self.fit.decode.tail if self.fit.decode else 0.8
-            split = fit.split_ms(chunks, heads, self.source.bandwidth * tail)
+            reads = self.fit.decode
+            speed = reads.speed(preferred_source(list(reads.grids))) if reads else 0.8 * self.source.bandwidth
+            split = fit.split_ms(chunks, heads, speed)
         wide = self.part.head_dim / HEAD_DIM
         exact = key in fit.own[source] and wide == 1
         text = f"{source}, heads {key}" if exact else f"{source}, nearest head counts"
@@ -214,7 +215,7 @@ class _Compiler:
         self._note("decode", f"{'measured' if exact else 'fitted'}: {source}, {'heads ' + key if exact else 'nearest'}")
         grid = fit.ms(count, past, heads, source) * (wide * self._memory)
         table = np.minimum.accumulate(grid.reshape(len(COUNTS), len(PAST))[:, ::-1], axis=1)[:, ::-1]
-        return layers * table, layers * per_token / fit.tail
+        return layers * table, layers * per_token / fit.tails[source]
 
     def _product(self, rows: Column, k: int, n: int) -> Column:
         fit = self.fit.linear

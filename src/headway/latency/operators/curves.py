@@ -59,7 +59,8 @@ def curve(size: Column, value: Column, tolerance: float = 0.0, steps: bool = Fal
 
 def _stepped(x: Column, y: Column) -> tuple[Column, Column]:
     edge = np.ceil(x[:-1] / TILE) * TILE
-    near = (x[1:] - x[:-1] <= TILE) & (x[1:] < 1.6 * x[:-1])  # further apart, growth says nothing about a step
+    # Further apart, growth says nothing about a step; but what is within the first tile costs as much as all of it.
+    near = (x[1:] - x[:-1] <= TILE) & ((x[1:] < 1.6 * x[:-1]) | (x[:-1] < TILE))
     at = np.flatnonzero((edge + 1 < x[1:]) & (y[1:] > 1.04 * y[:-1]) & near)
     new_x, new_y = [x], [y]
     for i in at:

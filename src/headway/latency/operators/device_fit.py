@@ -18,7 +18,7 @@ from headway.latency.operators.prefill import PrefillFit, fit_prefill
 from headway.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, Profile
 
 _T = TypeVar("_T")
-SCHEMA = "headway.operators/1"
+SCHEMA = "headway.operators/2"
 ATTENTION = ("vllm", "sglang", "frontier")
 """Whose attention kernels are taken where several libraries were measured."""
 
@@ -57,7 +57,7 @@ def fit_device(
         if prefill is not None:
             prefill = msgspec.structs.replace(prefill, own=_preferred(prefill.own))
         if decode is not None:
-            decode = msgspec.structs.replace(decode, grids=_preferred(decode.grids))
+            decode = msgspec.structs.replace(decode, grids=_preferred(decode.grids), tails=_preferred(decode.tails))
     return DeviceFit(
         device=die,
         provenance=tuple(provenance),

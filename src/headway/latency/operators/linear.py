@@ -20,7 +20,14 @@ T0_MS, COMPUTE, MEMORY = 0.006, 0.75, 0.85
 """Where the residual starts from; it takes up what these leave, so they need not be exact."""
 
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 128), (64, 64))
-_FEATURES = ("m", "k", "n", "bound", "base", *(f"waste{a}x{b}" for a, b in _TILES), "pad128", "pad64", "vidur")
+_FEATURES = (
+    *("m", "k", "n", "bound", "base"),
+    *(f"waste{a}x{b}" for a, b in _TILES),
+    *(f"{what}{a}x{b}" for a, b in _TILES[:3] for what in ("tiles", "waves")),
+    *("pad128", "pad64", "slimness", "weights", "alignment", "vidur"),
+)
+_GRID_WEIGHT = 0.1
+"""Where a layer was profiled, what a point of the general grid counts: it is of another library version."""
 
 
 class LinearFit(msgspec.Struct, frozen=True):
@@ -68,10 +75,14 @@ def features(device: Accelerator, m: Column, k: Column, n: Column, vidur: Column
     traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
     columns = [np.log2(m), np.log2(k), np.log2(n), np.log2(arithmetic / traffic)]
     columns.append(np.log2(np.maximum(arithmetic, traffic)))
-    for rows, cols in _TILES:
-        waves = np.ceil(np.ceil(m / rows) * np.ceil(n / cols) / device.multiprocessors)
-        columns.append(np.log2(waves * device.multiprocessors * rows * cols / (m * n)))
-    columns += [np.log2(np.ceil(m / 128) * 128 / m), np.log2(np.ceil(m / 64) * 64 / m), vidur]
+    tiles = [np.ceil(m / rows) * np.ceil(n / cols) for rows, cols in _TILES]
+    waves = [np.ceil(count / device.multiprocessors) for count in tiles]
+    for (rows, cols), count in zip(_TILES, waves, strict=True):
+        columns.append(np.log2(count * device.multiprocessors * rows * cols / (m * n)))
+    for at in range(3):
+        columns += [np.log2(tiles[at]), np.log2(waves[at])]
+    columns += [np.log2(np.ceil(m / 128) * 128 / m), np.log2(np.ceil(m / 64) * 64 / m)]
+    columns += [np.log2(k / n), np.log2(k * n), np.log2(np.gcd(n.astype(np.int64), 4096)), vidur]
     return np.round(np.stack(columns, axis=1), 6)
 
 
@@ -92,7 +103,6 @@ def fit_linear(device: str, profiles: Sequence[Profile], tolerance: float = 0.0,
     m, k_, n_, y = (np.concatenate([p.x[c] if c else p.ms for p in profiles]) for c in ("m", "k", "n", ""))
     vidur = np.concatenate([np.full(len(p), float(p.op != "gemm")) for p in profiles])
     target = np.log(y / base_ms(own, m, k_, n_))
-    # Where a layer was profiled at all, its kernels weigh more than those of the general grid (another version).
-    weight = np.where(vidur == 1, 1.0, 0.35)
+    weight = np.where(vidur == 1, 1.0, _GRID_WEIGHT)
     fitted = fit_trees(_FEATURES, features(own, m, k_, n_, vidur), target, weight=weight, trees=trees)
     return LinearFit(device, curves, fitted, int(max((p.x["m"].max() for p in layer), default=m.max())))

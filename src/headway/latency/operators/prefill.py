@@ -1,7 +1,8 @@
 """Attention of one prefill chunk: a(chunk) from an empty cache, b(chunk) for each token that is already cached.
 
-a is kept by head counts and chunk, as measured (batch 1), and interpolated as a factor on floor + arithmetic, in
-logarithms: the factor moves slowly where times move by orders of magnitude. Beyond the measured chunks the last stays.
+a is kept by head counts and chunk, as measured (batch 1), and interpolated as a factor on floor + arithmetic + a tile's
+walk over the chunk, in logarithms: the factor moves slowly where times move by orders of magnitude. Beyond the measured
+chunks the last stays.
 
 b is one curve over rows × query heads, the number of tiles that fill the machine: in the profiles it is the same for
 16 heads with 512 rows, 64 with 128 and 128 with 64 (H800, within 2%). Below a machineful it is flat, because a tile
@@ -23,6 +24,8 @@ from headway.latency.operators.profiles import Column, Profile
 
 HEAD_DIM = 128
 _COMPUTE = 0.6
+_WALK_BYTES = 2e4
+"""Bytes of bandwidth (10 ns on an A100) that a tile's walk over one token is worth: the order of the measured ones."""
 _SPLIT_ROWS = 64
 _DEFAULT_SLOPE = 0.5
 
@@ -49,15 +52,15 @@ class PrefillFit(msgspec.Struct, frozen=True):
             part, low = self._factor(chunk, measured[key], int(key.split("/")[0]))
             factor += weight * part
             floor += weight * low
-        return np.asarray(np.exp(factor) * (floor + _arithmetic_ms(self.device, chunk, heads[0])), dtype=np.float64)
+        return np.asarray(np.exp(factor) * (floor + _work_ms(self.device, chunk, heads[0])), dtype=np.float64)
 
     def _factor(self, chunk: Column, measured: Curve, q_heads: int) -> tuple[Column, float]:
-        """Logarithm of time over floor + arithmetic, and that floor. Beyond the last measured chunk time grows as
+        """Logarithm of time over floor + work, and that floor. Beyond the last measured chunk time grows as
         the parabola through the last two octaves does."""
         at, ms = np.array(measured.size, dtype=np.float64), measured.values
         low = float(ms.min())
-        base = low + _arithmetic_ms(self.device, chunk, q_heads)
-        logs = np.log(ms / (low + _arithmetic_ms(self.device, at, q_heads)))
+        base = low + _work_ms(self.device, chunk, q_heads)
+        logs = np.log(ms / (low + _work_ms(self.device, at, q_heads)))
         time = np.exp(np.interp(np.log(np.maximum(chunk, 1.0)), np.log(at), logs)) * base
         if (chunk > at[-1]).any():
             linear, square = _tail(at, ms)
@@ -67,11 +70,14 @@ class PrefillFit(msgspec.Struct, frozen=True):
         return np.asarray(np.log(time / base), dtype=np.float64), low
 
     def prefix_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
-        """Milliseconds that a chunk costs once there is any prefix (another kernel, or its set-up): measured or 0."""
+        """Milliseconds that a chunk costs once there is any prefix (another kernel, or its set-up): measured or 0.
+        Below the least chunk measured over one, as much less as the chunk within itself."""
         found = self.over.get(source, {}).get(name(heads))
         if found is None:
             return np.zeros(chunk.size)
-        return np.maximum(found[0](np.maximum(chunk, 1.0)) - self.own_ms(chunk, heads, source), 0.0)
+        own, least = self.own_ms(chunk, heads, source), np.array([float(found[0].size[0])])
+        smaller = np.where(chunk < least, own / self.own_ms(least, heads, source), 1.0)
+        return np.maximum(found[0](np.maximum(chunk, 1.0)) * smaller - own, 0.0)
 
     def slope_ms(self, chunk: Column, heads: Heads, source: str = "") -> Column:
         """Milliseconds for each cached token, as measured: of these heads and this source, else of all by tiles; by
@@ -112,8 +118,11 @@ def _tail(at: Column, ms: Column) -> tuple[float, float]:
     return 0.0, float(ms[-1] / at[-1] ** 2)
 
 
-def _arithmetic_ms(device: str, chunk: Column, q_heads: int) -> Column:
-    return np.asarray(2e3 * q_heads * HEAD_DIM * chunk * (chunk + 1) / (accelerator(device).flops * _COMPUTE))
+def _work_ms(device: str, chunk: Column, q_heads: int) -> Column:
+    """Arithmetic of all tiles, and the walk of the last one, which alone remains when few heads leave a device idle."""
+    own = accelerator(device)
+    arithmetic = 2e3 * q_heads * HEAD_DIM * chunk * (chunk + 1) / (own.flops * _COMPUTE)
+    return np.asarray(arithmetic + 1e3 * _WALK_BYTES * chunk / own.bandwidth, dtype=np.float64)
 
 
 def fit_prefill(device: str, profiles: Sequence[Profile], tolerance: float = 0.0) -> PrefillFit:
