@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from latency_models import gpu_roofline
 
-from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.latency.base import LatencyModel, Load, decode_load, load_s, one_chunk_s
 from headway.latency.corrected import CorrectedLatency
 
 Shape = tuple[int, int, int]
@@ -136,3 +136,24 @@ def test_a_trusted_base_moves_less_at_first() -> None:
         return load_s(model, load_of(model, (0, 0, 512))) / load_s(model.base, load) - 1.0
 
     assert 0.0 < moved(50.0) < moved(1.0) / 5
+
+
+def test_with_batches_in_flight_the_scale_at_scheduling_counts() -> None:
+    """Batches that were sized before the model learned, and are observed after: exactly as if the loads had been
+    stated in the base's seconds."""
+
+    def batch(model: CorrectedLatency, past: int) -> Load:
+        load = decode_load(model, 8, 24_000)
+        return load.with_chunk(512, one_chunk_s(model, past, 512), past)
+
+    staged, told = CorrectedLatency(gpu_roofline()), CorrectedLatency(gpu_roofline())
+    pasts = [4_000 * (1 + i % 7) for i in range(60)]
+    flying = [batch(staged, pasts[0]), batch(staged, pasts[1])]
+    for past, following in zip(pasts, pasts[2:], strict=False):
+        base = Load(8, 8, 24_000, chunk_scale=1.0).with_chunk(512, one_chunk_s(staged.base, past, 512), past)
+        seconds = 2.0 * load_s(staged.base, base)
+        flying.append(batch(staged, following))
+        staged.observe(flying.pop(0), seconds)
+        told.observe(base, seconds)
+        np.testing.assert_allclose(staged.scales, told.scales, rtol=1e-9)
+    assert staged.chunk_scale > 1.2

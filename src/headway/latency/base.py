@@ -25,6 +25,7 @@ class Load(NamedTuple):
 
     tokens: rows of the forward pass. decodes, decode_kv: how many decode, and the KV tokens that they read together.
     chunk_s: seconds of the attention of the prefill chunks in it. chunk_past: cached tokens that they read together.
+    chunk_scale: what a model that learns had multiplied chunk_s by when it said it (`decode_load`); 0: nothing noted.
     """
 
     tokens: int = 0
@@ -32,10 +33,16 @@ class Load(NamedTuple):
     decode_kv: int = 0
     chunk_s: float = 0.0
     chunk_past: int = 0
+    chunk_scale: float = 0.0
 
     def with_chunk(self, tokens: int, attention_s: float, past: int = 0) -> Load:
         return Load(
-            self.tokens + tokens, self.decodes, self.decode_kv, self.chunk_s + attention_s, self.chunk_past + past
+            self.tokens + tokens,
+            self.decodes,
+            self.decode_kv,
+            self.chunk_s + attention_s,
+            self.chunk_past + past,
+            self.chunk_scale,
         )
 
 
@@ -63,6 +70,12 @@ class CoupledLatency(LatencyModel, Protocol):
 
     def whole_s(self, load: Load) -> float:
         """Seconds of a batch, all of it at once."""
+
+
+def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> Load:
+    """What a batch starts from: its decodes, before chunks join, and the scale that chunks are told at from now on.
+    With several batches in flight the model has learned more when this one is observed than when it was made."""
+    return Load(decodes, decodes, kv_sum, chunk_scale=getattr(model, "chunk_scale", 0.0))
 
 
 def load_s(model: LatencyModel, load: Load) -> float:

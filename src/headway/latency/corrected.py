@@ -36,6 +36,11 @@ class CorrectedLatency:
         self._fixed_s = float(base.token_s(1, 1)[0])
         self._k_fixed = self._k_rows = self._k_decode = self._k_chunk = 1.0
 
+    @property
+    def chunk_scale(self) -> float:
+        """What `chunk_s` multiplies the base by at present."""
+        return self._k_chunk
+
     def token_s(self, first: int, last: int) -> Seconds:
         rows_s = self.base.token_s(first, last) * self._k_rows
         return np.asarray(np.maximum(rows_s + self._fixed_s * (self._k_fixed - self._k_rows), 0.0), dtype=np.float64)
@@ -47,12 +52,13 @@ class CorrectedLatency:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode
 
     def observe(self, load: Load, measured_s: float) -> None:
+        """`load.chunk_s` is divided by the scale that it was told at, where the load notes it (`decode_load`)."""
         x = np.array(
             [
                 self._fixed_s,
                 float(self.base.token_s(load.tokens, load.tokens)[0]) - self._fixed_s,
                 self.base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0,
-                load.chunk_s / self._k_chunk,
+                load.chunk_s / (load.chunk_scale or self._k_chunk),
             ]
         )
         predicted = float(x @ self.scales)
