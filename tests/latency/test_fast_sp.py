@@ -12,8 +12,7 @@ from headway.hardware.shapes import ModelShape
 from headway.latency import fast_sp, fast_sp_printed
 from headway.latency.fast_sp import Group, SpRates
 
-NODE = Link(name="node", bytes_per_s=50e9, latency_s=1e-5, source="400 Gb/s a node", efficiency=0.9)
-RATES = SpRates.of(accelerator("a100"), NODE, 0.6, 0.55)
+RATES = SpRates.of(accelerator("a100"), 400.0, 0.6, 0.55)
 FREE = SpRates(  # communication costs nothing, kernels lose nothing in a ring
     linear_flops=1e14,
     attention_flops=1e14,

@@ -48,9 +48,18 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, device: Accelerator, node: Link, linear: float = 0.7, attention: float = 0.6, bandwidth: float = 0.85
+        cls,
+        device: Accelerator,
+        node_gbit_s: float | None = None,
+        linear: float = 0.7,
+        attention: float = 0.6,
+        bandwidth: float = 0.85,
     ) -> SpRates:
-        """Shares of the data sheet's peaks, as in a scenario's roofline."""
+        """Shares of the data sheet's peaks, as in a scenario's roofline. node_gbit_s: a whole node's network; None: a
+        card an accelerator."""
+        card = device.across
+        whole = card.bytes_per_s * device.per_node if node_gbit_s is None else node_gbit_s * 1e9 / 8
+        node = msgspec.structs.replace(card, name=f"{card.name} of a node", bytes_per_s=whole)
         return cls(
             linear_flops=device.flops * linear,
             attention_flops=device.flops * attention,

@@ -19,6 +19,10 @@ from headway.placement.base import Placement
 
 POLICIES: dict[str, tuple[str, str]] = {
     "fifo": ("fifo:Fifo", "order of arrival: short requests to the instance that is free first, long ones to a group"),
+    "pecsched": (
+        "pecsched.policy:PecSched",
+        "short prefills where nobody is, beside long decodes, or in place of long prefills",
+    ),
 }
 
 

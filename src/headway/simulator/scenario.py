@@ -52,12 +52,19 @@ class PoolSection(Section):
 class SpansSection(Section):
     """Where the times of spans on groups come from."""
 
-    source: Literal["ring", "tetris-table1", "eq1"] = Field(
+    source: Literal["ring", "fast-sp", "tetris-table1", "eq1"] = Field(
         default="ring",
-        description="ring: derived from one instance's latency; tetris-table1: Eq. (1) fitted to Tetris's Table 1 "
+        description="ring: derived from one instance's latency; fast-sp: PecSched's hybrid sequence parallelism, at "
+        "the roofline's shares of peak; tetris-table1: Eq. (1) fitted to Tetris's Table 1 "
         "(Llama-3 8B, A100); eq1: a file written by `headway profile fit-eq1`",
     )
     file: str | None = Field(default=None, description="the fit's file")
+    node_gbit_s: Positive | None = Field(
+        default=None, description="fast-sp: network of one whole node, Gb/s; null: a card an accelerator"
+    )
+    ring_loss: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.061, description="fast-sp: share of attention's rate that each doubling of a ring costs"
+    )
 
     @model_validator(mode="after")
     def _file_with_eq1(self) -> SpansSection:
@@ -166,8 +173,9 @@ class WorkloadSection(Section):
     """Exactly one of preset, trace and mix."""
 
     preset: str | None = Field(default=None, description="a named mix (headway.workload.presets)")
-    trace: str | None = Field(
-        default=None, description="a trace file; its own arrival times unless `arrivals` is given"
+    trace: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="a trace file, or several that ran together; own arrival times unless `arrivals` is given",
     )
     mix: tuple[MixSection, ...] | None = Field(default=None, description="kinds of requests with shares and lengths")
     arrivals: Literal["poisson", "gamma", "constant", "trace", "at-once"] | None = Field(
@@ -186,6 +194,11 @@ class WorkloadSection(Section):
         default=None, description="share of requests that are replaced by requests of `long_preset`"
     )
     long_preset: str = Field(default="medha-swe", description="what they are replaced by")
+    long_rule: Literal["p95-uniform", "linear-4096"] | None = Field(
+        default=None,
+        description="PecSched's rewriting of the longest prompts to 100K to 500K: those above the 95th percentile, "
+        "uniformly; or those of 4,096 and more, in proportion",
+    )
     max_prompt: Count | None = Field(default=None, description="longer prompts are cut to this")
     max_output: Count | None = Field(default=None, description="longer outputs are cut to this")
 

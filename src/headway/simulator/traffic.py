@@ -10,6 +10,7 @@ from headway.workload import TraceRequest, transforms
 from headway.workload.arrivals import Arrivals, arrivals
 from headway.workload.presets import Part, Preset, preset
 from headway.workload.readers import read_trace
+from headway.workload.rewriting import rewrite
 from headway.workload.specs import parse_lengths
 
 DEFAULT_REQUESTS = 1000
@@ -19,6 +20,8 @@ def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> 
     """The workload of one run, by arrival, each with a class."""
     rng = np.random.default_rng([seed, 1])
     requests = _traced(section, rng) if section.trace else _drawn(section, window_s, rng)
+    if section.long_rule is not None:
+        requests = rewrite(requests, section.long_rule, rng)
     if section.long_share is not None:
         requests = _with_longs(requests, section, rng)
     requests = transforms.clip_lengths(requests, section.max_prompt, section.max_output)
@@ -62,17 +65,19 @@ def _arrivals(section: WorkloadSection, rate: float) -> Arrivals:
 
 def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
     assert section.trace is not None
-    trace = read_trace(section.trace)
-    if trace.session_clock:
-        raise ConfigError(f"{trace.name}: traces of sessions without a common clock cannot be simulated yet")
-    requests = list(trace.requests)
+    traces = [read_trace(name) for name in ((section.trace,) if isinstance(section.trace, str) else section.trace)]
+    for trace in traces:
+        if trace.session_clock:
+            raise ConfigError(f"{trace.name}: traces of sessions without a common clock cannot be simulated yet")
+    requests = transforms.rebase(request for trace in traces for request in trace.requests)
     if section.slice:
         requests = transforms.slice_by(requests, section.slice)
-    kind = section.arrivals or ("trace" if trace.has_arrivals else "poisson")
+    timeless = next((trace for trace in traces if not trace.has_arrivals), None)
+    kind = section.arrivals or ("poisson" if timeless else "trace")
     if kind != "trace":
         return transforms.with_arrivals(requests, _arrivals(section, section.qps or 1.0), rng)
-    if not trace.has_arrivals:
-        raise ConfigError(f"workload.arrivals: {trace.name} holds no arrival times; choose poisson and a qps")
+    if timeless:
+        raise ConfigError(f"workload.arrivals: {timeless.name} holds no arrival times; choose poisson and a qps")
     return requests if section.qps is None else transforms.rescale_to_rate(requests, section.qps)
 
 

@@ -98,6 +98,16 @@ PRESETS: dict[str, Preset] = {
             Part(0.05, "long", Uniform(100_000, 500_000), AZURE_CONV_OUT),
         ),
     ),
+    "pecsched-short": Preset(
+        "the short requests of pecsched-mix",
+        "quantiles up to P95 as in azure-conv-like",
+        (Part(1.0, "short", Quantiles(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT),),
+    ),
+    "pecsched-long": Preset(
+        "the long requests of pecsched-mix",
+        "uniform 100K to 500K, the paper's rule; outputs as in azure-conv-like",
+        (Part(1.0, "long", Uniform(100_000, 500_000), AZURE_CONV_OUT),),
+    ),
     **{
         f"tetris-{name}": Preset(
             f"Tetris's {name} trace",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from headway.core.errors import ConfigError
 from headway.hardware.accelerators import Accelerator
 from headway.hardware.links import link
@@ -99,17 +101,26 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     return ClusterSpec(
         instances=tuple(instances),
         engine=engine,
-        spans=_spans(scenario, ring),
+        spans=_spans(scenario, ring, device, shape, lead),
         shape=shape,
         links=links,
         backends=cluster.backends,
     )
 
 
-def _spans(scenario: Scenario, ring: RingLatency) -> GroupLatency:
+def _spans(
+    scenario: Scenario, ring: RingLatency, device: Accelerator, shape: ModelShape, lead: PoolSection
+) -> GroupLatency:
     section = scenario.cluster.spans
     if section.source == "ring":
         return ring
+    if section.source == "fast-sp":
+        from headway.latency.fast_sp import SpRates
+        from headway.latency.fast_sp_groups import FastSpLatency
+
+        reached = scenario.latency.roofline
+        rates = SpRates.of(device, section.node_gbit_s, reached.linear, reached.attention, reached.bandwidth)
+        return FastSpLatency(ring, shape, msgspec.structs.replace(rates, ring_loss=section.ring_loss), lead.tp)
     from headway.latency import eq1
 
     return eq1.tetris_table1() if section.source == "tetris-table1" else eq1.load(Path(str(section.file)))

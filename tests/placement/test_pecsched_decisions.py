@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pecsched_worlds import SHAPE, Linear, drilled, policy, requests
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.placement.base import Commit, Enqueue, Preempt, Resume
+from headway.placement.registry import Surroundings, check_options, make_placement
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "mode": st.sampled_from(["paper", "default"]),
+        "long_sp": st.integers(1, 8),
+        "batch_tokens": st.sampled_from([500, 2000, 8000]),
+        "preempt": st.booleans(),
+        "colocate": st.just(True),
+        "long_replicas": st.sampled_from(["fixed", "latency"]),
+        "long_target_s": st.just(1.5),
+    }
+)
+
+
+@given(SETTINGS, st.integers(0, 10**6), st.sampled_from([8, 13]), st.sampled_from([0.004, 0.02, 0.2]))
+def test_indexed_decisions_are_the_literal_ones(settings, seed: int, replicas: int, gap_s: float) -> None:  # type: ignore[no-untyped-def]
+    """Same actions at the same times. Along the way the drill checks that replicas have one long request at most, that
+    a ring runs on all of its replicas or on none, never beside a short prefill, and that no token comes twice."""
+    work = requests(random.Random(seed), 60, gap_s)
+    fast, slow = (drilled(policy(literal, **settings), work, replicas, 40.0) for literal in (False, True))
+    assert fast.actions == slow.actions
+    assert fast.prefilled_s == slow.prefilled_s
+
+
+@given(SETTINGS, st.integers(0, 10**6), st.sampled_from([0.02, 0.2]))
+def test_everything_ends_and_pauses_lose_no_work(settings, seed: int, gap_s: float) -> None:  # type: ignore[no-untyped-def]
+    """The drill raises where a long prefill ends with more or less work done than it has."""
+    work = requests(random.Random(seed), 60, gap_s)
+    out = drilled(policy(**settings), work, 8)
+    assert out.prefilled_s.keys() == {request.id for request in work}
+    asked = sum(isinstance(action, Preempt) for _, action in out.actions)
+    assert out.suspensions <= asked
+    assert sum(isinstance(action, Resume) for _, action in out.actions) == out.suspensions
+    if not settings["preempt"]:
+        assert not asked
+
+
+def short(name: str, at: float, tokens: int = 1000) -> Request:
+    return Request(id=name, arrival_s=at, prompt_tokens=tokens, max_output_tokens=1)
+
+
+def long(name: str, at: float, tokens: int = 60_000, output: int = 1) -> Request:
+    return Request(id=name, arrival_s=at, prompt_tokens=tokens, max_output_tokens=output)
+
+
+def places(actions) -> dict[str, list[tuple[int, bool]]]:  # type: ignore[no-untyped-def]
+    found = defaultdict(list)
+    for _, action in actions:
+        if isinstance(action, Enqueue) and action.phase == "prefill":
+            found[action.request].append((action.group[0], action.beside))
+    return found
+
+
+def test_idle_then_beside_then_instead() -> None:
+    """Four replicas, a long request on three. The first short finds the idle one, the second preempts (nothing decodes
+    yet), and while the long request decodes shorts share its replicas."""
+    work = [long("l", 0.0, output=100), short("a", 0.1), short("b", 0.1001), short("c", 2.3), short("d", 2.3001)]
+    out = drilled(policy(batch_tokens=1500), work, 4)
+    at = places(out.actions)
+    assert at["a"] == [(3, False)]
+    assert at["b"] == [(0, False)]
+    verbs = [type(action) for _, action in out.actions]
+    assert verbs[:4] == [Commit, Enqueue, Preempt, Enqueue]
+    decoding_s = out.prefilled_s["l"]
+    assert 2.0 < decoding_s < 2.3
+    assert at["c"] == [(3, False)]
+    assert at["d"] == [(0, True)]
+
+
+def test_a_ring_pauses_at_a_layer_edge_and_goes_on_when_the_last_short_has_ended() -> None:
+    work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-4) for i in range(4))]
+    out = drilled(policy(fast_sp=False), work, 3)
+    layer_s = 60_000 * 1e-4 / 3 * 1.3 / 8
+    pause_s = layer_s  # 0.3 s is inside the first of eight layers
+    assert [out.prefilled_s[f"s{i}"] for i in range(3)] == pytest.approx([pause_s + 0.1] * 3)
+    assert out.prefilled_s["s3"] == pytest.approx(pause_s + 0.2)
+    assert out.prefilled_s["l"] == pytest.approx(8 * layer_s + 0.2)
+
+
+def test_batches_are_as_long_on_every_replica_of_a_ring() -> None:
+    lengths = (900, 100, 500, 400, 300, 300)
+    work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-5, tokens) for i, tokens in enumerate(lengths))]
+    out = drilled(policy(queue="tokens"), work, 3)
+    load: dict[int, int] = defaultdict(int)
+    for name, where in places(out.actions).items():
+        load[where[0][0]] += lengths[int(name[1:])]
+    assert dict(load) == {0: 900, 1: 800, 2: 800}
+
+
+def test_a_paused_ring_takes_no_more_than_the_threshold_a_replica() -> None:
+    work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-5, 1000) for i in range(9))]
+    out = drilled(policy(batch_tokens=2000, queue="tokens"), work, 3)
+    at_once = sum(isinstance(action, Enqueue) for at_s, action in out.actions if at_s < 0.31)
+    assert at_once == 6  # two a replica; the others wait in the global queue
+    assert len(out.prefilled_s) == 10
+
+
+def stream(gap_s: float, count: int) -> list[Request]:
+    return [short(f"s{i}", 0.05 + i * gap_s, 1000) for i in range(count)]
+
+
+def test_without_ageing_a_steady_stream_keeps_a_long_request_away_and_with_it_it_does_not() -> None:
+    """Three replicas, 0.1 s a short prompt: one every 25 ms is 0.83 of what they can do."""
+    work = [long("l", 0.0), *stream(0.025, 4000)]
+    literal = drilled(policy(mode="paper"), work, 3, 100.0)
+    aged = drilled(policy(mode="default"), work, 3, 100.0)
+    assert "l" not in literal.prefilled_s
+    alone_s = 60_000 * 1e-4 / 3
+    assert aged.prefilled_s["l"] < 3 * alone_s
+
+
+@given(st.floats(0.0, 3.0), st.integers(0, 10**6), st.floats(0.02, 0.1))
+def test_suspension_is_bounded_by_ageing(ageing: float, seed: int, gap_s: float) -> None:
+    """At most `ageing` times the prefill, and the one batch that is there when the time is up."""
+    work = [long("l", 0.0), *stream(gap_s, 400)]
+    out = drilled(policy(ageing=ageing, batch_tokens=1000), work, 3)
+    alone_s = 60_000 * 1e-4 / 3
+    assert out.prefilled_s["l"] <= alone_s * (1 + ageing) + 0.3 + alone_s / 8
+
+
+def test_long_requests_keep_their_order_and_wait_for_replicas() -> None:
+    work = [long("l0", 0.0), long("l1", 0.01), long("l2", 0.02, 20_000)]
+    out = drilled(policy(), work, 5)
+    begun = [action.request for _, action in out.actions if isinstance(action, Commit)]
+    assert begun == ["l0", "l1", "l2"]
+    assert out.prefilled_s["l0"] < out.prefilled_s["l1"]
+
+
+def test_fast_sp_is_chosen_where_it_is_faster() -> None:
+    for fast, form in ((True, "ulysses"), (False, "ring")):
+        out = drilled(policy(fast_sp=fast), [long("l", 0.0)], 4)
+        commit = next(action for _, action in out.actions if isinstance(action, Commit))
+        assert commit.spans[0].strategy.attn == form
+
+
+def test_sufficient_replicas_by_latency_are_the_fewest_that_keep_the_target() -> None:
+    out = drilled(policy(long_replicas="latency", long_target_s=1.5), [long("l", 0.0, 60_000)], 8)
+    commit = next(action for _, action in out.actions if isinstance(action, Commit))
+    assert len(commit.spans[0].group) == 5  # 6 s on one; 1.2 s on five, and lengths count in steps of 1,024
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="long_replicas"):
+        check_options("pecsched", {"long_replicas": "all"})
+    with pytest.raises(ConfigError, match="batch_tokens"):
+        check_options("pecsched", {"batch_tokens": 0})
+    with pytest.raises(ConfigError, match="its options: "):
+        check_options("pecsched", {"unknown": 1})
+    made = make_placement("pecsched", Surroundings(latency=Linear(), shape=SHAPE), {"ageing": "off"})
+    assert made.next_wakeup(0.0) is None
