@@ -46,6 +46,9 @@ class Machine:
         self.clock, self.rng, self.spread = clock, rng, spread
         self.done: deque[StepResult] = deque()
 
+    waits_on: tuple[Any, ...] = ()
+    accepts = True
+
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
         """Tokens do not matter here."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.cli.options import Option, boolean
 from headway.cli.units import size, tokens
+from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
 from headway.scheduling.config import SchedulerConfig
 from headway.server.settings import ServerSettings
@@ -18,6 +19,12 @@ def _text(value: Any) -> str:
 
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, list) else tuple(str(value).split(","))
+
+
+def _schedule(value: Any) -> str:
+    if value not in ("stream", "microbatch"):
+        raise ConfigError(f"{value!r} is neither stream nor microbatch")
+    return str(value)
 
 
 ENGINE_OPTIONS = (
@@ -38,7 +45,21 @@ ENGINE_OPTIONS = (
         metavar="SIZE",
     ),
     Option("block_size", int, 64, "tokens in a KV block", metavar="TOKENS"),
-    Option("threads", int, None, "threads that compute; default: torch's choice", metavar="N"),
+    Option(
+        "threads",
+        int,
+        None,
+        "threads that compute, in each worker; default: torch's choice, or the cores divided by the workers",
+        metavar="N",
+    ),
+    Option("tensor_parallel_size", int, 1, "workers that share every layer, by heads and MLP width", metavar="T"),
+    Option("pipeline_parallel_size", int, 1, "stages that the layers are cut into, one after another", metavar="S"),
+    Option(
+        "pipeline_schedule",
+        _schedule,
+        "stream",
+        "stream: a prompt's next chunk enters when the first stage frees; microbatch: when its last has left all",
+    ),
     Option("max_queued_requests", int, 1024, "requests that may wait before new ones get 429", metavar="N"),
     Option(
         "latency_profile",
@@ -58,7 +79,7 @@ _SCHEDULER_FLAGS = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
-_SCHEDULER_HIDDEN = {"stages", "pipeline_schedule"}
+_SCHEDULER_HIDDEN = {"stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"}
 _SERVER_HIDDEN = {"start_engine", "max_n", "max_queued_requests"}
 
 
@@ -136,6 +157,9 @@ def engine_config(model: str, values: dict[str, Any], given: set[str]) -> Engine
         kv_cache_bytes=values["kv_cache_memory"],
         block_size=values["block_size"],
         threads=values["threads"],
+        tensor_parallel_size=values["tensor_parallel_size"],
+        pipeline_parallel_size=values["pipeline_parallel_size"],
+        pipeline_schedule=values["pipeline_schedule"],
         max_queued_requests=values["max_queued_requests"],
         mode=values["mode"],
         scheduler=scheduler,

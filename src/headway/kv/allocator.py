@@ -9,6 +9,7 @@ replays them never has to be told a block table.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 
 from headway.core.errors import InvariantError
 
@@ -23,6 +24,21 @@ class BlockAllocator:
         self.n_blocks = n_blocks
         self.free_blocks = n_blocks
         self._free: list[Run] = [(0, n_blocks)] if n_blocks else []
+
+    @classmethod
+    def without(cls, n_blocks: int, taken: Sequence[Run]) -> BlockAllocator:
+        """An allocator in which everything but `taken` is free. Raises InvariantError where runs overlap."""
+        allocator = cls(n_blocks)
+        allocator._free = []
+        at = 0
+        for first, count in [*sorted(taken), (n_blocks, 0)]:
+            if first < at:
+                raise InvariantError(f"block {first} is taken twice")
+            if first > at:
+                allocator._free.append((at, first - at))
+            at = first + count
+        allocator.free_blocks = sum(count for _, count in allocator._free)
+        return allocator
 
     def allocate(self, blocks: int, after: int | None = None) -> list[Run]:
         """Take `blocks` blocks and return them as runs in order. `after`: the request's last block, to be extended.
@@ -102,6 +118,14 @@ class BlockTables:
     def __init__(self, n_blocks: int) -> None:
         self.allocator = BlockAllocator(n_blocks)
         self._runs: dict[str, list[Run]] = {}
+
+    @classmethod
+    def of(cls, n_blocks: int, held: Mapping[str, Sequence[Run]]) -> BlockTables:
+        """Tables in which `held` is owned and all else is free: what any operations that led there have left."""
+        tables = cls(n_blocks)
+        tables._runs = {request: list(runs) for request, runs in held.items()}
+        tables.allocator = BlockAllocator.without(n_blocks, [run for runs in held.values() for run in runs])
+        return tables
 
     def add(self, request: str, blocks: int) -> None:
         """Reserve or grow: append `blocks` blocks to the request's runs."""

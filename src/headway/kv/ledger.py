@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headway.core.batch import KvOp
+from headway.core.batch import KvOp, KvVerb
 from headway.core.errors import ConfigError, InvariantError
 from headway.kv.allocator import BlockTables, Run
 
@@ -55,9 +55,9 @@ class Ledger:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def reserve(self, request: str, tokens: int, headroom_blocks: int = 0) -> Lease | None:
-        """A lease for at least `tokens` tokens, or None (and no change) when that would leave fewer than
-        `headroom_blocks` free. Raises InvariantError when the request has a lease."""
+    def reserve(self, request: str, tokens: int, headroom_blocks: int = 0, start: int = 0) -> Lease | None:
+        """A lease for at least `tokens` tokens from token `start` of the request on, or None (and no change) when that
+        would leave fewer than `headroom_blocks` free. Raises InvariantError when the request has a lease."""
         if request in self._leases:
             raise InvariantError(f"request {request} has a lease already")
         blocks = self.blocks_for(max(tokens, 1))
@@ -65,7 +65,7 @@ class Ledger:
             return None
         lease = Lease(request)
         self._leases[request] = lease
-        self._add(lease, blocks, "reserve")
+        self._add(lease, blocks, "reserve", start)
         return lease
 
     def grow(self, lease: Lease, tokens: int) -> bool:
@@ -116,8 +116,8 @@ class Ledger:
         if self._leases.get(lease.request) is not lease:
             raise InvariantError(f"the lease of {lease.request} is not of this ledger, or was freed")
 
-    def _add(self, lease: Lease, blocks: int, verb: str) -> None:
+    def _add(self, lease: Lease, blocks: int, verb: KvVerb, start: int = 0) -> None:
         self._tables.add(lease.request, blocks)
-        self._ops.append(KvOp("reserve" if verb == "reserve" else "grow", lease.request, blocks))
+        self._ops.append(KvOp(verb, lease.request, blocks, start))
         lease.blocks += blocks
         lease.tokens = lease.blocks * self.block_tokens

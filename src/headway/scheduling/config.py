@@ -54,6 +54,8 @@ class SchedulerConfig:
     kv_headroom: float = _f(0.05, "share of the KV pool that long requests leave free for shorts")
     admission_age_s: float = _f(10.0, "a request skipped for want of KV for so long stops later ones from entering")
     stages: int = _f(1, "pipeline stages: batches in flight")
+    kv_parallel: int = _f(1, "KV groups: replicas that each hold a shard of a long request's cache")
+    kv_shard_tokens: int | None = _f(None, "tokens a KV group holds of one request; default: what t_target_s allows")
     pipeline_schedule: PipelineSchedule = _f("stream", "stream: a prompt's next chunk enters when stage 0 frees (SPP)")
 
     def __post_init__(self) -> None:
@@ -72,6 +74,8 @@ class SchedulerConfig:
         need(self.progress_every >= 1, "progress_every", "at least 1")
         need(0 <= self.kv_headroom < 1, "kv_headroom", "in [0, 1)")
         need(self.stages >= 1, "stages", "at least 1")
+        need(self.kv_parallel >= 1, "kv_parallel", "at least 1")
+        need(self.kv_shard_tokens is None or self.kv_shard_tokens >= 1, "kv_shard_tokens", "at least 1")
         need(self.mode in ("default", "paper"), "mode", "'default' or 'paper'")
 
     @property

@@ -35,7 +35,7 @@ class DecodeSet:
     def add(self, member: Sequence) -> None:
         name = member.request.id
         self.members[name] = member
-        self.kv_sum += member.computed + 1
+        self.kv_sum += member.computed + 1 - member.base
         self._joined[name] = None
         member.settled = self._steps
         self.watch(member)
@@ -44,7 +44,7 @@ class DecodeSet:
         name = member.request.id
         self.settle(member)
         del self.members[name]
-        self.kv_sum -= member.computed + 1
+        self.kv_sum -= member.computed + 1 - member.base
         if name in self._joined:
             del self._joined[name]
         else:
@@ -59,6 +59,10 @@ class DecodeSet:
             member.generated += steps
             member.settled = self._steps
 
+    def settle_all(self) -> None:
+        for member in self.members.values():
+            self.settle(member)
+
     def step(self, times: int = 1) -> None:
         """Every member has computed a token and been given the next, `times` times."""
         self._steps += times
@@ -67,7 +71,8 @@ class DecodeSet:
     def watch(self, member: Sequence) -> None:
         """Note when a (settled) member will have filled its lease."""
         assert member.lease is not None
-        heapq.heappush(self._full, (self._steps + member.lease.tokens - member.computed, member.request.id))
+        room = member.lease.tokens + member.base - member.computed
+        heapq.heappush(self._full, (self._steps + room, member.request.id))
 
     def room(self) -> int:
         """Steps that the members can take before one of them has filled its lease; 0: somebody has."""
@@ -76,7 +81,7 @@ class DecodeSet:
             at, name = full[0]
             member = self.members.get(name)
             if member is not None and member.lease is not None:
-                left = member.lease.tokens - member.computed - (steps - member.settled)
+                left = member.lease.tokens + member.base - member.computed - (steps - member.settled)
                 if at == steps + left:
                     return left
             heapq.heappop(full)

@@ -23,8 +23,8 @@ MISSES = 2
 class Candidate(NamedTuple):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
-    stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV lies
-    in several groups: `past` and `remaining` are those of its largest and of its last shard, `withheld_s` is what
+    stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV
+    lies in several groups: `past` and `remaining` are those of its largest and of its last shard, `withheld_s` is what
     busier groups leave less of the time, and `row_s` what each of its rows costs to exchange.
     """
 

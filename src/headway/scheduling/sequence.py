@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from headway.core.request import Request
 from headway.kv.ledger import Lease
+from headway.kv.shards import Shard
 from headway.scheduling.policy import PrefillFacts
+
+WHOLE = 1 << 62
+"""The limit of a request that lives in one group."""
 
 
 class Sequence:
-    """One request in one scheduler. Owned and changed by the scheduler only."""
+    """One request in one group. Owned and changed by the group's scheduler only.
+
+    A request may have more groups than this one (KVP): this group holds its tokens from `base` on, at most `limit` of
+    them, and computes its rows; `shards` are the earlier tokens, in other groups, in order.
+    """
 
     __slots__ = (
         "aborted",
+        "base",
         "computed",
         "deadline_s",
         "decoding",
@@ -25,11 +34,13 @@ class Sequence:
         "is_long",
         "last_progress",
         "lease",
+        "limit",
         "order",
         "prompt",
         "request",
         "scheduled",
         "settled",
+        "shards",
         "skipped_since",
         "slot",
         "started",
@@ -45,6 +56,9 @@ class Sequence:
         self.scheduled = self.computed = request.cached_tokens
         self.generated = 0
         self.lease: Lease | None = None
+        self.base = 0
+        self.limit = WHOLE
+        self.shards: tuple[Shard, ...] = ()
         self.in_flight = 0
         self.aborted = False
         self.started = False
@@ -64,6 +78,17 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.prompt + self.generated - self.scheduled
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be scheduled here before this group's shard is full."""
+        return self.base + self.limit - self.scheduled
+
+    @property
+    def past(self) -> int:
+        """Cached tokens that the next chunk's attention reads where it reads most: in the largest of its shards."""
+        own = self.scheduled - self.base
+        return max(own, *(shard.tokens for shard in self.shards)) if self.shards else own
 
     def facts(self, remaining_s: float) -> PrefillFacts:
         return PrefillFacts(self.request.arrival_s, self.deadline_s, self.total_s, remaining_s)
