@@ -1,8 +1,8 @@
-"""Attention on CPU over ATen's flash kernel: views for history, the fresh tensors for the chunk itself.
+"""Attention on CPU: by the compiled kernels for bf16 where they are available, else by ATen's flash kernel.
 
-A chunk's history needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is
-one folded call a run plus one causal call, merged. A decode is one call a run, and nearly always there is one run;
-where the compiled kernels are available, all bf16 decodes of a layer are one call of those.
+Compiled, all decodes of a layer are one call and all chunks another, both over the pool. With ATen, a chunk's history
+needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is one folded call a run
+plus one causal call, merged; a decode is one call a run, and nearly always there is one run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headway.attention.base import AttentionPlan, Segment
 from headway.attention.kv_pool import KvPool
 from headway.attention.native import Kernels, kernels
 from headway.attention.native_decode import NativeDecodes
+from headway.attention.native_prefill import NativeChunks, pool_fits
 from headway.attention.primitive import attend, merge
 from headway.attention.slots import Writes, cut_runs, plan_writes
 
@@ -35,11 +36,12 @@ class _Rows:
 class CpuPlan:
     """One iteration, worked out: what each segment reads, and where its new keys and values go.
 
-    Decodes are either in `native`, which also stores them, or in `decodes`.
+    Decodes are either in `native`, which also stores them, or in `decodes`; chunks in `prefill` or in `chunks`.
     """
 
     rows: int
     native: NativeDecodes | None
+    prefill: NativeChunks | None
     decodes: tuple[_Rows, ...]
     chunks: tuple[_Rows, ...]
     writes: Writes
@@ -48,7 +50,7 @@ class CpuPlan:
 class CpuBackend:
     """The backend named "cpu". Stateless: everything that lasts is in the pool.
 
-    native: compiled kernels to use for bf16 decodes; by default those of this machine, if any.
+    native: compiled kernels to use for bf16; by default those of this machine, if any.
     """
 
     def __init__(self, native: Kernels | bool | None = True) -> None:
@@ -62,25 +64,37 @@ class CpuBackend:
         new: list[tuple[int, int, int]] = []
         single_rows: list[int] = []
         single_runs: list[list[tuple[int, int]]] = []
-        by_kernel = self._kernels is not None and NativeDecodes.fits(pool)
+        spans: list[tuple[int, int]] = []
+        span_runs: list[list[tuple[int, int]]] = []
+        by_kernel = self._kernels is not None and pool_fits(pool)
         for segment in segments:
             decode = segment.tokens == 1
-            seen = cut_runs(segment.runs, 0, segment.past + (1 if decode else 0))
+            whole = decode or by_kernel
+            seen = cut_runs(segment.runs, 0, segment.past + (segment.tokens if whole else 0))
+            if by_kernel:
+                for first, count in seen:
+                    pool.check(first, count)
             if decode and by_kernel:
                 single_rows.append(segment.start)
                 single_runs.append(seen)
                 continue
-            shards = tuple(pool.run_views(first, count) for first, count in seen)
-            (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
+            if by_kernel:
+                spans.append((segment.start, segment.tokens))
+                span_runs.append(seen)
+            else:
+                shards = tuple(pool.run_views(first, count) for first, count in seen)
+                (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
             row = segment.start
             for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):
                 new.append((row, first, count))
                 row += count
         rows = segments[-1].start + segments[-1].tokens
-        native = None
+        native = prefill = None
         if self._kernels is not None and single_rows:
             native = NativeDecodes(self._kernels, single_rows, single_runs, pool)
-        return CpuPlan(rows, native, tuple(decodes), tuple(chunks), plan_writes(new, rows, pool))
+        if self._kernels is not None and spans:
+            prefill = NativeChunks(self._kernels, spans, span_runs, pool)
+        return CpuPlan(rows, native, prefill, tuple(decodes), tuple(chunks), plan_writes(new, rows, pool))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """See `AttentionBackend.run`."""
@@ -91,18 +105,23 @@ class CpuBackend:
         if plan.native is not None:
             plan.native.run(layer, q, k, v, out)
         plan.writes.store(layer, k, v)
+        if plan.prefill is not None:
+            plan.prefill.run(layer, q, out)
         keys, values = 2 * layer, 2 * layer + 1
         for decode in plan.decodes:
             grouped = q[decode.start].reshape(kv_heads, q_heads // kv_heads, dim)
-            parts = [attend(grouped, shard[keys], shard[values], False) for shard in decode.shards]
+            parts = [self._attend(grouped, shard[keys], shard[values], False) for shard in decode.shards]
             out[decode.start] = _combine(parts).reshape(q_heads, dim)
         for chunk in plan.chunks:
             fresh = slice(chunk.start, chunk.stop)
             query = q[fresh].transpose(0, 1)
-            parts = [attend(query, k[fresh].transpose(0, 1), v[fresh].transpose(0, 1), True)]
-            parts += [attend(query, shard[keys], shard[values], False) for shard in chunk.shards]
+            parts = [self._attend(query, k[fresh].transpose(0, 1), v[fresh].transpose(0, 1), True)]
+            parts += [self._attend(query, shard[keys], shard[values], False) for shard in chunk.shards]
             out[fresh] = _combine(parts).transpose(0, 1)
         return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, causal, compiled=self._kernels is not None)
 
 
 def check_cover(segments: Sequence[Segment]) -> None:

@@ -53,7 +53,11 @@ class KvPool:
 
         Each is (kv_heads, count, head_dim), ready for the primitive. Called once a run and iteration.
         """
-        if first < 0 or count < 0 or first + count > self.slots:
-            raise ValueError(f"slots {first}..{first + count} are outside the pool's {self.slots}")
+        self.check(first, count)
         rows = self.data[:, :, :, first : first + count]
         return rows.flatten(0, 1).unbind(0)
+
+    def check(self, first: int, count: int) -> None:
+        """Raise ValueError unless the run lies in the pool."""
+        if first < 0 or count < 0 or first + count > self.slots:
+            raise ValueError(f"slots {first}..{first + count} are outside the pool's {self.slots}")

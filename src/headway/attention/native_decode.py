@@ -56,8 +56,3 @@ class NativeDecodes:
             self._stride, self._rows, self._slots, self._count, self._tiles, self._edges, q_heads, kv_heads, dim,
             dim**-0.5, self._scratch_at,
         )  # fmt: skip
-
-    @staticmethod
-    def fits(pool: KvPool) -> bool:
-        """Whether the kernel handles this pool: bf16 on CPU, heads of 32, 64, 96 or 128."""
-        return pool.dtype == torch.bfloat16 and pool.data.device.type == "cpu" and pool.head_dim in (32, 64, 96, 128)

@@ -12,31 +12,51 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headway.attention.native import kernels
+from headway.attention.native_prefill import attend_native, shard_fits
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None = None,
+    dtype: torch.dtype | None = None,
+    compiled: bool = True,
+) -> tuple[Tensor, Tensor]:
     """Attention of n query rows over one shard of m keys, with the weight that the shard's answer carries.
 
     q: (q_heads, n, d); k, v: (kv_heads, m, d), same dtype; q_heads is a multiple of kv_heads, and query head h reads
     KV head h // (q_heads // kv_heads). `causal` means row i sees keys 0..i and requires n == m. scale: 1/sqrt(d)
-    unless given. Returns out (q_heads, n, d) in q's dtype and lse (q_heads, n) in fp32, natural logarithm.
+    unless given, positive. Returns out (q_heads, n, d) and lse (q_heads, n) in fp32, natural logarithm. dtype: out's,
+    q's own unless given; fp32 for a partial answer that is still to be merged.
 
-    An empty shard gives zeros and -inf, which `merge` ignores. On CPU this is ATen's flash kernel; its bf16 scores and
-    sums are fp32. Strides are free except that d is contiguous.
+    An empty shard gives zeros and -inf, which `merge` ignores. Strides are free except that d is contiguous. On CPU
+    this is ATen's flash kernel, or for bf16 the compiled one where there is one (and `compiled`), whose fp32 answer was
+    never rounded to bf16. Scores and sums are fp32 in both.
     """
     q_heads, rows, dim = q.shape
     kv_heads, keys, _ = k.shape
     if causal and rows != keys:
         raise ValueError(f"a causal call is square, but there are {rows} rows and {keys} keys")
+    dtype = dtype or q.dtype
     if keys == 0 or rows == 0:
-        return torch.zeros_like(q), torch.full((q_heads, rows), -math.inf, dtype=torch.float32, device=q.device)
+        lse = torch.full((q_heads, rows), -math.inf, dtype=torch.float32, device=q.device)
+        return torch.zeros_like(q, dtype=dtype), lse
+    if compiled and dtype in (torch.bfloat16, torch.float32) and shard_fits(q, k, v):
+        native = kernels()
+        if native is not None:
+            return attend_native(native, q, k, v, causal, dim**-0.5 if scale is None else scale, dtype)
     attention = _attend_flash if q.device.type == "cpu" else _attend_math
     if causal or q_heads == kv_heads:
-        return attention(q, k, v, causal, scale)
+        out, lse = attention(q, k, v, causal, scale)
+        return out.to(dtype), lse
     group = q_heads // kv_heads
     out, lse = attention(q.reshape(kv_heads, group * rows, dim), k, v, False, scale)
-    return out.reshape(q_heads, rows, dim), lse.reshape(q_heads, rows)
+    return out.reshape(q_heads, rows, dim).to(dtype), lse.reshape(q_heads, rows)
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,221 @@
+"""The compiled prefill kernel against double precision and ATen: shapes, runs, masks, extremes, threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headway.attention.base import Segment
+from headway.attention.cpu import CpuBackend
+from headway.attention.kv_pool import KvPool
+from headway.attention.native import kernels
+from headway.attention.primitive import attend, merge
+
+pytestmark = pytest.mark.skipif(
+    kernels() is None, reason="no C++ compiler or no AVX-512 BF16 here: there are no kernels to test"
+)
+BLOCK, SPAN = 192, 1024
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def inputs(seed: int, rows: int, keys: int, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """bf16 q (q_heads, rows, dim), k and v (kv_heads, keys, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads[0], rows, dim), (heads[1], keys, dim), (heads[1], keys, dim))
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    return q, k, v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """In double precision; causal is aligned at the last row and key."""
+    group = q.shape[0] // k.shape[0]
+    keys, values = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
+    scores = q.double() @ keys.transpose(1, 2) / math.sqrt(q.shape[-1])
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
+
+
+def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """bf16 weights and fp32 sums: answers within 2^-8 of the largest, log-sum-exps within fp32's own error."""
+    assert torch.allclose(got[0].double(), wanted[0], rtol=0, atol=2**-8 * float(wanted[0].abs().max()))
+    assert torch.allclose(got[1].double(), wanted[1], rtol=3e-6, atol=1e-5)
+
+
+def in_pool(k: Tensor, v: Tensor, block: int, past: int, seed: int) -> tuple[KvPool, tuple[tuple[int, int], ...]]:
+    """A pool with the first `past` tokens in shuffled blocks, NaN elsewhere; the runs of all tokens."""
+    heads, keys, dim = k.shape
+    count = -(-keys // block)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    pool = KvPool(1, heads, count * block, dim, torch.bfloat16)
+    pool.data.fill_(float("nan"))
+    for index, place in enumerate(order):
+        low, high = index * block, min(past, (index + 1) * block)
+        for plane, data in enumerate((k, v)):
+            if low < high:
+                pool.data[0, plane, :, place * block : place * block + high - low] = data[:, low:high]
+    return pool, tuple((place * block, block) for place in order)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    rows=st.one_of(st.integers(2, 40), st.integers(90, 135)),
+    past=st.one_of(st.just(0), st.integers(0, 40), st.integers(BLOCK - 9, 3 * BLOCK)),
+    heads=st.sampled_from([(1, 1), (4, 1), (6, 2), (8, 2), (7, 1), (3, 3)]),
+    dim=st.sampled_from([32, 64, 96, 128]),
+    block=st.sampled_from([1, 7, 16, 100, 1024]),
+    seed=st.integers(0, 99),
+)
+def test_a_chunk_over_any_runs_is_exact_causal_attention(
+    rows: int, past: int, heads: tuple[int, int], dim: int, block: int, seed: int
+) -> None:
+    q, k, v = inputs(seed, rows, past + rows, heads, dim)
+    pool, runs = in_pool(k, v, block, past, seed)
+    batch = [x.transpose(0, 1) for x in (q, k[:, past:], v[:, past:])]
+    outs = []
+    for compiled in (True, False):
+        backend = CpuBackend(compiled)
+        plan = backend.plan([Segment(0, rows, past, runs)], pool)
+        assert (plan.prefill is not None) == compiled
+        outs.append(backend.run(0, *batch, plan).transpose(0, 1).double())
+    wanted, _ = exact(q, k, v, True)
+    errors = [float((out - wanted).abs().max()) for out in outs]
+    assert errors[0] <= 2**-7 * float(wanted.abs().max())
+    assert errors[0] <= 1.5 * errors[1] + 2**-8 * float(wanted.abs().max())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 130),
+    keys=st.one_of(st.integers(1, 30), st.integers(BLOCK - 2, BLOCK + 2), st.integers(400, 900)),
+    heads=st.sampled_from([(1, 1), (8, 2), (5, 1)]),
+    dim=st.sampled_from([32, 64, 96, 128]),
+    token_major=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_shard_gives_fp32_answers_and_their_weight(
+    rows: int, keys: int, heads: tuple[int, int], dim: int, token_major: bool, seed: int
+) -> None:
+    q, k, v = inputs(seed, rows, keys, heads, dim)
+    if token_major:
+        q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+    out, lse = attend(q, k, v, False, dtype=torch.float32)
+    assert out.dtype == lse.dtype == torch.float32
+    check((out, lse), exact(q, k, v, False))
+    if rows == keys:
+        check(attend(q, k, v, True, dtype=torch.float32), exact(q, k, v, True))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 48, 49, 191, 192, 193])
+def test_square_causal_calls_at_tile_edges(rows: int) -> None:
+    q, k, v = inputs(rows, rows, rows, (4, 2), 64)
+    check(attend(q, k, v, True, dtype=torch.float32), exact(q, k, v, True))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("rows", "keys"), [(3, 2 * SPAN), (5, 4 * SPAN + 1), (40, 3 * SPAN - 1), (700, 2 * SPAN + 77)])
+def test_spans_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
+    q, k, v = inputs(rows, rows, keys, (4, 1), 64)
+    check(attend(q, k, v, False, dtype=torch.float32), exact(q, k, v, False))
+    pool, runs = in_pool(k, v, 300, keys - rows, 0)
+    backend = CpuBackend()
+    batch = [x.transpose(0, 1) for x in (q, k[:, keys - rows :], v[:, keys - rows :])]
+    out = backend.run(0, *batch, backend.plan([Segment(0, rows, keys - rows, runs)], pool))
+    wanted, _ = exact(q, k, v, True)
+    assert (out.transpose(0, 1).double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_cut_span_whose_late_pieces_some_rows_do_not_see() -> None:
+    rows = 2 * SPAN + 300
+    q, k, v = inputs(7, rows, rows, (1, 1), 32)
+    check(attend(q, k, v, True, dtype=torch.float32), exact(q, k, v, True))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "spikes"])
+@pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
+def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float) -> None:
+    q, k, v = inputs(11, 21, 500, (4, 2), 64)
+    ramp = torch.linspace(0.0, strength, 500)
+    if order == "falling":
+        ramp = ramp.flip(0)
+    if order == "spikes":
+        ramp = ramp * (torch.arange(500) % 97 == 5)
+    k[:, :, 0] = ramp.bfloat16()
+    q[:, :, 0] = q[:, :, 0].abs()
+    check(attend(q, k, v, False, dtype=torch.float32), exact(q, k, v, False))
+
+
+def test_huge_logits_are_finite_and_pick_the_largest() -> None:
+    q, k, v = inputs(13, 30, 300, (2, 1), 64)
+    for sign in (1, -1):
+        out, lse = attend(q * 1000, sign * k.abs() * 1000 if sign < 0 else k * 1000, v, False, dtype=torch.float32)
+        assert out.isfinite().all()
+        assert lse.isfinite().all()
+    check(attend(q * 1000, k * 1000, v, False, dtype=torch.float32), exact(q * 1000, k * 1000, v, False))
+
+
+def test_equal_scores_give_the_mean_and_the_count() -> None:
+    q, k, v = inputs(17, 20, 777, (2, 1), 96)
+    out, lse = attend(torch.zeros_like(q), k, v, False, dtype=torch.float32)
+    assert torch.allclose(out, v.float().mean(1).expand(2, 20, 96), atol=1e-6)
+    assert torch.allclose(lse, torch.full_like(lse, math.log(777)), atol=1e-6)
+
+
+def test_shards_of_a_ring_merge_to_the_whole() -> None:
+    q, k, v = inputs(19, 50, 600, (8, 2), 64)
+    parts = [
+        attend(q, *pair, False, dtype=torch.float32)
+        for pair in zip(k.split([200, 1, 399], 1), v.split([200, 1, 399], 1), strict=True)
+    ]
+    check(merge([out for out, _ in parts], [lse for _, lse in parts]), exact(q, k, v, False))
+
+
+def test_a_scale_and_the_type_of_the_answer_are_the_callers() -> None:
+    q, k, v = inputs(23, 9, 40, (2, 2), 64)
+    wide, lse = attend(q, k, v, False, 0.25, dtype=torch.float32)
+    scores = q.double() @ k.double().transpose(1, 2) * 0.25
+    check((wide, lse), (torch.softmax(scores, -1) @ v.double(), torch.logsumexp(scores, -1)))
+    narrow, _ = attend(q, k, v, False, 0.25)
+    assert torch.equal(narrow, wide.bfloat16())
+
+
+def test_chunks_that_share_a_prefix_in_one_iteration() -> None:
+    past, rows = 333, (40, 2, 1, 65)
+    q, k, v = inputs(29, sum(rows), past + sum(rows), (8, 2), 64)
+    pool = KvPool(1, 2, 1000, 64, torch.bfloat16)
+    pool.data.fill_(float("nan"))
+    for plane, data in enumerate((k, v)):
+        pool.data[0, plane, :, 100 : 100 + past] = data[:, :past]
+    segments, start = [], 0
+    for count in rows:
+        segments.append(Segment(start, count, past, ((100, past), (500 + start, count))))
+        start += count
+    batch = [x.transpose(0, 1).contiguous() for x in (q, k[:, past:], v[:, past:])]
+    backend = CpuBackend()
+    out = backend.run(0, *batch, backend.plan(segments, pool)).transpose(0, 1)
+    for segment in segments:
+        own = slice(segment.start, segment.start + segment.tokens)
+        keys, values = (torch.cat([x[:, :past], x[:, past:][:, own]], 1) for x in (k, v))
+        wanted, _ = exact(q[:, own], keys, values, True)
+        assert (out[:, own].double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+def test_a_plan_refuses_runs_outside_the_pool() -> None:
+    pool = KvPool(1, 1, 64, 64, torch.bfloat16)
+    for segment in (Segment(0, 4, 62, ((0, 66),)), Segment(0, 1, 64, ((0, 65),)), Segment(0, 4, 0, ((-1, 4),))):
+        with pytest.raises(ValueError, match="outside the pool"):
+            CpuBackend().plan([segment], pool)
