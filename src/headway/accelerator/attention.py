@@ -26,14 +26,20 @@ def kv_bytes(shape: ModelShape, precision: Precision) -> float:
 
 
 class ChunkNumbers(NamedTuple):
-    """One layer of a chunk's attention: numbers, or arrays of them. group: resident bytes of one KV head's queries
-    and outputs. moved_by_past: bytes a cached token."""
+    """One layer of a chunk's attention: numbers, or arrays of them. array_s, softmax_s: seconds of either unit, side by
+    side. group: resident bytes of one KV head's queries and outputs. moved_by_past: bytes a cached token."""
 
-    compute_s: Any
+    array_s: Any
+    softmax_s: Any
     moved: Any
     moved_by_past: Any
     fill: Any
     group: Any
+
+    def seconds(self, bandwidth: float) -> Any:
+        """As `OpCost.seconds`."""
+        rest_s = (self.moved - self.fill) / bandwidth
+        return self.fill / bandwidth + np.maximum(np.maximum(self.array_s, self.softmax_s), rest_s)
 
 
 def chunk_numbers(
@@ -52,12 +58,12 @@ def chunk_numbers(
     pairs = tokens * past + (tokens * (tokens + 1) / 2 if assumed.causal else tokens * tokens * 1.0)
     if assumed.mapper:
         streamed = np.maximum(shape.q_heads // shape.kv_heads * tokens, machine.rows)
-        cycles = (_tiles(shape, machine, past) * streamed + own) * (shape.kv_heads / machine.arrays)
-        compute_s = (cycles + machine.rows + machine.columns) / machine.clock_hz
+        cycles = (tiles(shape, machine, past) * streamed + own) * (shape.kv_heads / machine.arrays)
+        array_s = (cycles + machine.rows + machine.columns) / machine.clock_hz
     else:
-        compute_s = 4.0 * pairs * shape.q_heads * shape.head_dim / (machine.flops * assumed.utilisation)
+        array_s = 4.0 * pairs * shape.q_heads * shape.head_dim / (machine.flops * assumed.utilisation)
     scores = pairs * shape.q_heads
-    compute_s = np.maximum(compute_s, assumed.softmax_ops * scores / (machine.vector_lanes * machine.clock_hz))
+    softmax_s = assumed.softmax_ops * scores / (machine.vector_lanes * machine.clock_hz)
     per_token = kv_bytes(shape, precision)
     queries = tokens * shape.q_heads * shape.head_dim * precision.activation_bytes
     # Queries and FP32 outputs of one KV head's group are resident; where they are not, KV is read once a block.
@@ -70,7 +76,7 @@ def chunk_numbers(
         moved = moved + np.where(spilled / shape.q_heads > machine.compute_bytes / 2, 4.0 * spilled, 0.0)
     first = 2.0 * machine.columns * shape.head_dim * precision.kv_bytes if assumed.mapper else 0.0
     fill = np.minimum(moved, first) if techniques.double_buffering else moved
-    return ChunkNumbers(compute_s, moved, passes * per_token, fill, group)
+    return ChunkNumbers(array_s, softmax_s, moved, passes * per_token, fill, group)
 
 
 def chunk_attention(
@@ -92,7 +98,7 @@ def chunk_attention(
     return OpCost(
         "prefill attention",
         "array",
-        float(found.compute_s),
+        max(float(found.array_s), float(found.softmax_s)),
         float(found.moved),
         float(found.fill),
         min(float(found.group), machine.compute_bytes / 2) + (queries if fused else 0.0),
@@ -129,13 +135,13 @@ def vector_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv
 
 def array_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv_tokens: int) -> float:
     """The same on the arrays: a group of query heads streams through each tile, which costs at least R cycles."""
-    cycles = _tiles(shape, machine, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
+    cycles = tiles(shape, machine, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
     return (
         cycles * shape.kv_heads / (machine.arrays * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation))
     )
 
 
-def _tiles(shape: ModelShape, machine: Machine, tokens: int) -> int:
+def tiles(shape: ModelShape, machine: Machine, tokens: int) -> int:
     """Tiles of keys and of values of one KV head."""
     rows, columns, wide = machine.rows, machine.columns, shape.head_dim
     return -(-wide // rows) * -(-tokens // columns) + -(-tokens // rows) * -(-wide // columns)
@@ -145,7 +151,7 @@ def own_cycles(shape: ModelShape, machine: Machine, tokens: int, causal: bool) -
     """A chunk's attention to itself, for one KV head: rows that stream through each tile."""
     group = shape.q_heads // shape.kv_heads
     if not causal:
-        return float(_tiles(shape, machine, tokens) * max(group * tokens, machine.rows))
+        return float(tiles(shape, machine, tokens) * max(group * tokens, machine.rows))
     total = 0.0
     for size, each in (
         (machine.columns, -(-shape.head_dim // machine.rows)),

@@ -4,7 +4,9 @@ A product of M rows, K deep and N wide is mapped by three choices:
 
 - tiling of on-chip memory: inputs resident and weights streamed once; or 1 to 128 blocks of columns whose weights are
   resident while inputs stream by (inputs are read once a block); or 2 to 128 blocks of rows whose inputs are resident
-  (weights are read once a block). Tiles that stream are held twice where double-buffered.
+  (weights are read once a block); or blocks of rows by blocks of columns whose sums are resident while K streams
+  (inputs are read once a block of columns, weights once a block of rows). Tiles that stream are held twice where
+  double-buffered.
 - dataflow: what stays in an array while the rest streams through it. Weights (rows stream: ceil(K/R) · ceil(N/C)
   tiles of max(M, R) cycles each, the R being the load of the next tile), outputs (K streams) or inputs (N streams).
 - split: tiles over arrays, and the streamed dimension cut 1 to 16 ways where there are too few tiles. Arrays take
@@ -32,10 +34,18 @@ Floats = npt.NDArray[np.float64]
 DATAFLOWS = ("weight-stationary", "output-stationary", "input-stationary")
 SPLITS = (1, 2, 4, 8, 16)
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
-TILINGS = (("inputs resident", 1), *(("column blocks", b) for b in BLOCKS), *(("row blocks", b) for b in BLOCKS[1:]))
-BY_COLUMNS = np.array([kind == "column blocks" for kind, _ in TILINGS])[None, :]
-BY_ROWS = np.array([kind == "row blocks" for kind, _ in TILINGS])[None, :]
-CUT = np.array([float(count) for _, count in TILINGS])[None, :]
+TILINGS = (
+    ("inputs resident", 1, 1),
+    *(("column blocks", 1, b) for b in BLOCKS),
+    *(("row blocks", b, 1) for b in BLOCKS[1:]),
+    *(("output blocks", b, c) for b in BLOCKS for c in BLOCKS),
+)
+BY_COLUMNS, BY_ROWS, BY_OUTPUTS = (
+    np.array([kind == name for kind, _, _ in TILINGS])[None, :]
+    for name in ("column blocks", "row blocks", "output blocks")
+)
+CUT_ROWS = np.array([float(rows) for _, rows, _ in TILINGS])[None, :]
+CUT_COLUMNS = np.array([float(columns) for _, _, columns in TILINGS])[None, :]
 SPLIT = np.array([float(split) for split in SPLITS])[None, :]
 ACCUMULATOR_BYTES = 4
 
@@ -82,15 +92,17 @@ def search(gemms: Sequence[Gemm], machine: Machine, double_buffering: bool = Tru
     weights, inputs, output = n * k * w, m * k * a, m * outputs * a
     tile = np.minimum(float(machine.macs), n * k) * w
 
-    tn = np.where(BY_COLUMNS, np.ceil(n / CUT), n)
-    tm = np.where(BY_ROWS, np.ceil(m / CUT), m)
-    blocks = np.ceil(np.where(BY_COLUMNS, n / tn, m / tm))
-    moved = weights * np.where(BY_ROWS, blocks, 1.0) + output * (1.0 - kept_out)
-    moved += inputs * (1.0 - kept_in) * np.where(BY_COLUMNS, blocks, 1.0)
+    tm, tn = np.ceil(m / CUT_ROWS), np.ceil(n / CUT_COLUMNS)
+    of_rows, of_columns = np.ceil(m / tm), np.ceil(n / tn)
+    blocks = of_rows * of_columns
+    moved = weights * of_rows + inputs * (1.0 - kept_in) * of_columns + output * (1.0 - kept_out)
     slab = np.minimum(tm, float(machine.rows)) * k * a
     resident = np.where(BY_ROWS, times, 1.0) * tm * k * a
     held = np.where(BY_COLUMNS, times * (tn * k * w + slab) + inputs * kept_in, times * tile + resident)
-    held += tm * machine.columns * ACCUMULATOR_BYTES + output * kept_out
+    held += tm * machine.columns * ACCUMULATOR_BYTES
+    deep = np.minimum(k, float(machine.rows))
+    sums = tm * tn * ACCUMULATOR_BYTES + times * deep * (tm * a * (1.0 - kept_in) + tn * w) + inputs * kept_in
+    held = np.where(BY_OUTPUTS, sums, held) + output * kept_out
 
     moved = np.where(held <= machine.compute_bytes, moved, np.inf)
     least = moved.min(axis=1)
@@ -125,8 +137,9 @@ def search(gemms: Sequence[Gemm], machine: Machine, double_buffering: bool = Tru
 
 
 def _words(tiling: int, way: int) -> str:
-    kind, count = TILINGS[tiling]
-    cut = kind if kind == "inputs resident" else f"{count} {kind}"
+    kind, rows, columns = TILINGS[tiling]
+    cut = kind if kind == "inputs resident" else f"{rows} × {columns} {kind}" if kind == "output blocks" else ""
+    cut = cut or f"{rows * columns} {kind}"
     split = SPLITS[way % len(SPLITS)]
     return f"{DATAFLOWS[way // len(SPLITS)]}, {cut}" + (f", split {split}" if split > 1 else "")
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from headway.accelerator.attention import array_seconds, chunk_numbers, kv_bytes, own_cycles, vector_seconds
+from headway.accelerator.attention import (
+    ChunkNumbers,
+    array_seconds,
+    chunk_numbers,
+    kv_bytes,
+    own_cycles,
+    tiles,
+    vector_seconds,
+)
 from headway.accelerator.machine import Machine
 from headway.accelerator.operators import Setting, elementwise_cost, fused_of, products
 from headway.accelerator.timeline import Mode
@@ -63,16 +71,24 @@ class AcceleratorLatency:
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         """Attention of a chunk over all layers."""
+        if first == last < len(self._one):
+            return np.array([self._one_s(past, first)])
         if last < self._own.size:
             tokens, own, fused = (table[first : last + 1] for table in (self._tokens, self._own, self._chunk_fused))
         else:
             tokens = np.arange(first, last + 1, dtype=np.float64)
             own, fused = self._own[-1] * (tokens / (self._own.size - 1)) ** 2, np.zeros(tokens.size, dtype=bool)
         found = self._numbers(tokens, past, own, fused)
-        seconds = found.fill / self._bandwidth + np.maximum(
-            found.compute_s, (found.moved - found.fill) / self._bandwidth
-        )
-        return np.asarray(np.where(tokens > 0, seconds * self._layers, 0.0), dtype=np.float64)
+        return np.asarray(np.where(tokens > 0, found.seconds(self._bandwidth) * self._layers, 0.0), dtype=np.float64)
+
+    def _one_s(self, past: int, tokens: int) -> float:
+        """The same for one size, which a scheduler asks for most: a microsecond."""
+        own_s, by_unit_s, softmax_s, softmax_by_past, moved, by_past, most_fill = self._one[tokens]
+        units = tiles(self._model, self.setting.machine, past) if self.setting.assumed.mapper else past
+        moved += by_past * past
+        fill = min(moved, most_fill)
+        busy_s = max(own_s + by_unit_s * units, softmax_s + softmax_by_past * past)
+        return self._layers * (fill / self._bandwidth + max(busy_s, (moved - fill) / self._bandwidth))
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         """Attention of decodes that fetch all of their KV then."""
@@ -147,8 +163,31 @@ class AcceleratorLatency:
         found = self._numbers(self._tokens, 0, self._own, self._chunk_fused)
         self._chunk_moved: list[float] = np.asarray(found.moved).tolist()
         self._chunk_by_past: list[float] = np.broadcast_to(np.asarray(found.moved_by_past), self._tokens.shape).tolist()
+        self._one = self._lines(found)
 
-    def _numbers(self, tokens: Any, past: int, own: Any, fused: Any) -> Any:
+    def _lines(self, alone: ChunkNumbers) -> list[tuple[float, ...]]:
+        """For each size what its attention costs alone, and a cached token (or tile of them) more. Empty where scores
+        spill to HBM, which is not linear in the past."""
+        setting = self.setting
+        if not setting.techniques.flash_attention:
+            return []
+        far = 1 << 20
+        units = tiles(self._model, setting.machine, far) if setting.assumed.mapper else far
+        over = self._numbers(self._tokens, far, self._own, self._chunk_fused)
+        double = setting.techniques.double_buffering
+        columns = (
+            alone.array_s,
+            (over.array_s - alone.array_s) / units,
+            alone.softmax_s,
+            (over.softmax_s - alone.softmax_s) / far,
+            alone.moved,
+            alone.moved_by_past,
+            over.fill if double else np.inf,
+        )
+        lists = [np.broadcast_to(np.asarray(c, dtype=np.float64), self._tokens.shape).tolist() for c in columns]
+        return [(0.0,) * 7, *list(zip(*lists, strict=True))[1:]]
+
+    def _numbers(self, tokens: Any, past: int, own: Any, fused: Any) -> ChunkNumbers:
         s = self.setting
         return chunk_numbers(self._model, s.machine, s.precision, s.assumed, s.techniques, tokens, past, own, fused)
 
