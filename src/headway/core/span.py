@@ -12,12 +12,15 @@ import msgspec
 
 from headway.core.request import Request
 
-AttentionStrategy = Literal["local", "ring", "ulysses", "megatron"]
+AttentionStrategy = Literal["local", "ring", "striped", "ulysses", "megatron"]
 MlpStrategy = Literal["local", "ulysses", "megatron"]
 
 
 class Strategy(msgspec.Struct, frozen=True):
-    """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3)."""
+    """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3).
+
+    attn `ring` gives each instance one contiguous run of tokens, `striped` (or zigzag) interleaves them, so that all
+    have the same causal attention to compute."""
 
     attn: AttentionStrategy = "local"
     mlp: MlpStrategy = "local"

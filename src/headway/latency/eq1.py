@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.latency.groups import GroupShape
+from headway.core.span import Strategy
+from headway.latency.groups import GroupLatency, GroupShape
 
 SCHEMA = "headway.eq1/1"
+_STRIPED = Strategy(attn="striped")
 
 
 class Coefficients(msgspec.Struct, frozen=True):
@@ -104,6 +106,19 @@ def fit(samples: Iterable[Sample]) -> Eq1Latency:
     if not by_size:
         raise ConfigError("there are no measurements to fit")
     return Eq1Latency({sp: _fit_size(sp, mine) for sp, mine in by_size.items()}, "Eq. (1), fitted")
+
+
+def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Latency:
+    """Eq. (1) for another model of groups, from samples of 1K to 256K tokens with up to as much history. Groups larger
+    than `node` are taken to span several nodes."""
+    samples = [
+        Sample(sp, past, tokens, latency.prefill_s(past, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
+        for sp in sizes
+        for tokens in (_K << k for k in range(9))
+        for past in (0, tokens // 2, tokens, 4 * tokens)
+    ]
+    found = fit(samples)
+    return Eq1Latency(found.sizes, f"Eq. (1) fitted to: {latency.source}")
 
 
 def _fit_size(sp: int, samples: list[Sample]) -> Coefficients:

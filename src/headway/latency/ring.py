@@ -1,9 +1,10 @@
 """A chunk on a ring of instances, derived from one instance's latency model: what is used where nobody has measured.
 
-Each instance computes its share of the rows and of causal attention, evenly (striped or zigzag). A layer's attention
-has `sp` steps, each the longer of computing a block and of passing a block's KV to the neighbour, and at least
-`step_s`, what starting a step costs on every layer (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an
-instance over 32 layers). Nothing overlaps across layers.
+Each instance computes its share of the rows and of causal attention, evenly (striped or zigzag; with contiguous shares,
+`ring`, all wait for the last one, which sees nearly all keys). A layer's attention has `sp` steps, each the longer of
+computing a block and of passing a block's KV to the neighbour, and at least `step_s`, what starting a step costs on
+every layer (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing
+overlaps across layers.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class RingLatency:
         rows = min(mine, 2 * MAX_CHUNK)
         rows_s = float(self._instance.token_s(rows, rows)[0]) * (mine / rows)
         attention_s = one_chunk_s(self._instance, past, tokens) / group.sp
+        if group.strategy.attn == "ring" and group.sp > 1:
+            attention_s *= _imbalance(past, tokens, group.sp)
         if group.sp == 1:
             return rows_s + attention_s
         layers, shape = self._shape.layers, self._shape
@@ -48,6 +51,12 @@ class RingLatency:
 
     def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
+
+
+def _imbalance(past: int, tokens: int, sp: int) -> float:
+    """Attention of the last contiguous share over the mean one's."""
+    mine = tokens / sp
+    return (past + tokens - mine / 2) / (past + tokens / 2)
 
 
 def largest(seconds: object, budget_s: float, limit: int = 1 << 24) -> int:

@@ -1,0 +1,118 @@
+"""Tetris's planner: the fast one gives the literal algorithms' plans, and every plan keeps what the paper promises."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import ConfigError
+from headway.latency import eq1
+from headway.latency.eq1 import Coefficients, Eq1Latency
+from headway.latency.groups import GroupShape
+from headway.placement.cdsp import CdspPlanner
+from headway.placement.cdsp_literal import Allocation, LiteralPlanner
+from headway.placement.cdsp_native import native_search
+
+TABLE = eq1.extended(eq1.tetris_table1(), 128)
+STATES = 5_000
+HAVE_NATIVE = native_search([[0]], [(1, TABLE.sizes[1])], True) is not None
+
+
+class State:
+    """A pool, a request, and a rate."""
+
+    def __init__(self, rng: random.Random, most: int = 32) -> None:
+        count = rng.choice([n for n in (4, 8, 12, 16, 32, 64) if n <= most])
+        per_node = rng.choice((8, 8, 8, 4, 3))
+        self.nodes = [i // per_node for i in range(count)]
+        self.sizes = [1 << k for k in range(7) if 1 << k <= count]
+        self.rate = rng.choice((0.0, 0.05, 0.3, 0.6))
+        idle = rng.choice((0.0, 0.3, 1.0))
+        self.queue_s = [0.0 if rng.random() < idle else rng.uniform(0.0, rng.choice((0.5, 5.0))) for _ in range(count)]
+        self.tokens = rng.randint(1, 190_000)
+        self.cached = rng.choice((0, 0, 5_000))
+
+    def literal(self, latency: Eq1Latency = TABLE) -> Allocation:
+        planner = LiteralPlanner(latency, self.sizes, self.nodes, self.rate)
+        return planner.plan(self.tokens, dict(enumerate(self.queue_s)), self.cached)
+
+    def fast(self, native: bool, latency: Eq1Latency = TABLE) -> Allocation:
+        planner = CdspPlanner(latency, self.sizes, self.nodes, native=native)
+        return planner.plan(self.tokens, self.queue_s, self.rate, self.cached)
+
+
+WAYS = [
+    pytest.param(False, id="python"),
+    pytest.param(True, id="compiled", marks=pytest.mark.skipif(not HAVE_NATIVE, reason="no C++ compiler")),
+]
+
+
+@pytest.mark.parametrize("native", WAYS)
+def test_fast_plans_are_the_literal_ones(native: bool) -> None:
+    rng, chunked = random.Random(20250101), 0
+    for _ in range(STATES):
+        state = State(rng)
+        fast, literal = state.fast(native), state.literal()
+        assert fast.ttft_s == pytest.approx(literal.ttft_s, rel=1e-9, abs=1e-9)
+        assert [len(chunk.group) for chunk in fast.chunks] == [len(chunk.group) for chunk in literal.chunks]
+        assert [chunk.tokens for chunk in fast.chunks] == pytest.approx([c.tokens for c in literal.chunks], abs=1)
+        chunked += len(fast.chunks) > 1
+    assert chunked > STATES / 10
+
+
+def test_fast_plans_are_the_literal_ones_where_nothing_can_be_pruned() -> None:
+    odd = Eq1Latency({s: Coefficients(c.a, c.b, c.d, c.d * (1.3 if s == 4 else 1.0)) for s, c in TABLE.sizes.items()})
+    rng = random.Random(3)
+    for _ in range(300):
+        state = State(rng, 16)
+        literal = state.literal(odd)
+        for native in (False, True) if HAVE_NATIVE else (False,):
+            assert state.fast(native, odd).ttft_s == pytest.approx(literal.ttft_s, rel=1e-9)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_plans_keep_their_promises(seed: int) -> None:
+    state = State(random.Random(seed), 64)
+    plan = state.fast(HAVE_NATIVE)
+    assert sum(chunk.tokens for chunk in plan.chunks) == state.tokens
+    assert all(chunk.tokens > 0 for chunk in plan.chunks)
+    at, past, before = 0.0, state.cached, set()
+    for tokens, group in plan.chunks:
+        assert before < set(group), "groups are nested and grow"
+        assert len(group) == len(set(group)) in state.sizes
+        start = max(at, *(state.queue_s[i] for i in group))  # not before its group is free, nor its predecessor done
+        at = start + TABLE.prefill_s(past, tokens, GroupShape(len(group)))
+        past, before = past + tokens, set(group)
+    assert at == pytest.approx(plan.ttft_s)
+    planner = CdspPlanner(TABLE, state.sizes, state.nodes)
+    single = planner.plan(state.tokens, state.queue_s, state.rate, state.cached, single=True)
+    assert len(single.chunks) == 1
+    assert plan.ttft_s <= single.ttft_s + 1e-9
+    idle = planner.plan(state.tokens, [0.0] * len(state.nodes), state.rate, state.cached)
+    assert len(idle.chunks) == 1, "no queues, no gaps to fill"
+
+
+def test_groups_keep_to_nodes() -> None:
+    planner = LiteralPlanner(TABLE, [2, 4, 8, 16], [i // 8 for i in range(24)], 0.0)
+    pool = {i: float(i % 8) for i in range(24)} | {9: 0.5, 10: 0.5}
+    assert planner.get_group(pool, (), 3) == (8, 9, 10)  # the node whose third queue is shortest
+    assert planner.get_group(pool, (16, 17), 4) == (16, 17, 18, 19)  # first inside the held node
+    assert planner.get_group(pool, (0,), 16) == tuple(range(16))  # the rest on one more node
+    assert planner.get_group(pool, (), 24) == tuple(range(24))
+
+
+def test_unknown_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="SP sizes"):
+        CdspPlanner(eq1.tetris_table1(), [3], [0] * 8)
+
+
+def test_the_improvement_rate_keeps_groups_small() -> None:
+    sizes, nodes = [1, 2, 4, 8, 16], [i // 8 for i in range(16)]
+    planner = CdspPlanner(TABLE, sizes, nodes)
+    groups = [len(planner.plan(32_768, [0.0] * 16, rate).chunks[0].group) for rate in (0.0, 0.2, 0.4, 0.7)]
+    assert groups == sorted(groups, reverse=True)
+    assert groups[0] > groups[-1]

@@ -1,0 +1,117 @@
+"""Tetris as a policy: rates by load, decode placement by freeness, and whole runs on a simulated cluster."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.hardware.links import LINKS
+from headway.hardware.models import model
+from headway.latency import eq1
+from headway.placement.base import Arrived, Commit, Transfer
+from headway.placement.decode import DecodeSide
+from headway.placement.registry import Surroundings, check_options, make_placement
+from headway.placement.tetris import Tetris
+from headway.placement.tetris_rates import RateControl, RateTable, load_rates
+from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+
+NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+
+
+def book(prefill: int = 16, decode: int = 2) -> ClusterBook:
+    first = [Instance(id=i, node=i // 8, role="prefill") for i in range(prefill)]
+    rest = [Instance(id=prefill + i, node=9 + i, role="decode", tp=8, capacity=100_000) for i in range(decode)]
+    return ClusterBook((*first, *rest), NET)
+
+
+def request(tokens: int, name: str = "r0", output: int = 10) -> Request:
+    return Request(id=name, arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=output)
+
+
+def test_a_plan_becomes_nested_spans_and_their_transfers() -> None:
+    state = book()
+    for i in range(8):
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=12.0 if i < 4 else 9.0))
+    for i in range(8, 16):
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=15.0))
+    policy = make_placement("tetris", SURROUNDINGS, {"rate": 0.05})
+    commit, *transfers = policy.on_event(Arrived(request(100_000)), ClusterView(state, 8.0))
+    assert isinstance(commit, Commit)
+    assert len(commit.spans) > 1
+    assert (commit.spans[0].start, commit.spans[-1].end) == (0, 100_000)
+    assert all(a.end == b.start and set(a.group) < set(b.group) for a, b in pairwise(commit.spans))
+    assert transfers == [Transfer("r0", 16, index) for index in range(len(commit.spans))]
+    single = make_placement("tetris", SURROUNDINGS, {"rate": 0.05, "single_chunk": True})
+    alone = single.on_event(Arrived(request(100_000, output=1)), ClusterView(state, 8.0))
+    assert [len(action.spans) for action in alone if isinstance(action, Commit)] == [1]
+    assert len(alone) == 1
+
+
+def test_rates_follow_the_load_and_can_be_replaced() -> None:
+    state = book()
+    control = RateControl(RateTable(points=((0.5, 0.1), (1.0, 0.3), (1.5, 0.6))), window_s=30.0, refresh_s=30.0)
+    rates = []
+    for second in range(121):
+        for k in range(1 if second < 60 else 3):
+            if second % 2 == 0:
+                state.arrived(second + 0.1 * k)
+        rates.append(control.rate(ClusterView(state, float(second) + 0.5)))
+    assert rates[59] == 0.1
+    assert rates[-1] == 0.6
+    assert sum(a != b for a, b in pairwise(rates)) <= 3  # only when refreshed
+    control.replace(RateTable(points=((0.0, 0.42),)))
+    assert control.rate(ClusterView(state, 121.0)) == 0.42
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate": 1.5}, "from 0 to below 1"),
+        ({"rate": 0.1, "rates": [[1.0, 0.2]]}, "give one of"),
+        ({"speed": 3}, "its options: mode, sizes, rate"),
+        ({"rate": "fast"}, "Expected `float"),
+        ({"mode": "quick"}, "default or paper"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options("tetris", options)
+
+
+def test_bad_rate_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_rates(file)
+    file.write_text('{"points": [[1.0, 1.5]], "schema": "headway.tetris-rates/1"}')
+    with pytest.raises(ConfigError, match="not a load"):
+        load_rates(file)
+
+
+def test_decodes_go_where_slots_per_running_request_are_most() -> None:
+    state, side = book(), DecodeSide()
+    view = ClusterView(state, 0.0)
+    assert side.choose(view) == 16
+    side.place(request(60_000), [(0,)], view)
+    assert side.choose(view) == 17  # what is on its way counts
+    state.put(msgspec.structs.replace(state.instances[17], used=50_000, running=4))
+    assert side.choose(ClusterView(state, 0.0)) == 16  # 40,000 free for nobody beside 50,000 for four
+    side.withdraw("r0")
+    assert side.freeness(view, 16) == 100_000
+
+
+def test_policies_may_be_asked_before_anything_has_happened() -> None:
+    for name in ("fifo", "fixed-sp", "context-parallel", "tetris"):
+        policy = make_placement(name, SURROUNDINGS)
+        actions = policy.on_event(Arrived(request(5_000)), ClusterView(book(), 3.0))
+        assert actions
+        assert policy.next_wakeup(3.0) is None
+    assert isinstance(make_placement("tetris", SURROUNDINGS), Tetris)
+    with pytest.raises(ConfigError, match="unknown placement 'tetra'; known are"):
+        make_placement("tetra", SURROUNDINGS)
