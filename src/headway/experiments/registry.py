@@ -41,6 +41,12 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "mnemosyne.fig22": ("mnemosyne_fig22:run", "decodes beside a chunk: batch time"),
     "mnemosyne.headlines": ("mnemosyne_headlines:run", "1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M"),
     "mnemosyne.amdahl": ("kvp_decode:amdahl", "KV parallelism as Amdahl's law with 4 : 1"),
+    "packing-prefetch.fig1": ("packing_prefetch:fig1", "compute against HBM bandwidth, and what is bound by which"),
+    "packing-prefetch.slo": ("packing_prefetch:slo", "the TBT limits: 16.70 and 19.23 ms"),
+    "packing-prefetch.case1": ("packing_prefetch:case1", "speed-ups over prefill and KV tokens (Fig. 5)"),
+    "packing-prefetch.case2": ("packing_prefetch:case2", "speed-ups over the prefetch buffer (Fig. 6)"),
+    "packing-prefetch.case3": ("packing_prefetch_service:case3", "requests a second within the SLO (Fig. 7)"),
+    "packing-prefetch.case4": ("packing_prefetch_service:case4", "throughput against latency by chunk (Fig. 8)"),
 }
 
 

@@ -47,5 +47,6 @@ def _source(source: Mapping[str, Any]) -> str:
         )
     lines = [f"latency: {latency}", f"scenario: {source['scenario']}"]
     if source["seeds"]:
-        lines.append(f"seeds {', '.join(map(str, source['seeds']))}; window {source['window_s']:g} s")
+        window = "to the last request's end" if source["window_s"] is None else f"{source['window_s']:g} s"
+        lines.append(f"seeds {', '.join(map(str, source['seeds']))}; window {window}")
     return "\n".join(lines)
