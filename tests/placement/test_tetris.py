@@ -37,19 +37,17 @@ def request(tokens: int, name: str = "r0", output: int = 10) -> Request:
 
 def test_a_plan_becomes_nested_spans_and_their_transfers() -> None:
     state = book()
-    for i in range(8):
-        state.put(msgspec.structs.replace(state.instances[i], free_at_s=12.0 if i < 4 else 9.0))
-    for i in range(8, 16):
-        state.put(msgspec.structs.replace(state.instances[i], free_at_s=15.0))
+    for i in range(8, 16):  # the gap of §2.4's last example, wider
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=9.0))
     policy = make_placement("tetris", SURROUNDINGS, {"rate": 0.05})
-    commit, *transfers = policy.on_event(Arrived(request(100_000)), ClusterView(state, 8.0))
+    commit, *transfers = policy.on_event(Arrived(request(131_072)), ClusterView(state, 8.0))
     assert isinstance(commit, Commit)
     assert len(commit.spans) > 1
-    assert (commit.spans[0].start, commit.spans[-1].end) == (0, 100_000)
+    assert (commit.spans[0].start, commit.spans[-1].end) == (0, 131_072)
     assert all(a.end == b.start and set(a.group) < set(b.group) for a, b in pairwise(commit.spans))
     assert transfers == [Transfer("r0", 16, index) for index in range(len(commit.spans))]
     single = make_placement("tetris", SURROUNDINGS, {"rate": 0.05, "single_chunk": True})
-    alone = single.on_event(Arrived(request(100_000, output=1)), ClusterView(state, 8.0))
+    alone = single.on_event(Arrived(request(131_072, output=1)), ClusterView(state, 8.0))
     assert [len(action.spans) for action in alone if isinstance(action, Commit)] == [1]
     assert len(alone) == 1
 

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 NESTED: dict[tuple[str, str], str] = {
     ("profile", "check"): "headway.cli.profile_check",
     ("profile", "fit"): "headway.cli.profile_fit",
+    ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
 }
 """Second words that are commands of their own."""
 

@@ -1,0 +1,69 @@
+"""`headway profile fit-eq1 FILE --out FILE`: fit Tetris's Eq. (1) to measured prefill times of SP groups.
+
+FILE is a CSV with the columns sp, past, tokens, seconds (a measurement a row; without `past`: no history), or the word
+table1 for Tetris's own measurements. Relative weights: short prompts count as much as long ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.latency.eq1 import Sample
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="CSV of sp, past, tokens, seconds; or table1")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write the fit (JSON)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from headway.latency import eq1
+
+    samples = eq1.table1_samples() if arguments.file == "table1" else _read(Path(arguments.file))
+    found = eq1.fit(samples)
+    errors = eq1.errors(found, samples)
+    history = any(s.past for s in samples)
+    words = f"Eq. (1) fitted to {len(samples)} measurements of {arguments.file}"
+    words += "" if history else "; no history measured: c = 2d"
+    file = eq1.Eq1File(source=words, sizes=found.sizes, errors=errors)
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    print(words)
+    print(f"{'SP':>4} {'a (s)':>9} {'b (us)':>9} {'c (ns)':>9} {'d (ns)':>9} {'worst':>7} {'mean':>7}")
+    for sp, c in found.sizes.items():
+        worst, mean = errors[sp]
+        numbers = f"{c.a:>9.4f} {c.b * 1e6:>9.3f} {c.c * 1e9:>9.4f} {c.d * 1e9:>9.4f}"
+        print(f"{sp:>4} {numbers} {worst:>7.1%} {mean:>7.1%}")
+    print(f"written to {arguments.out}")
+    return 0
+
+
+def _read(path: Path) -> list[Sample]:
+    from headway.latency.eq1 import Sample
+
+    try:
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a CSV file: {error}") from error
+    if not rows or not {"sp", "tokens", "seconds"} <= set(rows[0]):
+        raise ConfigError(f"{path} needs the columns sp, tokens and seconds (and past, where there is history)")
+    samples = []
+    for number, row in enumerate(rows, 2):
+        try:
+            samples.append(Sample(int(row["sp"]), int(row.get("past") or 0), int(row["tokens"]), float(row["seconds"])))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+    return samples

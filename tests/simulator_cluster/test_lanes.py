@@ -1,0 +1,110 @@
+"""Lanes under random commits, holds, pauses and releases: always in order, never stuck, held groups whole."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.simulator.cluster.lanes import Entry, Lanes
+
+
+class Bustle:
+    """Random work on lanes; whatever can start is started at once."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.lanes = Lanes(i // 4 for i in range(12))
+        self.running: list[Entry] = []
+        self.parked: list[Entry] = []
+        self.held: dict[str, tuple[int, ...]] = {}
+        self.open = 0
+        self.names = 0
+        self.starts: dict[int, list[int]] = {i: [] for i in range(12)}
+
+    def group(self) -> tuple[int, ...]:
+        return self.lanes.ordered(self.rng.sample(range(12), self.rng.choice((1, 2, 4, 8, 12))))
+
+    def step(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.35:
+            self.names += 1
+            before = None
+            for _ in range(self.rng.choice((1, 1, 2, 3))):
+                before = Entry("span", f"r{self.names}", self.group(), None, before)
+                self.lanes.append(before)
+                self.open += 1
+        elif choice < 0.45:
+            self.names += 1
+            self.lanes.append(Entry("hold", f"h{self.names}", self.group(), None))
+            self.open += 1
+        elif choice < 0.55 and self.running:
+            entry = self.running.pop(self.rng.randrange(len(self.running)))
+            self.lanes.park(entry)
+            self.parked.append(entry)
+        elif choice < 0.65 and self.parked:
+            self.lanes.push(self.parked.pop())
+        elif choice < 0.75 and self.held:
+            self.release(self.rng.choice(sorted(self.held)))
+        elif self.running:
+            self.finish(self.rng.randrange(len(self.running)))
+        self.settle()
+
+    def release(self, name: str) -> None:
+        group = self.held.pop(name)
+        assert self.lanes.release(name) == tuple(sorted(group))
+
+    def finish(self, index: int) -> None:
+        self.lanes.finish(self.running.pop(index))
+
+    def settle(self) -> None:
+        again = True
+        while again:
+            again = False
+            for entry in self.lanes.candidates(range(12)):
+                if entry.state == "waiting" and self.lanes.ready(entry):
+                    assert entry.after is None or entry.after.state == "done"
+                    self.lanes.start(entry)
+                    self.open -= 1
+                    again = True
+                    if entry.kind == "hold":
+                        self.held[entry.owner] = entry.group
+                    else:
+                        self.running.append(entry)
+        self.lanes.check()
+        for name, group in self.held.items():
+            assert all(self.lanes.holder[i] == name for i in group), "a hold is whole"
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_nothing_ever_gets_stuck(seed: int) -> None:
+    bustle = Bustle(seed)
+    for _ in range(120):
+        bustle.step()
+    for _ in range(10_000):
+        bustle.settle()
+        if bustle.parked:
+            bustle.lanes.push(bustle.parked.pop())
+        elif bustle.running:
+            bustle.finish(0)
+        elif bustle.held:
+            bustle.release(min(bustle.held))
+        else:
+            break
+    assert not any(bustle.lanes.waiting), "whoever waits gets its turn once others end"
+    assert not any(bustle.lanes.running)
+
+
+def test_a_resumed_span_goes_before_all_that_waits() -> None:
+    lanes = Lanes([0, 0])
+    first, second = Entry("span", "a", (0, 1), None), Entry("span", "b", (0,), None)
+    lanes.append(first)
+    lanes.append(second)
+    lanes.start(first)
+    lanes.park(first)
+    assert lanes.ready(second)
+    lanes.push(first)
+    assert not lanes.ready(second)
+    assert lanes.ready(first)
