@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from fake_engine import FakeEngine, fail, say
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engine.protocol import EngineStats
+from headway.server.docs_page import docs_page
 from headway.server.logging import _JsonFormatter, _TextFormatter
 from headway.server.metrics import ALIASES
 
@@ -109,9 +111,31 @@ async def test_models_version_docs(connect: Any) -> None:
             ("alias", "fake-model", 4096),
         ]
         assert "version" in (await client.get("/version")).json()
-        assert (await client.get("/docs")).status_code == 200
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} <= set(paths)
+
+
+async def test_docs_name_every_endpoint_and_field_and_load_nothing(connect: Any) -> None:
+    async with connect() as client:
+        reply = await client.get("/docs")
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/html")
+    assert reply.headers["content-security-policy"].startswith("default-src 'none'")
+    for path, methods in paths.items():
+        assert f"<code>{path}</code>" in reply.text
+        for endpoint in methods.values():
+            for body in endpoint.get("requestBody", {}).get("content", {}).values():
+                assert all(f"<th>{field}</th>" in reply.text for field in body["schema"]["properties"])
+    assert not re.search(r"https?://|//[a-z]|<script|<link|<img|@import|url\(", reply.text)
+
+
+def test_docs_escape_what_a_description_holds() -> None:
+    page = docs_page({"info": {"title": "<i>", "version": "1"}, "paths": {"/<b>": {"get": {"summary": "a<script>"}}}})
+    assert "<i>" not in page
+    assert "<b>a" in page
+    assert "/<b>" not in page
+    assert "<script>" not in page
 
 
 async def test_tokenize_and_back(connect: Any) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from headway.core.errors import HeadwayError
 from headway.engine.protocol import EngineClient
@@ -18,6 +18,7 @@ from headway.server.body import BodyReader
 from headway.server.chat import ChatFormat, parse_chat
 from headway.server.completions import CompletionFormat, parse_completion
 from headway.server.context import Context
+from headway.server.docs_page import DOCS_HEADERS, docs_page
 from headway.server.errors import ApiError, as_api_error, error_response
 from headway.server.gate import Gate
 from headway.server.metrics import Metrics
@@ -59,14 +60,22 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             server.bodies.close()
             await engine.close()
 
-    app = FastAPI(title="Headway", version=operations.package_version(), lifespan=lifespan)
+    app = FastAPI(
+        title="Headway", version=operations.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.headway = server
     app.add_middleware(Gate, api_key=settings.api_key)
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for each in (router, operations.router, tokens.router):
         app.include_router(each)
+    app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app
+
+
+async def _show_docs(request: Request) -> Response:
+    """All endpoints on one page that loads nothing from anywhere."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
 
 
 async def _on_headway_error(request: Request, error: Exception) -> Response:

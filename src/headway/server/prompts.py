@@ -14,6 +14,10 @@ from headway.core.errors import RequestError
 from headway.server.fields import Fields
 from headway.server.tokenizer import Tokenizer
 
+PIECE_BYTES = 32 << 10
+"""JSON of token ids is decoded in pieces of this size. A decoder holds the interpreter's lock from first byte to last,
+so that a million ids at once would stall every other thread, the event loop's among them, for some 60 ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -25,7 +29,7 @@ class Prompt:
     @classmethod
     def of(cls, ids: Sequence[int]) -> Prompt:
         """From ids that have been checked already."""
-        buffer = array("i", ids)
+        buffer = ids if isinstance(ids, array) else array("i", ids)
         if sys.byteorder == "big":
             buffer.byteswap()
         return cls(memoryview(buffer).cast("B"), len(ids))
@@ -71,7 +75,7 @@ class PromptReader:
         raw = fields.raw(name)
         if raw is None or not _starts(raw, b"["):
             raise RequestError(f"'{name}' is required: an array of token ids", name)
-        return self._decode_ids(raw, name, name)
+        return self._decode_ids(raw, name, name).tolist()
 
     def _one(self, raw: msgspec.Raw, fields: Fields, name: str, label: str) -> Prompt:
         if _starts(raw, b"["):
@@ -92,13 +96,30 @@ class PromptReader:
             raise RequestError(f"'{label}' is empty", name)
         return Prompt.of(ids)
 
-    def _decode_ids(self, raw: msgspec.Raw, name: str, label: str) -> list[int]:
+    def _decode_ids(self, raw: msgspec.Raw, name: str, label: str) -> array[int]:
+        found = self._in_pieces(bytes(raw))
+        if found is not None:
+            return found
         try:
-            return self._ids.decode(raw)
+            return array("i", self._ids.decode(raw))
         except msgspec.ValidationError as error:
             where = str(error).rpartition("$")[2].rstrip("`")
             message = f"'{label}'{where and ' at ' + where} must be a token id in 0..{self._vocab_size - 1}"
             raise RequestError(message, name) from None
+
+    def _in_pieces(self, text: bytes) -> array[int] | None:
+        """The ids of a JSON array that is known to be JSON; None when some item is no token id."""
+        ids = array("i")
+        at, end = text.index(b"[") + 1, text.rindex(b"]")
+        while at < end:
+            cut = text.find(b",", min(at + PIECE_BYTES, end), end)
+            cut = end if cut < 0 else cut
+            try:
+                ids.extend(self._ids.decode(b"[%b]" % text[at:cut]))
+            except msgspec.MsgspecError:
+                return None
+            at = cut + 1
+        return ids
 
 
 def _starts(raw: msgspec.Raw, char: bytes, skip: int = 0) -> bool:

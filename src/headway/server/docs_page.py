@@ -1,0 +1,51 @@
+"""/docs: the OpenAPI description as one page of plain HTML, without scripts and without the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 54rem; padding: 0 1rem; color: #1a1a1a; }
+h2 { border-top: 1px solid #ccc; margin-top: 2rem; padding-top: 1rem; font-size: 1.1rem; }
+code, th { font-family: ui-monospace, monospace; font-size: .9em; }
+.method { display: inline-block; min-width: 3.2rem; font-weight: 600; color: #0a5; }
+table { border-collapse: collapse; } th, td { padding: .1rem 1.5rem .1rem 0; text-align: left; font-weight: 400; }
+@media (prefers-color-scheme: dark) { body { background: #16181c; color: #ddd; } h2 { border-color: #444; } }
+"""
+
+
+def docs_page(openapi: Mapping[str, Any]) -> str:
+    """The page for this description: each endpoint with its summary, its words, and the fields of its body."""
+    info = openapi["info"]
+    title = escape(f"{info['title']} {info['version']}")
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
+        '<p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>',
+    ]
+    for path, methods in openapi["paths"].items():
+        for method, endpoint in methods.items():
+            parts.append(_endpoint(path, method, endpoint))
+    return "\n".join([*parts, "</body></html>"])
+
+
+def _endpoint(path: str, method: str, endpoint: Mapping[str, Any]) -> str:
+    lines = [
+        f'<h2><span class="method">{escape(method.upper())}</span> <code>{escape(path)}</code></h2>',
+        f"<p><b>{escape(endpoint.get('summary', ''))}.</b> {escape(endpoint.get('description', ''))}</p>",
+    ]
+    content = endpoint.get("requestBody", {}).get("content", {})
+    for kind, body in content.items():
+        schema = body["schema"]
+        required = schema.get("required", [])
+        rows = [
+            f"<tr><th>{escape(name)}</th><td>{escape(field.get('type', 'any'))}</td>"
+            f"<td>{'required' if name in required else ''}</td></tr>"
+            for name, field in schema["properties"].items()
+        ]
+        lines.append(f"<p>Body: <code>{escape(kind)}</code></p><table>{''.join(rows)}</table>")
+    return "\n".join(lines)
