@@ -14,7 +14,7 @@ class Linear:
 
     On CPU the weight is packed for oneDNN, which would otherwise re-lay it at every call: half of the time at 1 to 64
     rows. The exception is bf16 where the compiled kernels are available: these read the plain layout, and faster still.
-    A packed weight cannot be read or cut any more; `plain` is None then.
+    A packed weight cannot be read in place or cut any more; `plain` is None then.
     """
 
     __slots__ = ("_packed", "_weight", "bias", "in_features", "out_features")
@@ -36,6 +36,10 @@ class Linear:
     def plain(self) -> Tensor | None:
         """The weight (out, in), where it was kept readable."""
         return None if self._packed else self._weight
+
+    def dense(self) -> Tensor:
+        """The weight (out, in), readable: unpacked into a copy where it was packed."""
+        return self._weight.to_dense() if self._packed else self._weight
 
     @property
     def parameters(self) -> int:

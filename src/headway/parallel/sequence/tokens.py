@@ -1,0 +1,44 @@
+"""Which member of a ring computes which tokens of a chunk. Pure data.
+
+With a causal mask later tokens cost more, so that equal consecutive shares are unequal work. Zigzag (2N shards, member
+i takes the i-th and the i-th last; Tetris §2.2) and striped placement (every N-th token; Brandon et al. 2023) are even.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.int64]
+"""Global token positions of a request."""
+
+Order = Literal["zigzag", "striped", "contiguous"]
+ORDERS: tuple[Order, ...] = ("zigzag", "striped", "contiguous")
+
+
+def spread(start: int, tokens: int, members: int, order: Order) -> tuple[Positions, ...]:
+    """The positions in [start, start + tokens) of each member, ascending. Members get none where tokens run out.
+
+    Shares differ by one token at most, in zigzag by two.
+    """
+    end = start + tokens
+    if order == "striped":
+        return tuple(np.arange(start + member, end, members, dtype=np.int64) for member in range(members))
+    if order == "contiguous":
+        return tuple(start + _share(tokens, members, member) for member in range(members))
+    shards = 2 * members
+    return tuple(
+        start + np.concatenate([_share(tokens, shards, i), _share(tokens, shards, shards - 1 - i)])
+        for i in range(members)
+    )
+
+
+def share(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Where an even cut of `size` things begins and ends its part: the first things go to the first part."""
+    return part * size // parts, (part + 1) * size // parts
+
+
+def _share(tokens: int, parts: int, part: int) -> Positions:
+    return np.arange(*share(tokens, parts, part), dtype=np.int64)

@@ -1,0 +1,135 @@
+"""Every strategy, placement and growing group gives one process's answers (fp32), on virtual ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompts import SHAPE, Model, Part, compare, prompt_of, route, take_part
+from virtual_ranks import on_ranks
+
+from checkpoints import make_tiny
+from headway.parallel.sequence.tokens import ORDERS
+
+BOUND = 1e-4
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    """Plain; with biases; with head norms and a head_dim of its own."""
+    folder = tmp_path_factory.mktemp("models")
+    families = ("llama", "qwen2", "qwen3")
+    return {name: Model(make_tiny(name, Path(folder / name), **SHAPE)) for name in families}
+
+
+def check(model: Model, parts: list[Part], tp: int = 1) -> None:
+    specs = route(parts, tp)
+    prompt = prompt_of(specs[-1].end)
+    ranks = range(max(part.ranks for part in parts))
+    said = on_ranks(ranks, lambda transport: take_part(model, transport, specs, prompt))
+    assert compare(model, specs, prompt, said[0]) < BOUND
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("attn", ["ring", "ulysses"])
+def test_families(models: dict[str, Model], family: str, attn: str) -> None:
+    check(models[family], [Part(23, 4, attn), Part(31, 4, attn)])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_rings_with_history(models: dict[str, Model], order: str, ranks: int) -> None:
+    check(models["llama"], [Part(29, ranks, order=order), Part(50, ranks, order=order), Part(17, ranks, order=order)])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ulysses_with_history_and_more_ranks_than_kv_heads(models: dict[str, Model], ranks: int) -> None:
+    check(models["llama"], [Part(29, ranks, "ulysses"), Part(50, ranks, "ulysses"), Part(17, ranks, "ulysses")])
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(4, 2), (6, 2), (8, 4), (8, 2)])
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_ulysses_in_nodes_and_a_ring_between_them(models: dict[str, Model], ranks: int, node: int, order: str) -> None:
+    check(models["llama"], [Part(29, ranks, "ulysses", order=order, node=node), Part(40, ranks, "ulysses", node=node)])
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_megatron_with_history(models: dict[str, Model], tp: int) -> None:
+    check(models["llama"], [Part(29, tp, "megatron", "megatron"), Part(50, tp, "megatron", "megatron")], tp)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("attn", ["ring", "ulysses"])
+def test_groups_that_grow(models: dict[str, Model], attn: str, order: str) -> None:
+    check(
+        models["llama"],
+        [Part(21, 1, attn, order=order), Part(34, 2, attn, order=order), Part(27, 4, attn, order=order)],
+    )
+
+
+@pytest.mark.parametrize("attn", ["megatron", "ulysses"])
+@pytest.mark.parametrize("mlp", ["megatron", "ulysses"])
+def test_groups_that_grow_over_tensor_parallel_regions(models: dict[str, Model], attn: str, mlp: str) -> None:
+    check(models["llama"], [Part(21, 2, attn, mlp), Part(34, 4, attn, mlp), Part(27, 8, attn, mlp)], tp=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("attn", ["megatron", "ulysses"])
+@pytest.mark.parametrize("mlp", ["megatron", "ulysses"])
+@pytest.mark.parametrize("node", [2, 4])
+def test_fast_sp_combinations(models: dict[str, Model], family: str, attn: str, mlp: str, node: int) -> None:
+    """Two tensor-parallel ranks a region, one or two regions a node, two regions."""
+    check(models[family], [Part(23, 4, attn, mlp, node=node), Part(18, 4, attn, mlp, node=node)], tp=2)
+
+
+@pytest.mark.parametrize("attn", ["megatron", "ulysses"])
+def test_whole_weights_from_more_ranks_than_kv_heads(models: dict[str, Model], attn: str) -> None:
+    check(models["qwen2"], [Part(23, 4, attn, "ulysses"), Part(18, 8, attn, "ulysses")], tp=4)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_fewer_tokens_than_ranks(models: dict[str, Model], order: str, tokens: int) -> None:
+    """Members of the ring without a token of the chunk, and later without one of history."""
+    check(models["llama"], [Part(tokens, 4, order=order), Part(1, 4, order=order), Part(9, 6, order=order)])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_fewer_tokens_than_ranks_in_every_combination(models: dict[str, Model], tokens: int) -> None:
+    check(models["llama"], [Part(tokens, 4, "ulysses"), Part(1, 4, "ulysses"), Part(tokens, 4, "ulysses", node=2)])
+    for attn in ("megatron", "ulysses"):
+        for mlp in ("megatron", "ulysses"):
+            check(models["llama"], [Part(tokens, 4, attn, mlp), Part(tokens, 4, attn, mlp)], tp=2)
+
+
+def test_another_strategy_for_each_chunk(models: dict[str, Model]) -> None:
+    check(
+        models["llama"],
+        [Part(11, 1), Part(13, 2, "ulysses"), Part(12, 4, order="striped"), Part(9, 4, "ulysses", node=2), Part(5, 4)],
+    )
+    check(
+        models["qwen2"],
+        [Part(11, 2, "megatron"), Part(13, 4, "ulysses", "megatron"), Part(7, 8, "megatron", "ulysses")],
+        tp=2,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, list[Part]]:
+    tp = draw(st.sampled_from([1, 2]))
+    size, parts = 1, []
+    for _ in range(draw(st.integers(1, 3))):
+        size = draw(st.sampled_from([n for n in (1, 2, 4) if n >= size]))
+        ranks = size * tp
+        node = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n % tp == 0 and ranks % n == 0]))
+        attn, mlp = draw(st.sampled_from(["megatron", "ulysses"])), draw(st.sampled_from(["megatron", "ulysses"]))
+        parts.append(Part(draw(st.integers(1, 40)), ranks, attn, mlp, draw(st.sampled_from(ORDERS)), node))
+    return tp, parts
+
+
+@settings(max_examples=25)
+@given(cases(), st.sampled_from(["llama", "qwen2", "qwen3"]))
+def test_any_route(models: dict[str, Model], case: tuple[int, list[Part]], family: str) -> None:
+    check(models[family], case[1], case[0])

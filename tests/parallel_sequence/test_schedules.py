@@ -1,0 +1,238 @@
+"""Placements, masks, rings, layouts and moves as data: what must be true of them for every size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import ConfigError
+from headway.core.span import Strategy
+from headway.model.random_weights import reference_config
+from headway.parallel.sequence.chunk import ChunkPlan
+from headway.parallel.sequence.cover import Block, cover
+from headway.parallel.sequence.group import ChunkSpec, SpGroup
+from headway.parallel.sequence.layout import EMPTY, KvLayout, gathered, moves
+from headway.parallel.sequence.ring import ring
+from headway.parallel.sequence.steps import Exchange
+from headway.parallel.sequence.tokens import ORDERS, spread
+
+CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,
+                 vocab_size=50)  # fmt: skip
+
+
+def seen(blocks: tuple[Block, ...], rows: int, keys: int) -> np.ndarray:
+    """How often each pair is attended."""
+    counts = np.zeros((rows, keys), dtype=int)
+    for block in blocks:
+        height, width = block.row_end - block.row, block.key_end - block.key
+        assert height > 0
+        assert width > 0
+        part = np.ones((height, width), dtype=int)
+        if block.causal:
+            assert height == width
+            part = np.tril(part)
+        counts[block.row : block.row_end, block.key : block.key_end] += part
+    return counts
+
+
+positions = st.sets(st.integers(0, 60), max_size=24).map(lambda found: np.array(sorted(found), dtype=np.int64))
+
+
+@given(positions, positions, st.integers(0, 5))
+def test_a_cover_is_the_mask(queries: np.ndarray, keys: np.ndarray, past: int) -> None:
+    mask = np.concatenate([np.ones((len(queries), past), dtype=int), keys[None] <= queries[:, None]], axis=1)
+    assert np.array_equal(seen(cover(queries, keys, past), *mask.shape), mask)
+
+
+@given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 9), st.sampled_from(ORDERS))
+def test_every_token_has_one_place(start: int, tokens: int, members: int, order: str) -> None:
+    parts = spread(start, tokens, members, order)
+    assert sorted(np.concatenate(parts)) == list(range(start, start + tokens))
+    assert all(np.all(np.diff(part) > 0) for part in parts)
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= (2 if order == "zigzag" else 1)
+
+
+@given(
+    st.integers(1, 50), st.integers(1, 8), st.sampled_from(ORDERS), st.lists(st.integers(0, 5), min_size=8, max_size=8)
+)
+def test_a_ring_attends_to_every_pair_once(tokens: int, members: int, order: str, past: list[int]) -> None:
+    fresh, past = spread(100, tokens, members, order), past[:members]
+    for member in range(members):
+        steps = ring(member, fresh, past)
+        assert sorted(step.source for step in steps) == list(range(members))
+        assert steps[0].source == member
+        for step, behind in pairwise(steps):
+            assert (step.arriving, step.arriving_keys) == (behind.source, behind.keys)
+            given_away = ring((member - 1) % members, fresh, past)[steps.index(step)]
+            assert (step.arriving, step.arriving_keys) == (given_away.source, given_away.keys)
+        assert steps[-1].arriving == -1
+        for step in steps:
+            mask = fresh[step.source][None] <= fresh[member][:, None]
+            history = np.ones((len(fresh[member]), past[step.source]), dtype=int)
+            wanted = np.concatenate([history, mask], axis=1)
+            assert step.keys == wanted.shape[1]
+            assert np.array_equal(seen(step.blocks, *wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_placements_balance_the_work_and_the_calls(order: str) -> None:
+    """Contiguous shares leave the last of 8 members 15 times the first one's work."""
+    fresh = spread(0, 4096, 8, order)
+    work = [sum(int(seen(s.blocks, len(fresh[m]), s.keys).sum()) for s in ring(m, fresh, [0] * 8)) for m in range(8)]
+    assert max(work) / min(work) < 1.01
+    assert all(len(s.blocks) <= 2 for m in range(8) for s in ring(m, fresh, [512] * 8))
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> list[ChunkSpec]:
+    """Chunks of a prompt on groups that grow, each with a strategy of its own."""
+    specs, at, size = [], 0, 1
+    tp = draw(st.sampled_from([1, 2]))
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n >= size]))
+        ranks = size * tp
+        attn = draw(st.sampled_from(["ring", "ulysses"] if ranks in (1, 2, 4, 8) else ["ring"]))
+        node = draw(
+            st.sampled_from([None] + [n for n in range(tp, ranks + 1, tp) if ranks % n == 0 and n in (1, 2, 4, 8)])
+        )
+        if attn == "ulysses" and node is None and ranks not in (1, 2, 4, 8):
+            attn = "ring"
+        tokens = draw(st.integers(1, 20))
+        group = SpGroup(tuple(range(10, 10 + ranks)), tp, node)
+        order = draw(st.sampled_from(ORDERS))
+        mlp = draw(st.sampled_from(["megatron", "ulysses"]))
+        specs.append(ChunkSpec(at, at + tokens, group, Strategy(attn=attn, mlp=mlp), order))
+        at += tokens
+    return specs
+
+
+def contents(layout: KvLayout) -> dict[int, np.ndarray]:
+    """Each rank's slots as (head, position) marks, (heads, slots)."""
+    return {
+        rank: np.array([[1000 * head + p for p in one.positions] for head in one.heads]).reshape(len(one.heads), -1)
+        for rank, one in layout.items()
+    }
+
+
+def moved(before: KvLayout, after: KvLayout) -> dict[int, np.ndarray]:
+    """What the moves make of it."""
+    old = contents(before)
+    new = {rank: np.full((len(one.heads), len(one.positions)), -1) for rank, one in after.items()}
+    for move in moves(before, after):
+        source, target = before[move.source].heads.start, after[move.target].heads.start
+        taken = old[move.source][move.heads.start - source : move.heads.stop - source][:, move.from_slots]
+        heads = slice(move.heads.start - target, move.heads.stop - target)
+        assert np.all(new[move.target][heads][:, move.to_slots] == -1), "a slot is written twice"
+        new[move.target][heads, move.to_slots] = taken
+    return new
+
+
+@settings(max_examples=150)
+@given(routes())
+def test_moves_bring_every_layout_about(route: list[ChunkSpec]) -> None:
+    held: KvLayout = EMPTY
+    for spec in route:
+        chunk = ChunkPlan(spec, held, CONFIG)
+        for rank, marks in moved(held, chunk.history).items():
+            assert np.array_equal(marks, contents(chunk.history)[rank])
+        sizes = {len(one.positions) for one in chunk.history.values()}
+        assert max(sizes) - min(sizes) <= 1
+        kept = {head for one in chunk.after.values() for head in one.heads}
+        assert kept == set(range(CONFIG.kv_heads))
+        held = chunk.after
+    for tp in (1, 2, 4):
+        final = gathered(range(50, 50 + tp), route[-1].end, CONFIG)
+        for rank, marks in moved(held, final).items():
+            assert np.array_equal(marks, contents(final)[rank])
+
+
+def test_growing_a_ring_moves_as_little_as_can_be() -> None:
+    """Twice the ranks: each of the old ones gives the second half of what it holds, and nothing else moves (Fig. 5)."""
+    one = ChunkPlan(ChunkSpec(0, 64, SpGroup((0, 1, 2, 3))), EMPTY, CONFIG)
+    two = ChunkPlan(ChunkSpec(64, 96, SpGroup(tuple(range(8)))), one.after, CONFIG)
+    real = [move for move in moves(one.after, two.history) if move.source != move.target]
+    assert [(move.source, move.target, len(move.to_slots)) for move in real] == [(i, 4 + i, 8) for i in range(4)]
+    assert all(list(move.from_slots) == list(range(8, 16)) for move in real)
+
+
+@settings(max_examples=150)
+@given(routes())
+def test_exchanges_fit_together(route: list[ChunkSpec]) -> None:
+    """What one rank sends is what another expects, and each target is filled: once, or by every sender for a sum."""
+    held: KvLayout = EMPTY
+    for spec in route:
+        chunk = ChunkPlan(spec, held, CONFIG)
+        held = chunk.after
+        plans = {rank: chunk.rank(rank) for rank in spec.group.ranks}
+        lists = {}
+        for rank, plan in plans.items():
+            found = []
+            for step in (*plan.enter, *plan.fetch, *plan.layer, *plan.leave):
+                found += [step] if isinstance(step, Exchange) else list(getattr(step, "parts", ()))
+            lists[rank] = found
+        check_messages(lists)
+        for found in lists.values():
+            for step in found:
+                check_target(step)
+
+
+def check_messages(lists: dict[int, list[Exchange]]) -> None:
+    """Between two ranks, sizes in the order sent are sizes in the order expected, register by register."""
+    sent: dict[tuple[int, int], list[tuple[str, list[int]]]] = {}
+    expected: dict[tuple[int, int], list[tuple[str, list[int]]]] = {}
+    for rank, found in lists.items():
+        for step in found:
+            for piece in step.sends:
+                sent.setdefault((rank, piece.peer), []).append((step.target, [cut.size for cut in piece.cuts]))
+            for piece in step.receives:
+                expected.setdefault((piece.peer, rank), []).append((step.target, [cut.size for cut in piece.cuts]))
+    assert sent == expected
+
+
+def check_target(step: Exchange) -> None:
+    filled = np.zeros((step.rows, step.columns), dtype=int)
+    for piece in step.receives:
+        for cut in piece.cuts:
+            filled[cut.row : cut.row_end, cut.column : cut.column_end] += 1
+    if step.add:
+        assert len(np.unique(filled)) <= 1
+        assert all(len(piece.cuts) == 1 for piece in step.receives)
+    elif not step.target.endswith("bias"):
+        assert np.all(filled == (1 if step.receives else 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: SpGroup(()), "group.ranks"),
+        (lambda: SpGroup((0, 1, 1)), "group.ranks"),
+        (lambda: SpGroup((0, 1, 2), tp=2), "group.tp 2"),
+        (lambda: SpGroup((0, 1, 2, 3), tp=2, node=1), "group.node 1"),
+        (lambda: ChunkSpec(4, 4, SpGroup((0,))), r"chunk \[4, 4\)"),
+        (lambda: ChunkSpec(0, 4, SpGroup((0,)), order="spiral"), "order 'spiral'"),
+        (lambda: ChunkSpec(0, 4, SpGroup((0,)), Strategy(kvp=2)), "strategy.kvp 2"),
+        (
+            lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0, 1, 2)), Strategy(attn="ulysses")), EMPTY, CONFIG),
+            "ulysses over 3",
+        ),
+        (lambda: ChunkPlan(ChunkSpec(4, 8, SpGroup((0,))), EMPTY, CONFIG), "chunk start 4"),
+        (lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0,))), EMPTY, CONFIG, wanted=[4]), "wanted"),
+        (
+            lambda: ChunkPlan(
+                ChunkSpec(8, 9, SpGroup((0, 2))),
+                ChunkPlan(ChunkSpec(0, 8, SpGroup((0, 1))), EMPTY, CONFIG).after,
+                CONFIG,
+            ),
+            r"must include ranks \[1\]",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()  # type: ignore[operator]
