@@ -6,7 +6,7 @@ Errors name the field by its path and what is allowed there. The sections are co
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -15,6 +15,7 @@ from headway.scheduling.config import SchedulerConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+SomeSection = TypeVar("SomeSection", bound="Section")
 
 
 class Section(BaseModel):
@@ -109,6 +110,10 @@ class LayoutSection(Section):
 
     tp: Count = Field(default=1, description="tensor-parallel ranks")
     stages: Count = Field(default=1, description="pipeline stages")
+    kvp: Count = Field(default=1, description="KV groups: full replicas that a long request's cache is spread over")
+    shard_tokens: Count | None = Field(
+        default=None, description="tokens of one request that a KV group holds; null: what policy.t_target_s allows"
+    )
     link: str | None = Field(
         default=None, description="link between stages (headway.hardware.links); null: the accelerator's"
     )
@@ -254,11 +259,11 @@ class RunSection(Section):
 
 
 def _policy_section() -> type[Section]:
-    """Every field of `SchedulerConfig`, optional; the stages are the layout's."""
+    """Every field of `SchedulerConfig`, optional; the stages and KV groups are the layout's."""
     given: dict[str, Any] = {
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
         for f in fields(SchedulerConfig)
-        if f.name != "stages"
+        if f.name not in ("stages", "kv_parallel", "kv_shard_tokens")
     }
     return create_model(
         "PolicySection", __base__=Section, __doc__="Settings of the scheduler that differ from its mode's.",
@@ -289,18 +294,23 @@ class Scenario(Section):
 
 def parse_scenario(data: Any, where: str = "scenario") -> Scenario:
     """Validate plain data. ConfigError lists every fault: its field, what is wrong, and what is allowed."""
+    return validated(Scenario, data, where)
+
+
+def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
+    """The same for any file that is made of sections."""
     try:
-        return Scenario.model_validate(data)
+        return root.model_validate(data)
     except ValidationError as error:
-        faults = [_fault(dict(item)) for item in error.errors()]
+        faults = [_fault(dict(item), root) for item in error.errors()]
         raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
 
 
-def _fault(item: dict[str, Any]) -> str:
+def _fault(item: dict[str, Any], root: type[Section]) -> str:
     path = [str(part) for part in item["loc"] if str(part) not in ("Shape", "str")]
     name = ".".join(path) or "the file"
     if item["type"] == "extra_forbidden":
-        return f"{name} is not a field; allowed here: {', '.join(_allowed(path[:-1]))}"
+        return f"{name} is not a field; allowed here: {', '.join(_allowed(path[:-1], root))}"
     if item["type"] == "missing":
         return f"{name} is missing"
     value = item.get("input")
@@ -308,8 +318,8 @@ def _fault(item: dict[str, Any]) -> str:
     return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
 
 
-def _allowed(path: list[str]) -> list[str]:
-    model: type[BaseModel] = Scenario
+def _allowed(path: list[str], root: type[Section]) -> list[str]:
+    model: type[BaseModel] = root
     for part in path:
         if part == "model":
             model = Shape
