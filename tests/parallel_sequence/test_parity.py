@@ -18,10 +18,11 @@ BOUND = 1e-4
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    """Plain; with biases; with head norms and a head_dim of its own."""
+    """Plain; with biases on heads; with biases everywhere; with head norms."""
     folder = tmp_path_factory.mktemp("models")
-    families = ("llama", "qwen2", "qwen3")
-    return {name: Model(make_tiny(name, Path(folder / name), **SHAPE)) for name in families}
+    found = {name: Model(make_tiny(name, Path(folder / name), **SHAPE)) for name in ("llama", "qwen2", "qwen3")}
+    biased = make_tiny("llama", Path(folder / "biased"), **SHAPE, attention_bias=True, mlp_bias=True)
+    return {**found, "biased": Model(biased)}
 
 
 def check(model: Model, parts: list[Part], tp: int = 1) -> None:
@@ -75,7 +76,7 @@ def test_groups_that_grow_over_tensor_parallel_regions(models: dict[str, Model],
     check(models["llama"], [Part(21, 2, attn, mlp), Part(34, 4, attn, mlp), Part(27, 8, attn, mlp)], tp=2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "biased"])
 @pytest.mark.parametrize("attn", ["megatron", "ulysses"])
 @pytest.mark.parametrize("mlp", ["megatron", "ulysses"])
 @pytest.mark.parametrize("node", [2, 4])

@@ -50,6 +50,12 @@ class SequencePrefill:
         """Who holds the KV of the chunks that are finished."""
         return self._held
 
+    def adopt(self, held: KvLayout, shard: KvShard | None) -> None:
+        """Before the first chunk: KV that is there already, a cached prefix say, and this rank's part of it."""
+        if self._chunk is not None or self._held:
+            raise InvariantError("KV is adopted after the first chunk began")
+        self._held, self._shard = held, shard
+
     @torch.inference_mode()
     def begin(
         self,
