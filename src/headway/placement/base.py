@@ -158,7 +158,9 @@ class Enqueue(msgspec.Struct, frozen=True):
 
 
 class Preempt(msgspec.Struct, frozen=True):
-    """Pause a request's running span at the next layer edge; its later spans leave the queues. `Paused` follows."""
+    """Pause a request's running span at the next layer edge; its later spans leave the queues. `Paused` follows.
+
+    A decode is paused after its running iteration, and goes on when it is enqueued again."""
 
     request: str
 

@@ -14,9 +14,11 @@ from headway.placement.base import (
     Enqueue,
     Held,
     Hold,
+    Paused,
     Phase,
     Preempt,
     Prefilled,
+    Progress,
     Refused,
     Reject,
     Release,
@@ -179,6 +181,11 @@ class Actions:
     def _preempt(self, action: Preempt) -> None:
         journey = self._journey(action.request)
         entry = next((e for e in journey.entries if e.state == "running"), None)
+        if entry is None and journey.track is not None and journey.phase == "decode":
+            self._unstay(journey)
+            at = Progress(journey.request.prompt_tokens + len(journey.times), 0)
+            self.world.news.append(Paused(action.request, len(journey.entries) - 1, at))
+            return
         if entry is None:
             raise Impossible(f"{action.request} does not run")
         run: SpanRun = entry.payload  # type: ignore[assignment]

@@ -12,9 +12,11 @@ from headway.core.errors import ConfigError
 from headway.hardware.accelerators import Accelerator
 from headway.hardware.links import link
 from headway.hardware.shapes import ModelShape
+from headway.latency.base import LatencyModel
 from headway.latency.groups import GroupLatency
 from headway.latency.layout import Layout
 from headway.latency.ring import RingLatency
+from headway.latency.sharded_decode import ShardedDecode
 from headway.placement.base import Placement
 from headway.placement.registry import Surroundings, make_placement
 from headway.placement.view import Instance, Links
@@ -91,9 +93,13 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         config = configs[head.role]
         if config.stages != head.stages:
             config = replace(config, stages=head.stages)
+        latency: LatencyModel = models[head.tp, head.stages]
+        if len(group) > 1:
+            link = links.inside if len({instance.node for instance in group}) == 1 else links.across
+            latency = ShardedDecode(latency, len(group), shape.layers, link)
         return InstanceSpec(
             config=config,
-            latency=models[head.tp, head.stages],
+            latency=latency,
             kv_tokens=sum(instance.capacity for instance in group),
             block_tokens=scenario.memory.block_tokens,
         )
