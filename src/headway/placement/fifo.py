@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.core.request import Request
-from headway.core.span import Span, Strategy
-from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, SpanDone
-from headway.placement.groups import first_free_group
+from headway.placement.base import Action, Arrived, Enqueue, Event, SpanDone
+from headway.placement.groups import first_free_group, least_loaded, ring_commit
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
 
@@ -44,19 +43,7 @@ class Fifo:
     def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
         able = view.with_role("mixed", "prefill")
         if request.prompt_tokens <= self._options.long_tokens:
-            return [Enqueue(request.id, (min(able, key=lambda i: _load(view, i)),))]
+            return [Enqueue(request.id, (least_loaded(view, able),))]
         group = first_free_group(view, able, min(self._options.long_sp, len(able)))
         self._groups[request.id] = group
-        span = Span(
-            request=request,
-            start=request.cached_tokens,
-            end=request.prompt_tokens,
-            group=group,
-            strategy=Strategy(attn="ring" if len(group) > 1 else "local"),
-        )
-        return [Commit(request.id, (span,), view.version)]
-
-
-def _load(view: ClusterView, instance: int) -> tuple[float, int, int]:
-    at = view.instances[instance]
-    return max(at.free_at_s, view.now_s), at.running, instance
+        return [ring_commit(request, group, view)]

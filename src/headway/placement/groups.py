@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headway.core.request import Request
+from headway.core.span import Span, Strategy
+from headway.placement.base import Commit
 from headway.placement.view import ClusterView
 
 
@@ -35,3 +38,25 @@ def first_free_group(view: ClusterView, able: Iterable[int], size: int) -> tuple
 
 def _all_free_s(view: ClusterView, group: list[int]) -> float:
     return max(view.now_s, *(view.instances[i].free_at_s for i in group))
+
+
+def least_loaded(view: ClusterView, able: Iterable[int]) -> int:
+    """The instance whose queue is free first; then the one with fewest requests, then the lower id."""
+
+    def load(i: int) -> tuple[float, int, int]:
+        at = view.instances[i]
+        return max(at.free_at_s, view.now_s), at.running, i
+
+    return min(able, key=load)
+
+
+def ring_commit(request: Request, group: tuple[int, ...], view: ClusterView, beside: bool = False) -> Commit:
+    """The whole prompt on a group, as one plain ring."""
+    span = Span(
+        request=request,
+        start=request.cached_tokens,
+        end=request.prompt_tokens,
+        group=group,
+        strategy=Strategy(attn="ring" if len(group) > 1 else "local"),
+    )
+    return Commit(request.id, (span,), view.version, beside)

@@ -1,0 +1,132 @@
+"""PecSched and its peers on the cluster simulator, where every instance runs its own scheduler."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.latency.groups import GroupShape
+from headway.placement.registry import Surroundings, make_placement
+from headway.simulator.cluster.result import ClusterResult
+from headway.simulator.cluster.world import simulate_cluster
+from headway.simulator.spec import RunSpec
+from headway.workload import TraceRequest
+from simulator_cluster.cluster_worlds import PerToken, cluster
+
+LONG = {"long_tokens": 1000, "long_sp": 3}
+PECSCHED = {**LONG, "long_replicas": "fixed", "batch_tokens": 500}
+ABLATIONS = ("preempt", "disaggregate", "colocate", "fast_sp")
+
+
+def work(seed: int, count: int = 50) -> list[TraceRequest]:
+    rng, at, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(1 / rng.choice((0.01, 0.1, 0.6)))
+        long = rng.random() < 0.15
+        prompt = rng.randint(1001, 6000) if long else rng.randint(1, 300)
+        made.append(TraceRequest(at, prompt, rng.randint(1, 40), klass="long" if long else "short"))
+    return made
+
+
+def run(name: str, options: dict[str, Any], requests: list[TraceRequest], instances: int = 6) -> ClusterResult:
+    apart = name == "pecsched" and options.get("disaggregate", True)
+    spec = cluster(instances - apart, decode=int(apart))
+    placement = make_placement(name, Surroundings(latency=spec.spans, shape=spec.shape), options)
+    return simulate_cluster(spec, placement, requests, RunSpec(), keep_bars=True)
+
+
+def check(result: ClusterResult, requests: list[TraceRequest]) -> None:
+    """All output, each token once and in order; the whole of every long prefill, once; no span beside another."""
+    for record, request in zip(result.sim.records, requests, strict=True):
+        assert record.ok, record
+        assert record.output_tokens == request.output_tokens
+        assert list(record.token_s) == sorted(record.token_s)
+    spans = defaultdict(list)
+    worked: dict[tuple[str, int], float] = defaultdict(float)
+    for bar in result.bars:
+        if bar.kind == "span":
+            spans[bar.instance].append((bar.start_s, bar.end_s))
+            worked[bar.request, bar.instance] += bar.end_s - bar.start_s
+    for times in spans.values():
+        assert all(one[1] <= other[0] + 1e-9 for one, other in itertools.pairwise(sorted(times)))
+    for (name, _), seconds in worked.items():
+        tokens = requests[int(name[1:])].prompt_tokens
+        assert seconds == pytest.approx(PerToken().prefill_s(0, tokens, GroupShape(3)))
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["paper", "default"]),
+    st.sets(st.sampled_from(ABLATIONS), max_size=2),
+    st.sampled_from([None, 0.0, 0.5]),
+)
+def test_no_token_is_lost_or_repeated(seed: int, mode: str, without: set[str], ageing: float | None) -> None:
+    options = {**PECSCHED, "mode": mode, "ageing": ageing, **dict.fromkeys(without, False)}
+    requests = work(seed)
+    check(run("pecsched", options, requests), requests)
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 10**6), st.sampled_from([("reservation", {}), ("reservation", {"borrow": True}), ("priority", {})])
+)
+def test_peers_lose_nothing_either(seed: int, peer: tuple[str, dict[str, Any]]) -> None:
+    requests = work(seed)
+    check(run(peer[0], {**LONG, **peer[1]}, requests), requests)
+
+
+def test_a_decode_steps_aside_only_without_co_location() -> None:
+    requests = [TraceRequest(0.0, 3000, 400, klass="long"), *(TraceRequest(1.5 + i * 0.3, 200, 1) for i in range(3))]
+    beside = run("pecsched", PECSCHED, requests, instances=4)
+    instead = run("pecsched", {**PECSCHED, "colocate": False}, requests, instances=4)
+    for result in (beside, instead):
+        check(result, requests)
+    gaps = [max(b - a for a, b in itertools.pairwise(r.sim.records[0].token_s)) for r in (beside, instead)]
+    assert gaps[1] > 3 * gaps[0]
+    assert beside.sim.records[1].token_s[0] < 2.0
+
+
+def test_reservation_keeps_the_parts_apart() -> None:
+    requests = [TraceRequest(0.1 * i, 200, 2, klass="short") for i in range(20)]
+    idle = run("reservation", LONG, requests)
+    assert sum(use.prefill_tokens > 0 for use in idle.sim.replicas) <= 3
+    with_longs = [*requests, TraceRequest(0.05, 3000, 5, klass="long")]
+    result = run("reservation", LONG, with_longs)
+    spans = {bar.instance for bar in result.bars if bar.kind == "span"}
+    shorts = {i for i, use in enumerate(result.sim.replicas) if use.prefill_tokens > 10}
+    assert len(spans) == 3
+    assert not spans & shorts
+
+
+def test_reservation_refuses_to_keep_everything() -> None:
+    with pytest.raises(Exception, match="short requests need at least one"):
+        run("reservation", {**LONG, "reserved": 6}, work(0))
+
+
+def starved(name: str, options: dict[str, Any], load: float) -> float:
+    """Share of long requests that never ran, of those that came in the first half of 16 s; six instances, and short
+    prompts of 500 tokens (11.5 ms each). A long one takes 0.4 s of five of them; there is one every two seconds."""
+    rng, at, requests = random.Random(1), 0.0, []
+    while (at := at + rng.expovariate(6 * load / 0.0115)) < 16.0:
+        requests.append(TraceRequest(at, 500, 1, klass="short"))
+    requests += [TraceRequest(2.0 * i, 2000, 1, klass="long") for i in range(4)]
+    spec = cluster(6)
+    placement = make_placement(name, Surroundings(latency=spec.spans, shape=spec.shape), options)
+    result = simulate_cluster(spec, placement, requests, RunSpec(window_s=16.0))
+    longs = [record for record in result.sim.records if record.klass == "long"]
+    return sum(record.scheduled_s is None or record.finish_s is None for record in longs) / len(longs)
+
+
+def test_priority_starves_long_requests_and_ageing_does_not() -> None:
+    """Short requests alone are 1.1 times what six instances do."""
+    assert starved("priority", {**LONG, "long_sp": 5}, 1.1) >= 0.75
+    pecsched = {**PECSCHED, "long_sp": 5, "disaggregate": False}
+    assert starved("pecsched", {**pecsched, "ageing": "off"}, 1.1) >= 0.75
+    assert starved("pecsched", pecsched, 1.1) == 0.0
