@@ -75,7 +75,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(client: ProcessEngineClient) -> bool:
-    return not alive(client.pid) and not Path(client._directory).exists()
+    return not alive(client.pid) and not client._folder.path.exists()
 
 
 def test_a_prompt_of_a_million_tokens_arrives_intact_and_close_leaves_nothing() -> None:
@@ -252,7 +252,7 @@ from headway.engine.config import EngineConfig
 async def main():
     client = ProcessEngineClient(EngineConfig(model="fake"), module="fake_engine_process")
     await client.start()
-    print(client.pid, client._directory, flush=True)
+    print(client.pid, client._folder.path, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -15,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
+from headway.core.scratch import ScratchFolder
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import NUMERICS
 from headway.engine.protocol import (
@@ -41,8 +40,8 @@ class ProcessEngineClient:
     """
 
     def __init__(self, config: EngineConfig, module: str = "headway.cli.engine_process") -> None:
-        self._directory = tempfile.mkdtemp(prefix="headway-")
-        self._endpoint = f"ipc://{self._directory}/engine"
+        self._folder = ScratchFolder("headway-engine-")
+        self._endpoint = f"ipc://{self._folder.path}/engine"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -144,7 +143,7 @@ class ProcessEngineClient:
         self._lose()
         self._socket.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
         if self._process.poll() is None:
             self._process.terminate()
             try:

@@ -1,0 +1,54 @@
+"""A folder of this process alone in the system's temporary one: for sockets, and gone when the process is.
+
+A process that is killed cannot remove its folder. So each folder holds a locked file; the system frees the lock when
+its process ends, however it ends, and the next `ScratchFolder` of the same prefix removes what nobody holds any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_LOCK = "lock"
+_YOUNG_S = 60.0
+"""A folder without a held lock may be one that is just being made."""
+
+
+class ScratchFolder:
+    """`path` exists until `close`. `prefix`: what the folder's name starts with; only such are ever removed."""
+
+    def __init__(self, prefix: str) -> None:
+        root = Path(tempfile.gettempdir())
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _sweep(root, prefix, os.fstat(self._lock).st_mtime - _YOUNG_S)
+
+    def close(self) -> None:
+        """Remove the folder. Harmless when repeated."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(root: Path, prefix: str, before: float) -> None:
+    """Remove this user's folders of that prefix, made `before`, whose process has ended; others stay."""
+    for lock in root.glob(f"{prefix}*/{_LOCK}"):
+        try:
+            found = lock.stat()
+            if lock.parent.is_symlink() or found.st_uid != os.getuid() or found.st_mtime > before:
+                continue
+            held = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(held)

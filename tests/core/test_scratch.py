@@ -1,0 +1,67 @@
+"""Folders of a process: removed on close, and after a kill by the next one; never while somebody holds them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.core.scratch import ScratchFolder
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def aged(folder: Path) -> None:
+    long_ago = time.time() - 3600
+    os.utime(folder / "lock", (long_ago, long_ago))
+
+
+def test_close_removes_it_and_may_be_repeated() -> None:
+    folder = ScratchFolder("headway-engine-")
+    (folder.path / "socket").touch()
+    folder.close()
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_what_a_killed_process_left_goes_and_what_lives_stays(root: Path) -> None:
+    code = (
+        "import sys, time; from headway.core.scratch import ScratchFolder; folder = ScratchFolder(sys.argv[1]); "
+        "print(folder.path, flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, "headway-engine-"], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    theirs = Path(child.stdout.readline().strip())
+    other = root / "headway-engine-notes"
+    other.mkdir()
+    aged(theirs)
+    ScratchFolder("headway-engine-").close()
+    assert theirs.exists()
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    ScratchFolder("headway-other-").close()
+    assert theirs.exists()
+    ScratchFolder("headway-engine-").close()
+    assert not theirs.exists()
+    assert other.exists()
+
+
+def test_a_folder_that_is_just_being_made_stays(root: Path) -> None:
+    young = root / "headway-engine-young"
+    young.mkdir()
+    (young / "lock").touch()
+    ScratchFolder("headway-engine-").close()
+    assert young.exists()
+    aged(young)
+    ScratchFolder("headway-engine-").close()
+    assert not young.exists()
