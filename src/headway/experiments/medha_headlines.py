@@ -41,20 +41,20 @@ def run(options: Options) -> Report:
 
     lowest = {mode: max(in_time(system, mode, runs.qps[0]) for system in BASELINES) for mode in MODES}
     rows = [
-        judge(
+        runs.judge(
             f"Capacity with 5% long over the best baseline's ({', '.join(BASELINES)})",
             "5×",
             at_least(5.0),
-            both(gain),
+            gain,
             f"Medha's in QPS: {capacity('Medha', 'paper'):g} in paper mode, {capacity('Medha', 'default'):g} in "
             f"default mode. A baseline that fails at {runs.qps[0]:g} QPS counts as {runs.qps[0]:g}; the best one has "
             f"{lowest['default']:.0%} in time there.",
         ),
-        judge(
+        runs.judge(
             f"Requests done in the window at {runs.qps[-1]:g} QPS over the non-preemptive approximation's",
             "5.7× throughput (rate and measure are not said)",
             at_least(5.7),
-            both(lambda mode: done("Medha", mode) / max(done("non-preemptive", "default"), 1.0)),
+            lambda mode: done("Medha", mode) / max(done("non-preemptive", "default"), 1.0),
             "At most what was offered over what the baseline did; it depends on the window.",
             approximate=True,
         ),
