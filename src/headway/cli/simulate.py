@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
     parser.add_argument(
+        "--gantt",
+        type=Path,
+        metavar="FILE",
+        help="of a cluster: draw instances over time, .png, .svg or .html (first point and seed)",
+    )
+    parser.add_argument("--until", type=float, metavar="S", help="with --gantt: the first so many seconds only")
+    parser.add_argument(
         "--timings", action="store_true", help="measure the scheduler's own time (results then vary a little)"
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of scenario files and end")
@@ -125,6 +132,8 @@ def _write(arguments: argparse.Namespace, result: dict[str, Any], first: dict[st
         from headway.report.sim_csv import summary_csv
 
         _save(arguments.csv, summary_csv(result).encode())
+    if arguments.gantt is not None:
+        _gantt(arguments, first)
     if arguments.requests is None and arguments.trace is None and arguments.plot is None:
         return
     from headway.simulator.build import run_scenario
@@ -147,6 +156,24 @@ def _write(arguments: argparse.Namespace, result: dict[str, Any], first: dict[st
 
         swept = len(result["points"]) > 1
         style.save(sweep_figure(result) if swept else load_figure(run_result.records), arguments.plot)
+
+
+def _gantt(arguments: argparse.Namespace, first: dict[str, Any]) -> None:
+    from headway.report import style
+    from headway.report.gantt import gantt_figure
+    from headway.report.gantt_html import gantt_page
+    from headway.simulator.cluster.build import run_cluster
+    from headway.simulator.scenario import parse_scenario
+
+    scenario = parse_scenario(first)
+    if scenario.cluster.placement is None:
+        raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
+    result = run_cluster(scenario, scenario.run.seeds[0], keep_bars=True)
+    if arguments.gantt.suffix == ".html":
+        page = gantt_page(result.bars, result.instances, scenario.name, arguments.until)
+        _save(arguments.gantt, page.encode())
+    else:
+        style.save(gantt_figure(result.bars, result.instances, scenario.name, arguments.until), arguments.gantt)
 
 
 def _bytes(data: Any, compact: bool = False) -> bytes:

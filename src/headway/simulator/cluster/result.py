@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from headway.placement.view import Instance
 from headway.simulator.result import SimResult
 
-BarKind = Literal["span", "hold", "pause", "transfer", "prefill", "decode"]
+BarKind = Literal["span", "hold", "pause", "transfer", "batch"]
 
 
 class Bar(NamedTuple):
-    """Something that took time on an instance. A transfer's instance is its sender, and `note` says where to."""
+    """Something that took time on an instance. A transfer's instance is its sender, and `note` says where to. `batch`:
+    its scheduler computed without a break; no request is named."""
 
     kind: BarKind
     instance: int
@@ -27,6 +29,7 @@ class ClusterResult:
     refused: actions that were. decision_s: seconds that each call of the policy took, where a stopwatch was given."""
 
     sim: SimResult
+    instances: tuple[Instance, ...] = ()
     bars: tuple[Bar, ...] = ()
     spans: int = 0
     chunked: int = 0

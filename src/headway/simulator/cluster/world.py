@@ -91,6 +91,7 @@ class World:
         self.decisions: list[float] = []
         self._heap: list[tuple[float, int, int, Any]] = []
         self._serial = 0
+        self._batching: dict[int, tuple[float, int]] = {}
         self._timer_s = NEVER
         self._stopwatch = stopwatch
         self._patience = random.Random(f"patience {run.seed}")
@@ -167,6 +168,8 @@ class World:
             if not began and not self.news:
                 break
         for engine, at_s, batch in self.actions.pump():
+            if self.bars is not None and batch >= 0:
+                self._batching[engine.index] = (self.now, self._batching.get(engine.index, (0.0, -1))[1])
             self.push(at_s, STEP, (engine, batch))
         self.actions.flush()
         wake_s = self.placement.next_wakeup(self.now)
@@ -225,6 +228,7 @@ class World:
 
     def _step(self, engine: Engine, batch: int) -> None:
         if batch >= 0 and engine.replica.flying(batch):
+            self._batch_bar(engine)
             self.actions.occupy(engine.group, -1)
             for track in engine.complete(batch, self.now):
                 self.actions.stayed(self.journeys[track.request.id], track)
@@ -254,6 +258,20 @@ class World:
         journey.ended_s, journey.error = self.now, why
         self.news.append(Dropped(journey.request.id, why))
 
+    def _batch_bar(self, engine: Engine) -> None:
+        """A batch ends; batches without a break between them are one bar."""
+        if self.bars is None:
+            return
+        since, last = self._batching.get(engine.index, (self.now, -1))
+        group = engine.group
+        if last >= 0 and self.bars[last].end_s == since:
+            first = self.bars[last].start_s
+            self.bars[last : last + len(group)] = [Bar("batch", i, first, self.now, "") for i in group]
+        else:
+            last = len(self.bars)
+            self.bars += [Bar("batch", i, since, self.now, "") for i in group]
+        self._batching[engine.index] = (self.now, last)
+
     def bar(self, kind: BarKind, instance: int, start_s: float, request: str, note: str = "") -> None:
         """Keep a bar that ends now."""
         if self.bars is not None and self.now > start_s:
@@ -275,6 +293,7 @@ class World:
         sim = SimResult(records=records, replicas=tuple(uses), duration_s=end_s - first_s)
         return ClusterResult(
             sim=sim,
+            instances=self.spec.instances,
             bars=tuple(self.bars or ()),
             spans=self.spans,
             chunked=self.chunked,

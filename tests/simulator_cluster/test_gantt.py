@@ -1,0 +1,71 @@
+"""Pictures of cluster runs: PNG and a page of its own, from the command line and of the bars themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cluster_worlds import Scripted, cluster
+
+from headway.cli.main import main
+from headway.core.span import Span
+from headway.placement.base import Action, Arrived, Commit, Enqueue, Event
+from headway.placement.view import ClusterView, Instance
+from headway.report.gantt import gantt_figure
+from headway.report.gantt_html import gantt_page
+from headway.simulator.cluster.result import Bar
+from headway.simulator.cluster.world import simulate_cluster
+from headway.workload import TraceRequest
+
+SCENARIO = """
+name: Tiny </script> cluster
+cluster:
+  placement: tetris
+  pools: [{role: prefill, count: 8}, {role: decode, count: 1, tp: 8}]
+  spans: {source: tetris-table1}
+workload: {qps: 4.0, requests: 6, mix: [{prompt: "uniform:8K-40K", output: "5"}]}
+"""
+
+
+def test_batches_without_a_break_are_one_bar() -> None:
+    def decide(event: Event, view: ClusterView) -> list[Action]:
+        if isinstance(event, Arrived) and event.request.id == "r0":
+            return [Enqueue("r0", (0,))]
+        if isinstance(event, Arrived):
+            return [Commit("r1", (Span(request=event.request, start=0, end=100, group=(1, 2)),), view.version)]
+        return []
+
+    requests = [TraceRequest(0.0, 50, 20), TraceRequest(0.0, 100, 1)]
+    result = simulate_cluster(cluster(), Scripted(decide), requests, keep_bars=True)
+    (batch,) = [bar for bar in result.bars if bar.kind == "batch"]
+    assert (batch.instance, batch.start_s) == (0, 0.0)
+    assert batch.end_s == result.sim.records[0].finish_s
+    assert {bar[:4] for bar in result.bars if bar.kind == "span"} == {("span", 1, 0.0, 0.05), ("span", 2, 0.0, 0.05)}
+
+
+def test_the_command_draws_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "tiny.yaml"
+    scenario.write_text(SCENARIO)
+    for name in ("out.png", "out.html"):
+        assert main(["simulate", str(scenario), "--gantt", str(tmp_path / name), "--until", "1.5"]) == 0
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("</script>") == 1, "names cannot end the script"
+    assert "http" not in page, "nothing is loaded from elsewhere"
+    data = json.loads(re.search(r"const D=(\{.*?\}),K=\[", page).group(1))  # type: ignore[union-attr]
+    assert data["end"] <= 1.5
+    assert {bar[0] for bar in data["bars"]} >= {0, 1, 4}
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("workload: {qps: 1.0, requests: 1, mix: [{prompt: '5', output: '5'}]}\n")
+    assert main(["simulate", str(plain), "--gantt", str(tmp_path / "x.png")]) == 2
+    assert "no cluster.placement" in capsys.readouterr().err
+
+
+def test_every_kind_of_bar_can_be_drawn_and_none_is_no_error() -> None:
+    instances = [Instance(id=i, node=i) for i in range(2)]
+    bars = [Bar(kind, 0, 0.0, 1.0, "r0", "x") for kind in ("span", "batch", "hold", "pause", "transfer")]
+    for some in (bars, []):
+        assert gantt_figure(some, instances, "t").axes
+        assert "<canvas" in gantt_page(some, instances, "t")
