@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("headway.bench.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
     "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
+    "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }
 

@@ -155,7 +155,10 @@ def case3(options: Options) -> Report:
         judge(
             "Throughput of ShareGPT over arXiv, both models (QPS with prefetch)",
             "ShareGPT higher",
-            order("ShareGPT higher on both", lambda q: all(q[f"{n} sharegpt"] > q[f"{n} arxiv"] for n in ("8b", "70b"))),
+            order(
+                "ShareGPT higher on both",
+                lambda q: all(q[f"{name[10:]} sharegpt"] > q[f"{name[10:]} arxiv"] for name in MODELS),
+            ),
             both(table),
         ),
         *(

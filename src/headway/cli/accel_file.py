@@ -1,0 +1,225 @@
+"""The file that `headway accel` reads: model, machine, precision, techniques, assumptions, a stage, a service.
+
+Everything has a default: an empty file is Llama-3.1-8B on the TPUv6e-like machine. Errors name the field and what is
+allowed there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, create_model, field_validator
+
+from headway.accelerator.assumptions import PRESETS, Assumptions, assumptions
+from headway.accelerator.machine import Machine
+from headway.accelerator.operators import Setting
+from headway.accelerator.precision import Precision
+from headway.accelerator.presets import machine
+from headway.accelerator.work import Techniques, Work
+from headway.cli.units import size, tokens
+from headway.core.errors import ConfigError
+from headway.hardware.models import from_hf_config, model
+from headway.hardware.shapes import ModelShape
+from headway.scheduling.config import SchedulerConfig
+from headway.simulator.scenario import Count, PolicySection, Positive, Section, Shape, WorkloadSection, validated
+
+
+def _number(read: Any) -> Any:
+    def parse(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return read(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(parse)
+
+
+Tokens = Annotated[int, _number(tokens), Field(ge=0)]
+Size = Annotated[int, _number(size), Field(ge=0)]
+
+
+class MachineSection(Section):
+    """A preset, and what differs from it. Sizes as 512MiB or 1G (powers of 1024)."""
+
+    preset: str = Field(default="tpuv6e-like", description="headway.accelerator.presets")
+    rows: Count | None = Field(default=None, description="rows of a systolic array")
+    columns: Count | None = Field(default=None, description="its columns")
+    arrays: Count | None = Field(default=None, description="how many")
+    vector_lanes: Count | None = Field(default=None, description="multiply-accumulates a cycle of the vector unit")
+    clock_ghz: Positive | None = Field(default=None, description="of arrays and vector unit")
+    compute_buffer: Size | None = Field(default=None, description="on-chip memory for operands")
+    prefetch_buffer: Size | None = Field(default=None, description="on-chip memory for prefetched KV")
+    hbm_gbps: Positive | None = Field(default=None, description="HBM bandwidth, 10^9 bytes a second")
+    hbm_capacity: Size | None = Field(default=None, description="HBM")
+
+
+class PrecisionSection(Section):
+    """fp32, fp16, bf16, fp8, int8 or int4. Arithmetic keeps its FP16 rate."""
+
+    weights: str = "fp16"
+    activations: str = "fp16"
+    kv: str = "fp16"
+
+
+class TechniquesSection(Section):
+    flash_attention: bool = Field(default=True, description="scores stay on chip")
+    fusion: str = Field(default="auto", description="auto: activations stay on chip where they fit; off: never")
+    double_buffering: bool = Field(default=True, description="the next tile loads while this one is computed")
+
+
+def _assumptions_section() -> type[Section]:
+    from headway.accelerator.assumptions import WORDS
+
+    given: dict[str, Any] = {
+        name: (f"{Assumptions.__annotations__[name]} | None", Field(None, description=words))
+        for name, words in WORDS.items()
+    }
+    return create_model(
+        "AssumptionsSection", __base__=Section, __doc__="A preset, and what differs from it.",
+        __module__="headway.accelerator.assumptions",
+        preset=(str, Field("default", description=" or ".join(PRESETS))), **given,
+    )  # fmt: skip
+
+
+AssumptionsSection: Any = _assumptions_section()
+
+
+class StageSection(Section):
+    """One iteration. Tokens as 65536 or 64k."""
+
+    prefill_tokens: Tokens = Field(default=1024, description="the chunk")
+    prefill_past: Tokens = Field(default=0, description="cached tokens that the chunk attends to")
+    decodes: Annotated[int, Field(ge=0)] = Field(default=32, description="requests that decode beside it")
+    kv_tokens: Tokens = Field(default=65536, description="KV that they read together")
+
+
+class LimitsSection(Section):
+    """What must hold at the percentile. tbt_s null: the paper's rule, 32 decodes over 4K tokens each, alone."""
+
+    tbt_s: Positive | None = None
+    delay_s: Positive = 1.0
+    percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
+
+
+class ServeSection(Section):
+    """Requests on the accelerator. policy: settings of the scheduler in place of Sarathi-Serve's."""
+
+    chunk: Count = Field(default=512, description="tokens of an iteration, decodes included")
+    max_num_seqs: Count = Field(default=128, description="requests at once")
+    kv_tokens: Tokens | None = Field(default=None, description="tokens of KV; null: what HBM holds beside the weights")
+    policy: PolicySection = PolicySection()
+    limits: LimitsSection = LimitsSection()
+    workload: WorkloadSection = WorkloadSection(preset="sharegpt-like")
+    requests: Count = Field(default=1000, description="how many, unless the workload says")
+    seed: int = 0
+
+
+class AccelFile(Section):
+    """One study."""
+
+    name: str = ""
+    model: str | Shape = Field(default="llama-3.1-8b", description="a name, a config.json (or its folder), or a shape")
+    machine: MachineSection = MachineSection()
+    precision: PrecisionSection = PrecisionSection()
+    techniques: TechniquesSection = TechniquesSection()
+    assumptions: AssumptionsSection = AssumptionsSection()
+    stage: StageSection = StageSection()
+    serve: ServeSection = ServeSection()
+
+    @field_validator("machine", "assumptions", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {"preset": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Study:
+    """A file, read: what the accelerator package takes."""
+
+    file: AccelFile
+    setting: Setting
+
+    @property
+    def work(self) -> Work:
+        return Work(**self.file.stage.model_dump())
+
+    def to_json(self) -> dict[str, Any]:
+        """Every assumption and number that results rest on."""
+        shape, on, precision, assumed, techniques = self.setting
+        return {
+            "model": self.file.model if isinstance(self.file.model, str) else "given",
+            "shape": {name: getattr(shape, name) for name in shape.__struct_fields__},
+            "machine": {name: getattr(on, name) for name in on.__struct_fields__},
+            "precision": {name: getattr(precision, name) for name in precision.__struct_fields__},
+            "techniques": {name: getattr(techniques, name) for name in techniques.__struct_fields__},
+            "assumptions": {name: getattr(assumed, name) for name in assumed.__struct_fields__},
+        }
+
+
+def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path()) -> Study:
+    """Validated and compiled. Paths of models are looked up beside the file first. ConfigError names the field."""
+    file = validated(AccelFile, data, where)
+    try:
+        setting = Setting(
+            shape=_shape(file.model, folder),
+            machine=_machine(file.machine),
+            precision=Precision(**file.precision.model_dump()),
+            assumed=assumptions(**file.assumptions.model_dump(exclude_unset=True)),
+            techniques=Techniques(**file.techniques.model_dump()),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Study(file, setting)
+
+
+def scheduler_of(serve: ServeSection) -> SchedulerConfig:
+    """Sarathi-Serve's policy with the file's settings on top."""
+    from headway.experiments.packing_prefetch_capacity import sarathi
+
+    given: dict[str, Any] = serve.policy.model_dump(exclude_none=True)
+    base = sarathi(serve.chunk, serve.max_num_seqs)
+    try:
+        return SchedulerConfig(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **given})
+    except ConfigError as error:
+        raise ConfigError(f"serve.policy: {error}") from None
+
+
+def _shape(given: str | Shape, folder: Path) -> ModelShape:
+    if isinstance(given, Shape):
+        return ModelShape(**given.model_dump())
+    for path in (folder / given, Path(given)):
+        file = path / "config.json" if path.is_dir() else path
+        if file.is_file():
+            try:
+                data = json.loads(file.read_text())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"model: {file} cannot be read as JSON: {error}") from None
+            if not isinstance(data, dict):
+                raise ConfigError(f"model: {file} must hold a JSON object")
+            return from_hf_config(data)
+    try:
+        return model(given)
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}, and no such file") from None
+
+
+def _machine(section: MachineSection) -> Machine:
+    names = {
+        "compute_buffer": ("compute_bytes", 1),
+        "prefetch_buffer": ("prefetch_bytes", 1),
+        "clock_ghz": ("clock_hz", 1e9),
+        "hbm_gbps": ("bandwidth", 1e9),
+        "hbm_capacity": ("capacity", 1),
+    }
+    given = section.model_dump(exclude_none=True)
+    try:
+        base = machine(given.pop("preset", "tpuv6e-like"))
+    except ConfigError as error:
+        raise ConfigError(f"machine.preset: {error}") from None
+    changes = {names.get(k, (k, 1))[0]: v * names.get(k, (k, 1))[1] for k, v in given.items()}
+    return base.with_(**changes) if changes else base

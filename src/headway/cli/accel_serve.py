@@ -1,0 +1,105 @@
+"""`headway accel serve` and `capacity`: requests on the accelerator, by the real scheduler in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from headway.accelerator.stage import simulate_stage
+from headway.accelerator.timeline import Mode
+from headway.accelerator.work import Work
+from headway.cli.accel import read_data
+from headway.cli.accel_file import Study, read_study, scheduler_of
+from headway.cli.accel_output import write_json
+from headway.core.errors import ConfigError
+from headway.experiments import packing_prefetch_capacity as service
+from headway.simulator import InstanceSpec, RunSpec, simulate
+from headway.simulator.outcome import run_json
+from headway.simulator.traffic import requests_of
+from headway.workload import TraceRequest
+
+SERVE_SCHEMA, CAPACITY_SCHEMA = "headway.accel.serve/1", "headway.accel.capacity/1"
+COMPARED: tuple[Mode, Mode] = ("packing", "prefetch")
+
+
+class Service:
+    """A study's service, compiled."""
+
+    def __init__(self, study: Study) -> None:
+        self.study, self.section = study, study.file.serve
+        self.config = scheduler_of(self.section)
+        self.kv_tokens = self.section.kv_tokens or service.kv_capacity(study.setting)
+        given = self.section.limits
+        rule = simulate_stage(study.setting, Work(decodes=32, kv_tokens=32 * 4096)).decode_s
+        self.limits = service.Limits(tbt_s=given.tbt_s or rule, delay_s=given.delay_s, percentile=given.percentile)
+
+    def draw(self, qps: float) -> list[TraceRequest]:
+        """The workload's requests at a rate."""
+        count = self.section.workload.requests or self.section.requests
+        workload = self.section.workload.model_copy(update={"qps": qps, "requests": count})
+        return requests_of(workload, None, self.section.seed)
+
+    def instance(self, mode: Mode) -> InstanceSpec:
+        return service.instance(self.study.setting, mode, self.config, self.kv_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kv_tokens": self.kv_tokens,
+            "limits": {
+                "tbt_s": self.limits.tbt_s, "delay_s": self.limits.delay_s, "percentile": self.limits.percentile,
+            },
+            "serve": self.section.model_dump(mode="json", by_alias=True, exclude_none=True),
+        }  # fmt: skip
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """One rate, with and without prefetch."""
+    from headway.report.accel_table import serve_report
+    from headway.report.console import show
+
+    data, where, folder = read_data(arguments)
+    study = read_study(data, where, folder)
+    at = Service(study)
+    qps = arguments.qps if arguments.qps is not None else at.section.workload.qps or 1.0
+    if not qps > 0:
+        raise ConfigError(f"--qps must be above 0, not {qps:g}")
+    runs = {}
+    for mode in COMPARED:
+        result = simulate(at.instance(mode), at.draw(qps), RunSpec(told=False, seed=at.section.seed))
+        rate = service.judged(result, qps, at.limits)
+        runs[mode] = {"rate": rate.to_json(), "run": run_json(result, at.section.seed)}
+    found = {"schema": SERVE_SCHEMA, "setting": study.to_json(), **at.to_json(), "runs": runs}
+    if not write_json(arguments.json, found):
+        show(serve_report(found))
+    return 0
+
+
+def capacity(arguments: argparse.Namespace) -> int:
+    """The highest rate within the limits, with and without prefetch."""
+    from headway.report.accel_table import capacity_report
+    from headway.report.console import show
+
+    if not arguments.ratio > 1:
+        raise ConfigError(f"--ratio must be above 1, such as 1.02, not {arguments.ratio:g}")
+    data, where, folder = read_data(arguments)
+    study = read_study(data, where, folder)
+    at = Service(study)
+    found: dict[str, Any] = {"schema": CAPACITY_SCHEMA, "setting": study.to_json(), **at.to_json(), "modes": {}}
+    best: dict[str, float] = {}
+    for mode in COMPARED:
+        answer = service.capacity(at.instance(mode), at.draw, at.limits, ratio=arguments.ratio)
+        best[mode] = answer.qps
+        found["modes"][mode] = {"qps": answer.qps, "tried": [rate.to_json() for rate in answer.tried]}
+    found["gain"] = best["prefetch"] / best["packing"] if best["packing"] else None
+    if arguments.match and best["prefetch"]:
+        found["packing_needs_bandwidth_times"] = service.bandwidth_to_match(
+            study.setting, at.config, at.kv_tokens, at.draw, at.limits, best["prefetch"], ratio=arguments.ratio
+        )
+    if not write_json(arguments.json, found):
+        show(capacity_report(found))
+    if arguments.plot is not None:
+        from headway.report.accel_plot import capacity_figure
+        from headway.report.style import save
+
+        save(capacity_figure(found), arguments.plot)
+    return 0

@@ -1,0 +1,192 @@
+"""`headway accel stage` and `sweep`: iterations, one or many, as numbers, tables and pictures."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from headway.accelerator import answers
+from headway.accelerator.machine import MIB
+from headway.accelerator.stage import StageReport, simulate_stage
+from headway.accelerator.timeline import MODES, Timeline
+from headway.cli.accel import read_data
+from headway.cli.accel_file import Study, read_study
+from headway.cli.accel_output import rows_csv, write, write_json
+from headway.core.errors import ConfigError
+from headway.simulator.sweep import parse_sweep, points_of
+
+STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
+
+
+def stage(arguments: argparse.Namespace) -> int:
+    """One iteration."""
+    from headway.report.accel_table import stage_report
+    from headway.report.console import show
+
+    data, where, folder = read_data(arguments)
+    study = read_study(data, where, folder)
+    report = simulate_stage(study.setting, study.work)
+    result = stage_json(study, report)
+    quiet = write_json(arguments.json, result)
+    if arguments.csv is not None:
+        quiet = write(arguments.csv, rows_csv(result["operators"])) or quiet
+    if not quiet:
+        show(stage_report(result))
+    if arguments.plot is not None:
+        from headway.report.accel_plot import stage_figure
+        from headway.report.style import save
+
+        save(stage_figure(result), arguments.plot)
+    return 0
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Iterations over any fields."""
+    from headway.report.accel_table import sweep_report
+    from headway.report.console import show
+
+    if not arguments.axis:
+        raise ConfigError("--axis: give at least one, such as --axis machine.prefetch_buffer=0,64M,128M,256M,512M")
+    data, where, folder = read_data(arguments)
+    axes = [parse_sweep(text) for text in arguments.axis]
+    for name in ("machine", "assumptions"):
+        if isinstance(data.get(name), str):
+            data[name] = {"preset": data[name]}
+    rows = []
+    for at, changed in points_of(data, axes):
+        study = read_study(changed, f"{where} at {at}", folder)
+        rows.append({**at, **figures(study)})
+    mark_front(rows, [field for field, _ in axes])
+    result = {"schema": SWEEP_SCHEMA, "axes": [field for field, _ in axes], "rows": rows}
+    quiet = write_json(arguments.json, result)
+    if arguments.csv is not None:
+        quiet = write(arguments.csv, rows_csv(rows)) or quiet
+    if not quiet:
+        show(sweep_report(result))
+    if arguments.plot is not None:
+        from headway.report.accel_plot import sweep_figure
+        from headway.report.style import save
+
+        save(sweep_figure(result), arguments.plot)
+    return 0
+
+
+def figures(study: Study) -> dict[str, Any]:
+    """A stage as one row."""
+    report = simulate_stage(study.setting, study.work)
+    row: dict[str, Any] = {f"{mode}_ms": report.total_s(mode) * 1e3 for mode in MODES}
+    row |= {"prefill_ms": report.prefill_s * 1e3, "decode_ms": report.decode_s * 1e3}
+    for mode in ("packing", "prefetch"):
+        row[f"{mode}_decode_speedup"] = _finite(report.decode_speedup(mode)) if report.work.decodes else None
+        row[f"{mode}_overall_speedup"] = report.overall_speedup(mode)
+    return row | answers_json(study, report)
+
+
+def answers_json(study: Study, report: StageReport) -> dict[str, Any]:
+    """How much is enough, for one stage."""
+    setting, work = study.setting, study.work
+    found = answers.buffer(setting, work)
+    needed = answers.packing_bandwidth(setting, work)
+    used = report.memory_bytes
+    return {
+        "kv_layer_mib": found.kv / MIB,
+        "hidden_mib": report.prefetch.hidden / MIB,
+        "hides_all": found.hides,
+        "smallest_buffer_mib": None if found.smallest is None else found.smallest / MIB,
+        "useful_buffer_mib": found.useful / MIB,
+        "idle_window_mib": found.window / MIB,
+        "packing_needs_gbps": None if needed is None else needed / 1e9,
+        "hbm_gb": used / 1e9,
+        "fits": used <= setting.machine.capacity,
+    }
+
+
+def stage_json(study: Study, report: StageReport) -> dict[str, Any]:
+    """Everything about one stage."""
+    chunk = answers.smallest_chunk(study.setting, study.work) if report.work.decodes else None
+    return {
+        "schema": STAGE_SCHEMA,
+        "name": study.file.name,
+        "setting": study.to_json(),
+        "stage": {name: getattr(report.work, name) for name in report.work.__struct_fields__},
+        "figures": figures(study) | {"smallest_chunk": chunk},
+        "operators": operators_json(study, report),
+        "timelines": {mode: timeline_json(getattr(report, mode)) for mode in ("packing", "prefetch")},
+        "first_layer_us": report.prefetch.first_s * 1e6,
+        "layer_us": report.prefetch.layer_s * 1e6,
+        "head_us": report.prefetch.head_s * 1e6,
+    }
+
+
+def operators_json(study: Study, report: StageReport) -> list[dict[str, Any]]:
+    """A steady layer's operators with prefetch, in order of the timeline, and the LM head."""
+    bandwidth = study.setting.machine.bandwidth
+    rows = []
+    for slot in report.prefetch.slots:
+        op = slot.op
+        ready = op.name == "decode attention" and op.compute_s * bandwidth >= slot.own_bytes
+        rows.append(
+            {
+                "operator": op.name,
+                "unit": op.unit,
+                "start_us": slot.start_s * 1e6,
+                "us": (slot.end_s - slot.start_s) * 1e6,
+                "compute_us": op.compute_s * 1e6,
+                "hbm_us": slot.own_bytes / bandwidth * 1e6,
+                "fill_us": op.fill_bytes / bandwidth * 1e6,
+                "bound": "compute" if ready else op.bound(bandwidth),
+                "hbm_mib": slot.own_bytes / MIB,
+                "prefetched_mib": slot.prefetched / MIB,
+                "buffered_mib": slot.buffered / MIB,
+                "peak_mib": op.peak_bytes / MIB,
+                "mapping": op.mapping,
+            }
+        )
+    return rows
+
+
+def timeline_json(line: Timeline) -> dict[str, Any]:
+    """A steady layer: when, on what, and how full the buffer."""
+    return {
+        "total_ms": line.total_s * 1e3,
+        "layer_us": line.layer_s * 1e6,
+        "hbm_gb": line.hbm_bytes / 1e9,
+        "slots": [
+            {
+                "operator": slot.op.name,
+                "unit": slot.op.unit,
+                "start_us": slot.start_s * 1e6,
+                "end_us": slot.end_s * 1e6,
+                "own_mib": slot.own_bytes / MIB,
+                "prefetched_mib": slot.prefetched / MIB,
+                "buffered_mib": slot.buffered / MIB,
+                "compute_us": slot.op.compute_s * 1e6,
+            }
+            for slot in line.slots
+        ],
+    }
+
+
+def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
+    """`pareto`: no other row with the same work costs no more of any swept machine field and is as fast. Rows of sweeps
+    over no machine field are not marked."""
+    costs = [axis for axis in axes if axis.startswith("machine.") and axis != "machine.preset"]
+    others = [axis for axis in axes if axis not in costs]
+    for row in rows:
+        rivals = [r for r in rows if r is not row and all(r[axis] == row[axis] for axis in others)]
+        row["pareto"] = bool(costs) and not any(_beats(rival, row, costs) for rival in rivals)
+
+
+def _beats(rival: dict[str, Any], row: dict[str, Any], costs: list[str]) -> bool:
+    from headway.cli.units import size
+
+    def cost(value: Any) -> float:
+        return float(size(value)) if isinstance(value, str) else float(value)
+
+    pairs = [(cost(rival[axis]), cost(row[axis])) for axis in costs]
+    pairs.append((round(rival["prefetch_ms"], 9), round(row["prefetch_ms"], 9)))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _finite(value: float) -> float | None:
+    return value if value != float("inf") else None

@@ -1,0 +1,52 @@
+"""`headway accel validate`: what the paper prints, what comes out here, and what the real model makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from headway.cli.accel_output import write_json
+from headway.experiments.packing_prefetch_pins import Pin, pins
+
+SCHEMA = "headway.accel.validate/1"
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Exit status 1 when a pinned figure has moved (or a product differs from zigzag's by more than 10%)."""
+    from headway.report.accel_table import crosscheck_report, validate_report
+    from headway.report.console import show
+
+    if arguments.schema:
+        from headway.cli.accel_file import AccelFile
+
+        print(json.dumps(AccelFile.model_json_schema(), indent=2))
+        return 0
+    rows = pins()
+    found: dict[str, Any] = {"schema": SCHEMA, "pins": [pin.to_json() for pin in rows], "summary": summary(rows)}
+    ok = all(pin.ok for pin in rows)
+    if arguments.zigzag:
+        from headway.accelerator.zigzag import crosscheck
+
+        products = crosscheck()
+        found["zigzag"] = [product.to_json() for product in products]
+        ok = ok and all(product.ok for product in products)
+        found["summary"] += f"; zigzag: {sum(p.ok for p in products)} of {len(products)} products within 10%"
+    if not write_json(arguments.json, found):
+        show(validate_report(found))
+        if arguments.zigzag:
+            show(crosscheck_report(found["zigzag"]))
+        print(found["summary"])
+    return 0 if ok else 1
+
+
+def summary(rows: list[Pin]) -> str:
+    """One line."""
+    paper, own = ([pin for pin in rows if pin.kind == kind] for kind in ("paper", "own"))
+    worst = max(paper, key=lambda pin: abs(pin.error))
+    moved = [pin.name for pin in rows if not pin.ok]
+    verdict = "nothing moved" if not moved else f"MOVED: {'; '.join(moved)}"
+    return (
+        f"{sum(p.ok for p in paper)} of {len(paper)} paper figures within {paper[0].tolerance:.0%} "
+        f"(worst {worst.error:+.2%}: {worst.name}); {sum(p.ok for p in own)} of {len(own)} own pins hold; {verdict}"
+    )

@@ -1,0 +1,116 @@
+"""`headway accel`: what it prints and writes, its exit status, and its errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.cli.main import main
+from headway.experiments import packing_prefetch_pins
+from headway.experiments.packing_prefetch_pins import pins
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "accel"
+
+
+def written(words: list[str], path: Path) -> dict[str, Any]:
+    assert main(["accel", *words, "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_every_pin_holds_and_they_are_all_there() -> None:
+    rows = pins()
+    assert [pin.name for pin in rows if not pin.ok] == []
+    assert (sum(p.kind == "paper" for p in rows), sum(p.kind == "own" for p in rows)) == (13, 32)
+
+
+def test_validate_ends_with_a_summary_and_fails_when_a_figure_moves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["accel", "validate"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("13 of 13 paper figures within 1%")
+    monkeypatch.setitem(packing_prefetch_pins.TABLE_US, (512, 16), (199.17, 235.29, 270.97, 240.0))
+    assert main(["accel", "validate"]) == 1
+    assert "MOVED: µs a layer, 512 prefill and 16K: prefetch" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_stage_in_tables_json_csv_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["stage", str(EXAMPLES / "stage.yaml"), "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.svg")]
+    data = written(words, tmp_path / "a.json")
+    assert "smallest buffer that hides all KV traffic" in capsys.readouterr().out
+    assert data["schema"] == "headway.accel.stage/1"
+    assert data["setting"]["assumptions"]["preset"] == "default"
+    assert data["figures"]["prefetch_ms"] < data["figures"]["packing_ms"] < data["figures"]["serial_ms"]
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    assert [row["operator"] for row in rows][-1] == "decode attention"
+    assert (tmp_path / "a.svg").stat().st_size > 5000
+
+
+def test_a_sweep_marks_its_front(tmp_path: Path) -> None:
+    words = ["sweep", "--axis", "machine.prefetch_buffer=0,64M,256M,512M", "--axis", "stage.kv_tokens=32k,64k"]
+    words += ["--set", "assumptions.preset=paper", "--plot", str(tmp_path / "a.png")]
+    data = written(words, tmp_path / "a.json")
+    front = [(row["machine.prefetch_buffer"], row["stage.kv_tokens"]) for row in data["rows"] if row["pareto"]]
+    assert front == [(0, "32k"), (0, "64k"), ("64M", "32k"), ("64M", "64k"), ("256M", "32k"), ("256M", "64k")]
+    by_size = [row["prefetch_overall_speedup"] for row in data["rows"] if row["stage.kv_tokens"] == "64k"]
+    assert by_size == pytest.approx([1.256, 1.344, 1.690, 1.690], abs=0.001)
+
+
+def test_serve_and_capacity(tmp_path: Path) -> None:
+    small = ["--set", "serve.requests=40", "--set", "serve.workload.preset=sharegpt-like"]
+    served = written(["serve", *small, "--qps", "2"], tmp_path / "a.json")
+    assert set(served["runs"]) == {"packing", "prefetch"}
+    assert all(run["rate"]["finished"] == 40 for run in served["runs"].values())
+    again = written(["serve", *small, "--qps", "2"], tmp_path / "b.json")
+    assert again == served
+    words = ["capacity", *small, "--ratio", "1.2", "--plot", str(tmp_path / "c.png")]
+    found = written(words, tmp_path / "c.json")
+    assert found["schema"] == "headway.accel.capacity/1"
+    assert found["modes"]["prefetch"]["qps"] > 0.5
+
+
+def test_a_hugging_face_config_quantised_kv_and_other_machines(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+              "intermediate_size": 14336, "vocab_size": 128256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text("model: .\nmachine: h200-like\nprecision: {kv: int4}\n")
+    named = written(["stage", "--set", "machine=h200", "--set", "precision.kv=int4"], tmp_path / "a.json")
+    by_config = written(["stage", str(tmp_path / "run.yaml")], tmp_path / "b.json")
+    assert by_config["figures"] == named["figures"]
+    plain = written(["stage", "--set", "machine=h200"], tmp_path / "c.json")
+    assert named["figures"]["kv_layer_mib"] == pytest.approx(plain["figures"]["kv_layer_mib"] * 0.53125 / 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["stage", "--set", "machine.preset=tpuv9"], "machine.preset: unknown machine 'tpuv9'; known: tpuv6e-like"),
+        (["stage", "--set", "machine.buffer=1G"], "machine.buffer is not a field; allowed here: preset, rows"),
+        (["stage", "--set", "machine.prefetch_buffer=lots"], "machine.prefetch_buffer: 'lots' is not a size"),
+        (["stage", "--set", "model=gpt-9"], "model: unknown model 'gpt-9'"),
+        (["stage", "--set", "stage.kv_tokens=7"], "stage.kv_tokens must be at least 1 a decode (32), not 7"),
+        (["stage", "--set", "precision.kv=fp6"], "precision.kv must be one of fp32, fp16"),
+        (["stage", "--set", "assumptions.ffn_matrices=4"], "assumptions.ffn_matrices must be 2, 3 or null"),
+        (["stage", "--set", "assumptions=guess"], "assumptions.preset must be one of default, paper"),
+        (["stage", "--set", "techniques.fusion=max"], "techniques.fusion must be auto or off"),
+        (["stage", "--set", "machine.compute_buffer=4k"], "machine.compute_buffer of 0.00390625 MiB cannot hold"),
+        (["sweep"], "--axis: give at least one"),
+        (["serve", "--qps", "0"], "--qps must be above 0"),
+        (["serve", "--set", "serve.policy.policy=luck"], "serve.policy: unknown scheduling policy 'luck'"),
+        (["capacity", "--ratio", "1"], "--ratio must be above 1"),
+    ],
+)
+def test_bad_input_names_the_field(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accel", *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_examples_are_read(file: Path, tmp_path: Path) -> None:
+    assert written(["stage", str(file)], tmp_path / "a.json")["figures"]["prefetch_ms"] > 0

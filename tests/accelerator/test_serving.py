@@ -1,0 +1,103 @@
+"""The latency model that the scheduler asks is the stage model; capacity uses the real scheduler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerator.accel_cases import study
+from headway.accelerator.serving import AcceleratorLatency
+from headway.accelerator.stage import evaluate
+from headway.accelerator.timeline import Mode
+from headway.accelerator.work import Work
+from headway.core.errors import ConfigError
+from headway.experiments.packing_prefetch_capacity import (
+    Limits,
+    at_rate,
+    bandwidth_to_match,
+    capacity,
+    instance,
+    kv_capacity,
+    sarathi,
+)
+from headway.experiments.packing_prefetch_service import requests
+from headway.latency.base import Load, load_s, one_chunk_s, solve_tokens
+
+MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") for m in ("packing", "prefetch")}  # type: ignore[arg-type]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(("paper", "default")), st.sampled_from(("packing", "prefetch")), st.integers(0, 4000),
+    st.integers(0, 60_000), st.integers(0, 128), st.integers(1, 4000),
+)  # fmt: skip
+def test_a_batch_takes_what_the_stage_takes(
+    preset: str, mode: Mode, chunk: int, past: int, decodes: int, each: int
+) -> None:
+    if not chunk and not decodes:
+        return
+    model, work = MODELS[preset, mode], Work(
+        prefill_tokens=chunk, prefill_past=past if chunk else 0, decodes=decodes, kv_tokens=decodes * each
+    )  # fmt: skip
+    load = Load(decodes, decodes, decodes * each)
+    if chunk:
+        load = load.with_chunk(chunk, one_chunk_s(model, past, chunk), past)
+    expected = getattr(evaluate(study(preset), work), mode).total_s
+    assert load_s(model, load) == pytest.approx(expected, rel=1e-12 if preset == "paper" else 0.01)
+
+
+@pytest.mark.parametrize("preset", ["paper", "default"])
+def test_one_chunk_at_a_time_is_what_the_vector_says_and_terms_bound_the_whole(preset: str) -> None:
+    model = MODELS[preset, "prefetch"]
+    for past in (0, 1, 777, 50_000):
+        vector = model.chunk_s(past, 0, 3000)
+        assert [one_chunk_s(model, past, c) for c in (0, 1, 100, 3000)] == pytest.approx(vector[[0, 1, 100, 3000]])
+        assert np.all(np.diff(vector) >= -1e-12)
+    for rows in (100, 700, 2000):
+        load = Load(rows, 64, 64 * 2000).with_chunk(512, one_chunk_s(model, 900, 512), 900)
+        padded = 128 if preset == "paper" else 0
+        terms = float(model.token_s(load.tokens + padded, load.tokens + padded)[0])
+        assert load_s(model, load) <= terms + model.decode_s(64, 64 * 2000) + load.chunk_s + 1e-12
+
+
+def test_adaptive_chunks_use_the_whole_batch_and_keep_its_time() -> None:
+    packing, prefetch = MODELS["default", "packing"], MODELS["default", "prefetch"]
+    load = Load(32, 32, 100_000)
+    sizes = []
+    for model in (packing, prefetch):
+        tokens, attention_s = solve_tokens(model, load, 2000, 8192, 0.030)
+        assert load_s(model, load.with_chunk(tokens, attention_s, 2000)) <= 0.030
+        over = load.with_chunk(tokens + 1, one_chunk_s(model, 2000, tokens + 1), 2000)
+        assert load_s(model, over) > 0.030
+        sizes.append(tokens)
+    assert sizes[1] > 1.2 * sizes[0]  # KV that is prefetched leaves its time to the chunk
+    assert solve_tokens(packing, load, 2000, 8192, 1e-6) == (0, 0.0)
+
+
+def test_a_scheduler_always_packs() -> None:
+    with pytest.raises(ConfigError, match="packing or prefetch"):
+        AcceleratorLatency(study(), "serial")
+
+
+def test_capacity_holds_where_it_says_and_prefetch_gains() -> None:
+    setting, drawn = study("paper"), requests("arxiv", 60, 0)
+    limits, found = Limits(tbt_s=0.0167), {}
+    for mode in ("packing", "prefetch"):
+        spec = instance(setting, mode, sarathi(512), 131072)  # type: ignore[arg-type]
+        answer = capacity(spec, lambda qps: at_rate(drawn, qps), limits, ratio=1.1)
+        assert {rate.qps: rate.ok for rate in answer.tried}[answer.qps]
+        assert any(answer.qps < rate.qps <= answer.qps * 1.1 * (1 + 1e-9) and not rate.ok for rate in answer.tried)
+        found[mode] = answer.qps
+    assert found["prefetch"] > found["packing"]
+    draw = lambda qps: at_rate(drawn, qps)  # noqa: E731
+    times = bandwidth_to_match(setting, sarathi(512), 131072, draw, limits, found["prefetch"], ratio=1.1)
+    assert times is not None
+    assert 1.0 < times < 2.0
+
+
+def test_kv_is_what_hbm_leaves_and_a_model_that_does_not_fit_is_refused() -> None:
+    assert 130_000 < kv_capacity(study("default")) < 160_000
+    with pytest.raises(ConfigError, match=r"machine.hbm_capacity: .* cannot hold the model's"):
+        kv_capacity(study("default", "llama-3.1-70b"))
