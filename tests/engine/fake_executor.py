@@ -61,6 +61,9 @@ class FakeExecutor:
         self._done: deque[StepResult] = deque()
         self.released = 0
 
+    waits_on: tuple[object, ...] = ()
+    accepts: bool = True
+
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
         assert request_id not in self.residents
         ids = np.frombuffer(prompt, dtype=np.int32)

@@ -1,89 +1,120 @@
-"""The composition root of an engine: settings in, a ready `EngineCore` out. Imports torch."""
+"""The composition root of an engine: settings in, a ready `EngineCore` out.
+
+The model runs in this process (`one_process`) or in several (`many_processes`), where this one needs no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from headway import embedded
-from headway.attention.base import make_backend
 from headway.core.clock import Clock
 from headway.core.errors import ConfigError
+from headway.core.executor import Executor
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, Log
 from headway.engine.protocol import EngineInfo
-from headway.hardware.memory import available_bytes, gib
+from headway.hardware.memory import gib
 from headway.hardware.processor import processor_name
 from headway.kv.ledger import Ledger
 from headway.latency import store
 from headway.latency.base import LatencyModel
 from headway.latency.corrected import CorrectedLatency
+from headway.latency.layout import Layout
 from headway.latency.tables import TableLatency
-from headway.model.decoder import Decoder
-from headway.model.loading import load_decoder
+from headway.model.config import DecoderConfig
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.scheduler import Scheduler
 from headway.worker import profiling
-from headway.worker.local import LocalExecutor
-from headway.worker.worker import Worker
 
 log = logging.getLogger("headway.engine")
 
 
-def build_worker(config: EngineConfig) -> Worker:
+@dataclass(frozen=True)
+class Built:
+    """A model that is loaded, wherever it runs. Sizes are of all ranks together; `kv_tokens` of one KV group."""
+
+    executor: Executor
+    measure: profiling.Measure
+    shape: DecoderConfig
+    dtype: str
+    mark: str
+    threads: int
+    kv_tokens: int
+    kv_bytes: int
+    parameters: int
+    weights_bytes: int
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """The degrees that the settings ask for."""
+    return Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size)
+
+
+def build(config: EngineConfig) -> Built:
     """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device {config.device!r} is not supported yet: this version computes on cpu")
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    backend = make_backend("cpu" if config.attention_backend == "auto" else config.attention_backend)
-    decoder = load_decoder(config.model, config.dtype, config.max_model_len, "cpu", backend)
-    blocks = _kv_blocks(config, decoder)
-    return Worker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
+    if layout_of(config).accelerators > 1:
+        from headway.cli.many_processes import build_many
+
+        return build_many(config, layout_of(config))
+    from headway.cli.one_process import build_one
+
+    return build_one(config)
 
 
 def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
     """Everything that an engine process runs. Takes as long as loading the model, plus about 0.3 s of measuring when
     no profile of this model on this machine is found."""
-    schedule = SchedulerConfig.named(config.mode, **config.scheduler)
-    worker = build_worker(config)
-    decoder = worker.decoder
-    ledger = Ledger(worker.pool.slots, config.block_size)
-    latency = latency_model(config, worker)
-    scheduler = Scheduler(schedule, latency, ledger)
-    max_model_len = min(decoder.config.max_model_len, ledger.total_tokens)
-    parameters = decoder.weights.parameters
+    layout = layout_of(config)
+    fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
+    schedule = SchedulerConfig.named(config.mode, **fields)
+    built = build(config)
+    try:
+        return _engine(config, clock, schedule, built)
+    except BaseException:
+        built.executor.close()
+        raise
+
+
+def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built) -> EngineCore:
+    ledger = Ledger(built.kv_tokens, config.block_size)
+    scheduler = Scheduler(schedule, latency_model(config, built), ledger)
     info = EngineInfo(
         model=model_name(config.model),
-        architecture=decoder.config.architecture,
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        architecture=built.shape.architecture,
+        dtype=built.dtype,
         device="cpu",
-        max_model_len=max_model_len,
-        vocab_size=decoder.config.vocab_size,
+        layout=layout_of(config).name,
+        max_model_len=min(built.shape.max_model_len, ledger.total_tokens),
+        vocab_size=built.shape.vocab_size,
         kv_tokens_total=ledger.total_tokens,
         kv_block_tokens=config.block_size,
-        policy=scheduler.policy.name,
-        chunking=scheduler.chunking.name,
+        policy=schedule.policy,
+        chunking=schedule.chunking,
         mode=schedule.mode,
         t_target_s=schedule.t_target_s,
         max_num_seqs=schedule.max_num_seqs,
         max_queued_requests=config.max_queued_requests,
-        parameters=parameters,
-        weights_bytes=parameters * decoder.dtype.itemsize,
-        kv_bytes=worker.pool.nbytes,
+        parameters=built.parameters,
+        weights_bytes=built.weights_bytes,
+        kv_bytes=built.kv_bytes,
         eos_token_ids=eos_ids(Path(config.model)),
     )
-    return EngineCore(scheduler, LocalExecutor(worker), clock, info, event_log(config.event_log))
+    return EngineCore(scheduler, built.executor, clock, info, event_log(config.event_log))
 
 
-def latency_model(config: EngineConfig, worker: Worker) -> LatencyModel:
-    """The cached profile of this model on this machine; without one, a quick measurement, corrected as it runs."""
-    mark = profile_mark(worker)
+def latency_model(config: EngineConfig, built: Built) -> LatencyModel:
+    """The cached profile of this model on this machine in this layout; without one, a quick measurement, corrected as
+    it runs. Times are of one stage."""
+    mark = profile_mark(config, built)
     if config.latency_profile not in ("auto", "quick"):
         return CorrectedLatency(TableLatency(store.load(Path(config.latency_profile), mark)), confidence=20.0)
     path = store.default_path(mark)
@@ -92,15 +123,39 @@ def latency_model(config: EngineConfig, worker: Worker) -> LatencyModel:
             return CorrectedLatency(TableLatency(store.load(path, mark)), confidence=20.0)
         except ConfigError as error:
             log.warning("%s; measuring anew", error)
-    quick = profiling.profile(worker, profiling.QUICK, 0.3, mark, "quick measurement at start-up")
+    quick = profiling.profile(
+        built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, "quick measurement at start-up"
+    )
     return CorrectedLatency(TableLatency(quick), confidence=2.0)
 
 
-def profile_mark(worker: Worker) -> str:
-    """What a profile of this worker holds for."""
-    decoder = worker.decoder
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    return store.fingerprint(decoder.fingerprint, dtype, processor_name(), torch.get_num_threads())
+def profile_mark(config: EngineConfig, built: Built) -> str:
+    """What a profile of this model here holds for."""
+    return store.fingerprint(built.mark, built.dtype, processor_name(), built.threads, layout_of(config).name)
+
+
+def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, available: int) -> int:
+    """Blocks of a KV pool in which a token takes `per_token` bytes; `available` bytes are free once weights are there.
+
+    Raises ConfigError when it would not hold what was asked for.
+    """
+    asked = config.max_model_len
+    if config.kv_cache_bytes is not None:
+        budget = config.kv_cache_bytes
+    else:
+        budget = min(int(0.5 * available), per_token * (2 * shape.max_model_len + 262_144))
+    blocks = budget // (per_token * config.block_size)
+    tokens = blocks * config.block_size
+    need = asked if asked is not None else min(shape.max_model_len, 2 * config.block_size)
+    if tokens < need:
+        raise ConfigError(
+            f"the KV cache has room for {max(tokens, 0)} tokens ({gib(budget)} at {per_token} bytes a token) and "
+            f"{'--max-model-len' if asked else 'the smallest useful pool'} needs {need}: give it more memory with "
+            f"--kv-cache-memory (at least {gib(need * per_token)}) or lower --max-model-len"
+        )
+    if asked is None and tokens < shape.max_model_len:
+        log.warning("the KV cache holds %d tokens, so prompts are limited to that, not %d", tokens, shape.max_model_len)
+    return blocks
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
@@ -137,26 +192,3 @@ def event_log(path: str | None) -> Log | None:
             file.flush()
 
     return write
-
-
-def _kv_blocks(config: EngineConfig, decoder: Decoder) -> int:
-    shape = decoder.config
-    per_token = decoder.make_pool(1).nbytes
-    asked = config.max_model_len
-    if config.kv_cache_bytes is not None:
-        budget = config.kv_cache_bytes
-    else:
-        budget = int(0.5 * available_bytes())
-        budget = min(budget, per_token * (2 * shape.max_model_len + 262_144))
-    blocks = budget // (per_token * config.block_size)
-    tokens = blocks * config.block_size
-    need = asked if asked is not None else min(shape.max_model_len, 2 * config.block_size)
-    if tokens < need:
-        raise ConfigError(
-            f"the KV cache has room for {max(tokens, 0)} tokens ({gib(budget)} at {per_token} bytes a token) and "
-            f"{'--max-model-len' if asked else 'the smallest useful pool'} needs {need}: give it more memory with "
-            f"--kv-cache-memory (at least {gib(need * per_token)}) or lower --max-model-len"
-        )
-    if asked is None and tokens < shape.max_model_len:
-        log.warning("the KV cache holds %d tokens, so prompts are limited to that, not %d", tokens, shape.max_model_len)
-    return blocks

@@ -7,11 +7,13 @@ from headway.core.clock import ManualClock
 from headway.engine.config import EngineConfig
 from headway.hardware.memory import available_bytes, gib
 from headway.latency.base import MAX_CHUNK, Load, solve_tokens
+from headway.latency.prefill_cache import PrefillCache
 
 
 def report(config: EngineConfig) -> str:
     """Loads the model, measures for a moment, and says so in lines. Raises ConfigError like `serve` would."""
     core = assemble(config, ManualClock())
+    core.executor.close()
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
     per_token = info.kv_bytes // info.kv_tokens_total
@@ -21,6 +23,7 @@ def report(config: EngineConfig) -> str:
     lines = [
         f"model                {info.model}",
         f"architecture         {info.architecture}, {size}, {info.dtype} on {info.device}",
+        f"layout               {info.layout}",
         f"weights              {gib(info.weights_bytes)}",
         f"KV cache             {cache}, in blocks of {info.kv_block_tokens}",
         f"memory available     {gib(available_bytes())}",
@@ -29,11 +32,12 @@ def report(config: EngineConfig) -> str:
         "",
         "context so far   next chunk   prompt of this length takes, alone",
     ]
+    times = PrefillCache(scheduler.latency, budget, max(scheduler.config.min_chunk, 16))
     past = 0
     while past < info.max_model_len:
         chunk, _ = solve_tokens(scheduler.latency, Load(), past, MAX_CHUNK, budget)
         chunk = max(chunk, scheduler.config.min_chunk)
-        alone = scheduler.prefill_times.total_s(past)
+        alone = times.total_s(past)
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")
         past = max(1024, past * 4)
     return "\n".join(lines)

@@ -44,6 +44,7 @@ def main(endpoint: str, config: EngineConfig) -> int:
     except Exception as error:
         logging.getLogger("headway.engine").exception("the engine cannot go on")
         service.fail(f"the engine failed: {error}")
+        core.executor.close()
         service.close()
         return 1
     core.executor.close()

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     values, _ = resolve(options, arguments, environment(), None)
     model = model_folder(arguments.model)
     settle()
-    from headway.cli.assemble import build_worker, profile_mark
+    from headway.cli.assemble import build, profile_mark
     from headway.engine.config import EngineConfig
     from headway.latency import store
     from headway.worker import profiling
@@ -40,11 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
         kv_cache_bytes=values["kv_cache_memory"],
         block_size=values["block_size"],
         threads=values["threads"],
+        tensor_parallel_size=values["tensor_parallel_size"],
+        pipeline_parallel_size=values["pipeline_parallel_size"],
     )
-    worker = build_worker(config)
-    mark = profile_mark(worker)
+    built = build(config)
+    mark = profile_mark(config, built)
     started = time.perf_counter()
-    source = profiling.profile(worker, profiling.FULL, arguments.budget, mark, f"measured in {arguments.budget:.0f} s")
+    words = f"measured in {arguments.budget:.0f} s"
+    try:
+        source = profiling.profile(built.measure, built.kv_tokens, profiling.FULL, arguments.budget, mark, words)
+    finally:
+        built.executor.close()
     path = arguments.out or store.default_path(mark)
     store.save(source, path)
     print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")

@@ -7,7 +7,7 @@ this: policies and servers. Test double: `tests/engine/fake_executor.py`. The si
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headway.core.batch import Batch
 from headway.core.sampling import SamplingParams, TokenLogprobs
@@ -22,15 +22,29 @@ class Emitted(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A batch has been carried out in `elapsed_s` seconds. One entry for each decode and each finished prompt."""
+    """A batch has been carried out. One entry for each decode and each finished prompt.
+
+    `elapsed_s` is what it took, of several stages or groups the slowest. `stages`, for each of the batch's parts: when
+    each pipeline stage began and ended it, seconds of CLOCK_MONOTONIC on the stage's host (empty: not measured).
+    """
 
     batch_id: int
     emitted: list[Emitted]
     elapsed_s: float
+    stages: tuple[tuple[tuple[float, float], ...], ...] = ()
 
 
 class Executor(Protocol):
     """Carries out batches in the order in which they are submitted."""
+
+    @property
+    def waits_on(self) -> tuple[Any, ...]:
+        """What a `zmq.Poller` may wait on while batches are in flight: `result` may then have something. Empty for an
+        executor that computes in `submit`."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the next batch would begin at once (stage 0 is free). One made earlier might delay a new request."""
 
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
         """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch."""

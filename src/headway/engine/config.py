@@ -20,6 +20,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     block_size: int = 64
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pipeline_schedule: Literal["stream", "microbatch"] = "stream"
     max_queued_requests: int = 1024
     mode: Literal["default", "paper"] = "default"
     scheduler: dict[str, Any] = {}
@@ -27,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     event_log: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "kv_cache_bytes", "threads"):
+        for name in ("max_model_len", "kv_cache_bytes", "threads", "tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {value}")

@@ -15,7 +15,7 @@ import numpy as np
 from headway.core.batch import Batch, Progress
 from headway.core.clock import Clock
 from headway.core.errors import OverloadedError, RequestError, UnavailableError
-from headway.core.executor import Emitted, Executor
+from headway.core.executor import Emitted, Executor, StepResult
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
@@ -56,6 +56,7 @@ class EngineCore:
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
+        self._stage_busy_s: dict[tuple[int, int], float] = {}
         if log is not None:
             ledger = scheduler.ledger
             self._note(
@@ -88,7 +89,7 @@ class EngineCore:
             raise UnavailableError("the server is shutting down and takes no new requests")
         if self.scheduler.waiting >= self.info.max_queued_requests:
             raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
-        if submit.id in self._live:
+        if submit.id in self._live or submit.id in self.scheduler:  # the latter: aborted, and still in a batch
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         if prompt.nbytes % 4:
             raise RequestError(f"the prompt frame has {prompt.nbytes} bytes, which are not whole token ids", "prompt")
@@ -148,23 +149,36 @@ class EngineCore:
     def step(self, wait_s: float | None = None) -> list[Delta]:
         """Schedule what fits, execute, update. Returns what clients should hear; empty when there was nothing to do.
 
-        `wait_s` bounds the wait for an executor with several batches in flight (None: until a batch is done).
+        `wait_s` bounds the wait for an executor with several batches in flight (None: until something is done). A batch
+        is made when the executor would begin it at once, before and after looking at results.
         """
         deltas = self._expire()
-        while True:
+        self._fill()
+        if not self._batches:
+            return deltas
+        result = self.executor.result(wait_s)
+        while result is not None:
+            deltas.extend(self._update(result))
+            result = self.executor.result(0.0)
+        if self.executor.waits_on:
+            self._fill()
+        return deltas
+
+    def _fill(self) -> None:
+        """Give the executor batches while it would begin them at once."""
+        while self.executor.accepts:
             now = self._clock.now()
             batch = self.scheduler.schedule(now)
             if batch is None:
-                break
+                return
             self._batches[batch.id] = (batch, now)
             self._note("schedule", id=batch.id, at_s=now)
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
-        if not self._batches:
-            return deltas
-        result = self.executor.result(wait_s)
-        if result is None:
-            return deltas
+
+    def _update(self, result: StepResult) -> list[Delta]:
+        """A batch has been carried out."""
+        deltas: list[Delta] = []
         batch, submitted_s = self._batches.pop(result.batch_id)
         now = self._clock.now()
         progress: list[Progress] = []
@@ -178,7 +192,7 @@ class EngineCore:
             elif event.kind == "preempted":
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)
-        self._account(batch, result.elapsed_s, now, progress)
+        self._account(batch, result, now, progress)
         return deltas
 
     def _emit(self, emitted: Emitted, now: float, submitted_s: float, progress: list[Progress]) -> list[Delta]:
@@ -234,12 +248,17 @@ class EngineCore:
             waiting=self.scheduler.waiting,
             kv_tokens_used=self.scheduler.ledger.used_tokens,
             kv_tokens_total=self.scheduler.ledger.total_tokens,
+            stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
             **self._stats,  # type: ignore[arg-type]
         )
 
-    def _account(self, batch: Batch, elapsed_s: float, now: float, progress: list[Progress]) -> None:
-        part = batch.parts[0]
+    def _account(self, batch: Batch, result: StepResult, now: float, progress: list[Progress]) -> None:
+        part, elapsed_s = batch.parts[0], result.elapsed_s
         prefill = sum(chunk.tokens for chunk in part.prefills)
+        for index, stages in enumerate(result.stages):
+            for stage, (start_s, end_s) in enumerate(stages):
+                key = (batch.parts[index].group, stage)
+                self._stage_busy_s[key] = self._stage_busy_s.get(key, 0.0) + end_s - start_s
         self._count("prefill_tokens_total", prefill)
         self._count("decode_tokens_total", part.decodes.count)
         self._count("iterations_total", 1)
@@ -258,6 +277,7 @@ class EngineCore:
                 kv_sum=part.decodes.kv_sum,
                 ended=[result.request for result in progress if result.finished],
                 chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills],
+                stages=result.stages,
             )
 
     def _count(self, name: str, amount: float) -> None:

@@ -63,7 +63,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall."""
+    """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall.
+
+    stage_busy_s: (group, stage, seconds that it computed).
+    """
 
     running: int = 0
     waiting: int = 0
@@ -79,6 +82,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     predicted_s_total: float = 0.0
     last_chunk_tokens: int = 0
     last_iteration_s: float = 0.0
+    stage_busy_s: tuple[tuple[int, int, float], ...] = ()
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -109,6 +113,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weights_bytes: int
     kv_bytes: int
     eos_token_ids: tuple[int, ...] = ()
+    layout: str = "tp1-pp1-kvp1"
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

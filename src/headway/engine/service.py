@@ -1,7 +1,8 @@
 """The engine process's outer loop: messages in, steps, messages out, over one ZeroMQ socket.
 
-While there is work, the socket is drained between iterations and never waited for; when idle, the process sleeps in
-poll(). Messages that arrive during an iteration wait in ZeroMQ's own buffers, so that a client can't slow a step down.
+An executor that computes in this process: while there is work, the socket is drained between iterations and never
+waited for. One that computes elsewhere: the process sleeps until a client or the executor has something to say. When
+idle it sleeps in poll(). Messages that arrive meanwhile wait in ZeroMQ's own buffers.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ class EngineService:
         gc.collect()
         gc.freeze()  # the model is here to stay: collections need not walk it
         was_idle = False
+        elsewhere = core.executor.waits_on
+        poller = zmq.Poller()
+        for readable in (self._socket, *elsewhere):
+            poller.register(readable, zmq.POLLIN)
         while os.getppid() == self._parent:
-            refused = self._receive(core, wait=core.idle)
-            deltas = [*refused, *core.step()]
+            if (core.idle and not core.draining) or (elsewhere and not core.idle):
+                poller.poll(_IDLE_POLL_MS)
+            refused = self._receive(core)
+            deltas = [*refused, *core.step(0.0 if elsewhere else None)]
             if core.idle and not was_idle:
                 core.scheduler.check()
             now = self._clock.now()
@@ -67,10 +74,8 @@ class EngineService:
         self._socket.close()
         self._context.term()
 
-    def _receive(self, core: EngineCore, wait: bool) -> Iterable[Delta]:
+    def _receive(self, core: EngineCore) -> Iterable[Delta]:
         deltas: list[Delta] = []
-        if wait and not core.draining:
-            self._socket.poll(_IDLE_POLL_MS)
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -41,19 +41,35 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The named tensor as a view of the mapped file. Raises CheckpointError when missing or of another shape."""
+    def leave(self, prefix: str) -> None:
+        """Tensors whose names begin so belong to another rank: `check_all_taken` does not ask for them."""
+        self._taken.update(name for name in self._home if name.startswith(prefix))
+
+    def take(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """The named tensor, or those rows or columns of it, read from the mapped file; the rest is not read.
+
+        `shape` is that of the whole tensor. Raises CheckpointError when it is missing or of another shape.
+        """
         if name not in self._home:
             raise CheckpointError(f"{self.folder}: tensor '{name}' of shape {list(shape)} is missing")
         file = self._home[name]
-        found = tuple(self._files[file].get_slice(name).get_shape())
+        piece = self._files[file].get_slice(name)
+        found = tuple(piece.get_shape())
         if found != shape:
             raise CheckpointError(
                 f"{self.folder / file}: tensor '{name}' has shape {list(found)}, "
                 f"expected {list(shape)} from config.json"
             )
         self._taken.add(name)
-        tensor: Tensor = self._files[file].get_tensor(name)
+        tensor: Tensor
+        if rows is not None and len(rows) != shape[0]:
+            tensor = piece[rows.start : rows.stop]
+        elif columns is not None and len(columns) != shape[1]:
+            tensor = piece[:, columns.start : columns.stop]
+        else:
+            tensor = self._files[file].get_tensor(name)
         if not tensor.is_floating_point():
             raise CheckpointError(
                 f"{self.folder / file}: tensor '{name}' has type {tensor.dtype}, expected a float type"

@@ -49,6 +49,14 @@ class DecoderConfig:
         """The most that `max_model_len` may be: what the positions' encoding was made for."""
         return longest_of(self.rope, self.max_positions)
 
+    def dtype_for(self, name: str) -> str:
+        """The type to compute in, "float32" or "bfloat16", from a setting ("auto": the checkpoint's own)."""
+        if name == "auto":
+            name = "bfloat16" if self.checkpoint_dtype == "bfloat16" else "float32"
+        if name not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype '{name}' is not supported; supported are auto, float32, bfloat16")
+        return name
+
     def with_max_model_len(self, tokens: int) -> DecoderConfig:
         """The same model serving up to `tokens`. Raises ConfigError beyond `longest`, CheckpointError beyond a window.
 

@@ -5,6 +5,8 @@ Nothing here knows which rows belong together: positions come with the rows, and
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,14 +16,25 @@ from headway.attention.kv_pool import KvPool
 from headway.model.config import DecoderConfig
 from headway.model.few_rows import MOST_ROWS, few_rows_of
 from headway.model.rope import Rotary, RotaryTable, rotate_
+from headway.model.shard import WHOLE, Shard
 from headway.model.weights import DecoderWeights, LayerWeights
 
 
-class Decoder:
-    """A decoder, or the part of one that this process holds.
+class TensorGroup(Protocol):
+    """The ranks that share every layer of a stage. Called in the same order on all of them."""
 
-    `first_layer` is the model's number of the first layer held (0 unless this is a later pipeline stage); the pool's
-    layer 0 belongs to it. All methods must run under `torch.inference_mode()`; `forward` enters it by itself.
+    def sum_(self, x: Tensor) -> Tensor:
+        """x, overwritten with its sum over the ranks: the same bits on each."""
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
+        """On rank 0, the ranks' (R, widths[rank]) side by side; None on the others."""
+
+
+class Decoder:
+    """A decoder, or the part of one that this process holds (`shard`, summed over `group`).
+
+    The pool's layer 0 belongs to the first layer held. All methods must run under `torch.inference_mode()`; `forward`
+    enters it by itself. `config` is this rank's own: heads and MLP width as they are here.
     """
 
     def __init__(
@@ -30,14 +43,20 @@ class Decoder:
         weights: DecoderWeights,
         backend: AttentionBackend | None = None,
         fingerprint: str = "",
+        shard: Shard = WHOLE,
+        group: TensorGroup | None = None,
     ) -> None:
-        self.config = config
+        self.config = shard.local(config)
+        self.shard = shard
+        self.group = group
+        self.words = shard.vocabulary(config)
+        self._widths = [len(words) for words in shard.vocabularies(config)]
         self.weights = weights
         self.backend = backend or make_backend("cpu")
         self.fingerprint = fingerprint
         sample = weights.layers[0].attention_norm
         self.dtype, self.device = sample.dtype, sample.device
-        self._few = few_rows_of(config, weights)
+        self._few = few_rows_of(self.config, weights) if group is None else None
         self.rotary = Rotary(config.rope, config.max_model_len, self.device)
 
     def make_pool(self, slots: int) -> KvPool:
@@ -55,12 +74,19 @@ class Decoder:
         """
         hidden = self.embed(tokens)
         hidden = self.run_layers(hidden, self.rotary_table(positions), plan)
-        return self.head(hidden if logit_rows is None else hidden.index_select(0, logit_rows))
+        logits = self.head(hidden if logit_rows is None else hidden.index_select(0, logit_rows))
+        assert logits is not None, "logits are rank 0's"
+        return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(T,) token ids to (T, hidden)."""
         assert self.weights.embedding is not None, "this stage holds no embedding"
-        return functional.embedding(tokens, self.weights.embedding)
+        if self.group is None:
+            return functional.embedding(tokens, self.weights.embedding)
+        local = tokens - self.words.start
+        foreign = (local < 0) | (local >= len(self.words))
+        rows = functional.embedding(local.masked_fill(foreign, 0), self.weights.embedding)
+        return self.group.sum_(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
         """Once an iteration, for every layer: the rotation of (T,) positions."""
@@ -82,8 +108,8 @@ class Decoder:
             hidden = self._layer(index, self.weights.layers[index], hidden, rotary, plan)
         return hidden
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """(R, hidden) after the last layer to (R, vocab) fp32 logits."""
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """(R, hidden) after the last layer to (R, vocab) fp32 logits; None on ranks of the group other than 0."""
         weights = self.weights
         assert weights.head is not None, "this stage holds no head"
         assert weights.final_norm is not None, "this stage holds no final norm"
@@ -91,7 +117,8 @@ class Decoder:
             logits = self._few.head(hidden)
             if logits is not None:
                 return logits
-        return weights.head(self._norm(hidden, weights.final_norm)).float()
+        logits = weights.head(self._norm(hidden, weights.final_norm)).float()
+        return logits if self.group is None else self.group.gather(logits, self._widths)
 
     def _layer(
         self, index: int, layer: LayerWeights, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan
@@ -105,10 +132,13 @@ class Decoder:
             key.copy_(self._norm(key, layer.k_norm))
         rotate_(heads[:, :turned], rotary)
         mixed = self.backend.run(index, query, key, value, plan)
-        hidden.add_(layer.out(mixed.view(rows, -1)))
+        hidden.add_(self._summed(layer.out(mixed.view(rows, -1))))
         both = layer.gate_up(self._norm(hidden, layer.mlp_norm))
         gate, up = both[:, : config.mlp_size], both[:, config.mlp_size :]
-        return hidden.add_(layer.down(functional.silu(gate).mul_(up)))
+        return hidden.add_(self._summed(layer.down(functional.silu(gate).mul_(up))))
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        return partial if self.group is None else self.group.sum_(partial)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.config.rms_eps)

@@ -1,4 +1,7 @@
-"""From a folder to a `Decoder`: check, fuse, pack. Each weight is resident once when this is done."""
+"""From a folder to a `Decoder`, or to one rank's part of it: check, cut, fuse, pack.
+
+Each weight is resident once when this is done, and a rank reads only its own slices.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import torch
 from torch import Tensor
 
 from headway.attention.base import AttentionBackend
-from headway.core.errors import CheckpointError, ConfigError
+from headway.core.errors import CheckpointError
 from headway.model.checkpoint import Checkpoint
 from headway.model.config import DecoderConfig, read_config
-from headway.model.decoder import Decoder
+from headway.model.decoder import Decoder, TensorGroup
 from headway.model.fields import read_json
 from headway.model.linear import Linear
+from headway.model.shard import WHOLE, Shard
 from headway.model.weights import DecoderWeights, LayerWeights
+
+_Part = tuple[str, int, range]
+"""A tensor's name, its rows, and those of them that are wanted."""
 
 _NEVER_READ = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
@@ -25,8 +32,11 @@ def load_decoder(
     max_model_len: int | None = None,
     device: str = "cpu",
     backend: AttentionBackend | None = None,
+    shard: Shard = WHOLE,
+    group: TensorGroup | None = None,
 ) -> Decoder:
-    """Called once a process, at start-up. Reads config.json and safetensors (one file, or shards with an index).
+    """Called once a process, at start-up. `shard` is the part to hold; `group` sums over the ranks that share its
+    layers. Reads config.json and safetensors (one file, or shards with an index).
 
     dtype: "float32", "bfloat16" or "auto": the checkpoint's own, where float16 becomes float32, which is exact. Peak
     memory is the weights plus one layer. Raises CheckpointError, naming file and tensor, for whatever does not fit, and
@@ -37,75 +47,113 @@ def load_decoder(
         raise CheckpointError(f"{folder}: no such model folder")
     data = read_json(folder / "config.json")
     config = read_config(data, max_model_len, str(folder / "config.json"))
-    loader = _Loader(config, Checkpoint(folder), resolve_dtype(dtype, config), torch.device(device))
+    loader = _Loader(config, Checkpoint(folder), resolve_dtype(dtype, config), torch.device(device), shard)
     weights = loader.load()
-    return Decoder(config, weights, backend, loader.checkpoint.fingerprint(data))
+    return Decoder(config, weights, backend, loader.checkpoint.fingerprint(data), shard, group)
 
 
 def resolve_dtype(name: str, config: DecoderConfig) -> torch.dtype:
     """The type to compute in, from a setting and the checkpoint's own type."""
-    if name == "auto":
-        name = "bfloat16" if config.checkpoint_dtype == "bfloat16" else "float32"
-    if name not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype '{name}' is not supported; supported are auto, float32, bfloat16")
-    return torch.float32 if name == "float32" else torch.bfloat16
+    return torch.float32 if config.dtype_for(name) == "float32" else torch.bfloat16
 
 
 class _Loader:
-    """One load: knows the names and shapes that a family's checkpoint must have."""
+    """One load: knows the names and shapes that a family's checkpoint must have, and which slices a shard takes."""
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, shard: Shard
+    ) -> None:
         self.config = config
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
+        self.shard = shard
+        dim = config.head_dim
+        q, kv = shard.q_heads(config), shard.kv_heads(config)
+        self._q, self._kv = _scaled(q, dim), _scaled(kv, dim)
+        self._q_rows, self._kv_rows = config.q_heads * dim, config.kv_heads * dim
+        self._mlp = shard.mlp(config)
 
     def load(self) -> DecoderWeights:
-        config = self.config
-        layers = [self._layer(f"model.layers.{index}.") for index in range(config.layers)]
-        vocabulary = (config.vocab_size, config.hidden_size)
-        embedding = self._plain("model.embed_tokens.weight", vocabulary)
-        tied = config.tie_embeddings and "lm_head.weight" not in self.checkpoint
-        head = self._fused(("model.embed_tokens.weight" if tied else "lm_head.weight",), vocabulary[:1], vocabulary[1])
-        norm = self._plain("model.norm.weight", vocabulary[1:])
-        self.checkpoint.check_all_taken(_NEVER_READ)
-        return DecoderWeights(layers, embedding, norm, Linear(head))
+        config, shard, checkpoint = self.config, self.shard, self.checkpoint
+        mine = shard.layers(config)
+        for index in (index for index in range(config.layers) if index not in mine):
+            checkpoint.leave(f"model.layers.{index}.")
+        layers = [self._layer(f"model.layers.{index}.") for index in mine]
+        vocabulary, hidden = config.vocab_size, config.hidden_size
+        words = shard.vocabulary(config)
+        tied = config.tie_embeddings and "lm_head.weight" not in checkpoint
+        embedding = head = norm = None
+        if shard.first:
+            embedding = self._stacked([("model.embed_tokens.weight", vocabulary, words)], hidden)
+        if shard.last:
+            name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            head = Linear(self._stacked([(name, vocabulary, words)], hidden))
+            norm = self._plain("model.norm.weight", (hidden,))
+        for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+            if shard.stages > 1:
+                checkpoint.leave(name)
+        checkpoint.check_all_taken(_NEVER_READ)
+        return DecoderWeights(layers, embedding, norm, head)
 
     def _layer(self, prefix: str) -> LayerWeights:
         config = self.config
         hidden, mlp = config.hidden_size, config.mlp_size
-        q_rows, kv_rows = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
         attention, feed = f"{prefix}self_attn.", f"{prefix}mlp."
-        qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        gate_up = {"gate_proj": mlp, "up_proj": mlp}
+        q_rows, kv_rows = self._q_rows, self._kv_rows
+        qkv = [("q_proj", q_rows, self._q), ("k_proj", kv_rows, self._kv), ("v_proj", kv_rows, self._kv)]
+        gate_up = [("gate_proj", mlp, self._mlp), ("up_proj", mlp, self._mlp)]
         if config.fused_checkpoint:
-            qkv, gate_up = {"qkv_proj": q_rows + 2 * kv_rows}, {"gate_up_proj": 2 * mlp}
+            whole = q_rows + 2 * kv_rows
+            parts = (self._q, _moved(self._kv, q_rows), _moved(self._kv, q_rows + kv_rows))
+            qkv = [("qkv_proj", whole, part) for part in parts]
+            gate_up = [("gate_up_proj", 2 * mlp, part) for part in (self._mlp, _moved(self._mlp, mlp))]
         head_norm = (config.head_dim,)
         return LayerWeights(
             attention_norm=self._plain(f"{prefix}input_layernorm.weight", (hidden,)),
-            qkv=self._linear(attention, qkv, hidden, config.qkv_bias),
-            out=self._linear(attention, {"o_proj": hidden}, q_rows, config.out_bias),
+            qkv=self._by_rows(attention, qkv, hidden, config.qkv_bias),
+            out=self._by_columns(f"{attention}o_proj", (hidden, q_rows), self._q, config.out_bias),
             mlp_norm=self._plain(f"{prefix}post_attention_layernorm.weight", (hidden,)),
-            gate_up=self._linear(feed, gate_up, hidden, config.mlp_bias),
-            down=self._linear(feed, {"down_proj": hidden}, mlp, config.mlp_bias),
+            gate_up=self._by_rows(feed, gate_up, hidden, config.mlp_bias),
+            down=self._by_columns(f"{feed}down_proj", (hidden, mlp), self._mlp, config.mlp_bias),
             q_norm=self._plain(f"{attention}q_norm.weight", head_norm) if config.qk_norm else None,
             k_norm=self._plain(f"{attention}k_norm.weight", head_norm) if config.qk_norm else None,
         )
 
-    def _linear(self, prefix: str, parts: dict[str, int], inputs: int, biased: bool) -> Linear:
-        names, rows = tuple(f"{prefix}{part}" for part in parts), tuple(parts.values())
-        weight = self._fused(tuple(f"{name}.weight" for name in names), rows, inputs)
-        bias = self._fused(tuple(f"{name}.bias" for name in names), rows, None) if biased else None
+    def _by_rows(self, prefix: str, parts: list[_Part], inputs: int, biased: bool) -> Linear:
+        """A layer whose outputs are cut: this rank's rows of the named tensors, stacked."""
+        weight = self._stacked([(f"{prefix}{name}.weight", rows, mine) for name, rows, mine in parts], inputs)
+        bias = None
+        if biased:
+            bias = self._stacked([(f"{prefix}{name}.bias", rows, mine) for name, rows, mine in parts], None)
         return Linear(weight, bias)
 
-    def _fused(self, names: tuple[str, ...], rows: tuple[int, ...], inputs: int | None) -> Tensor:
-        """The named tensors stacked along their rows, in one new tensor. inputs None: vectors."""
+    def _by_columns(self, name: str, shape: tuple[int, int], mine: range, biased: bool) -> Linear:
+        """A layer whose inputs are cut. The ranks' results are summed, so the bias is rank 0's alone."""
+        weight = torch.empty((shape[0], len(mine)), dtype=self.dtype, device=self.device)
+        weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=mine))
+        if not biased or self.shard.rank:
+            self.checkpoint.leave(f"{name}.bias")
+            return Linear(weight)
+        return Linear(weight, self._plain(f"{name}.bias", shape[:1]))
+
+    def _stacked(self, parts: list[_Part], inputs: int | None) -> Tensor:
+        """Rows of the named tensors under each other, in one new tensor. inputs None: vectors."""
         tail = () if inputs is None else (inputs,)
-        fused = torch.empty((sum(rows), *tail), dtype=self.dtype, device=self.device)
-        for target, name, count in zip(torch.split(fused, list(rows)), names, rows, strict=True):
-            target.copy_(self.checkpoint.take(name, (count, *tail)))
+        fused = torch.empty((sum(len(mine) for _, _, mine in parts), *tail), dtype=self.dtype, device=self.device)
+        targets = torch.split(fused, [len(mine) for _, _, mine in parts])
+        for target, (name, rows, mine) in zip(targets, parts, strict=True):
+            target.copy_(self.checkpoint.take(name, (rows, *tail), rows=mine))
         return fused
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
         copy = torch.empty(shape, dtype=self.dtype, device=self.device)
         return copy.copy_(self.checkpoint.take(name, shape))
+
+
+def _scaled(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+def _moved(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from headway.core.batch import Batch
 from headway.core.executor import StepResult
@@ -14,17 +15,23 @@ from headway.worker.worker import Worker
 class LocalExecutor:
     """`Executor` over one `Worker`. `submit` blocks for the iteration; `result` never does."""
 
+    waits_on: tuple[Any, ...] = ()
+    accepts = True
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._done: deque[StepResult] = deque()
 
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
-        self.worker.admit(request_id, prompt, params)
+        self.worker.admit(request_id, prompt.nbytes // 4, prompt, params)
 
     def submit(self, batch: Batch) -> None:
-        started = time.perf_counter()
-        emitted = self.worker.execute(batch)
-        self._done.append(StepResult(batch.id, emitted, time.perf_counter() - started))
+        started = time.monotonic()
+        part = batch.parts[0]
+        self.worker.replay(part.kv_ops)
+        emitted = self.worker.run(part)
+        ended = time.monotonic()
+        self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         return self._done.popleft() if self._done else None

@@ -1,4 +1,4 @@
-"""How long this model takes on this machine, by measuring the live code: what `headway profile` runs.
+"""How long this model takes on this machine and layout, by measuring the live code: what `headway profile` runs.
 
 Three families, each measured where it stands alone: attention of a chunk over a history (all layers, through the
 backend), attention of a group of decodes, and the rest of a forward pass by its rows. Every point is the fastest of a
@@ -9,15 +9,11 @@ goes on from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from headway.attention.base import Segment
 from headway.latency.tables import TableSource
-from headway.worker.worker import Worker
 
 
 class Grid(NamedTuple):
@@ -40,11 +36,16 @@ FULL = Grid(
 )
 
 
-def profile(worker: Worker, grid: Grid, budget_s: float, fingerprint: str, provenance: str) -> TableSource:
-    """Measure and compile. The worker must hold no requests: its pool is used as scratch (values are irrelevant)."""
+class Measure(Protocol):
+    """Seconds of `kind` (see `worker.measure`), the least of `repeats` runs; of many ranks, those of the slowest."""
+
+    def __call__(self, kind: str, first: int, second: int, repeats: int) -> float: ...
+
+
+def profile(ask: Measure, slots: int, grid: Grid, budget_s: float, fingerprint: str, provenance: str) -> TableSource:
+    """Measure and compile. No requests must be there: the pool of `slots` tokens is used as scratch."""
     deadline = time.perf_counter() + budget_s
-    slots = worker.pool.slots
-    measure = _Measure(worker, grid.repeats)
+    measure = _Patient(ask, grid.repeats)
     chunks = []
     longest = 0
     share = deadline - 0.55 * budget_s
@@ -53,7 +54,7 @@ def profile(worker: Worker, grid: Grid, budget_s: float, fingerprint: str, prove
         for past in grid.pasts:
             if past + c > slots or (len(points) >= 2 and time.perf_counter() > share):
                 break
-            points.append((past, measure.chunk(c, past)))
+            points.append((past, measure("chunk", c, past)))
             longest = max(longest, past)
         if not points:
             break
@@ -64,12 +65,12 @@ def profile(worker: Worker, grid: Grid, budget_s: float, fingerprint: str, prove
     decodes: list[tuple[int, int, float]] = []
     for n, past in grid.decodes:
         if n * (past + 1) <= slots and (len(decodes) < 2 or time.perf_counter() < deadline - 0.4 * budget_s):
-            decodes.append((n, n * (past + 1), measure.decodes(n, past)))
+            decodes.append((n, n * (past + 1), measure("decodes", n, past)))
     rows: list[tuple[int, float]] = []
     for t in grid.rows:
         if t > slots or (len(rows) >= 2 and time.perf_counter() > deadline):
             break
-        seconds = measure.forward(t)
+        seconds = measure("forward", t)
         own = float(np.interp(t, [c for c, _, _ in chunks], [a for _, a, _ in chunks])) if t > 1 else 0.0
         rows.append((t, max(seconds - own, 0.2 * seconds)))
     fixed = max(0.0, rows[0][1] * 0.5)
@@ -83,59 +84,18 @@ def profile(worker: Worker, grid: Grid, budget_s: float, fingerprint: str, prove
     )
 
 
-class _Measure:
-    def __init__(self, worker: Worker, repeats: int) -> None:
-        self.worker = worker
-        self.repeats = repeats
-        config = worker.decoder.config
-        self._shape = (config.q_heads, config.kv_heads, config.head_dim)
+class _Patient:
+    """Repeats what is short. What takes long is measured once (after a run to warm up): it varies less."""
 
-    def _seconds(self, run: Callable[[], object]) -> float:
-        """The fastest of a few runs: whatever else the machine does can only add."""
-        run()
-        times = []
-        for _ in range(self.repeats):
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-            if times[-1] > 0.5:
-                break
-        return min(times)
+    def __init__(self, ask: Measure, repeats: int) -> None:
+        self._ask = ask
+        self._repeats = repeats
+        self._last: dict[str, float] = {}
 
-    def _attention(self, segments: list[Segment], rows: int) -> Callable[[], None]:
-        decoder, pool = self.worker.decoder, self.worker.pool
-        q_heads, kv_heads, dim = self._shape
-        qkv = torch.randn(rows, q_heads + 2 * kv_heads, dim).to(decoder.dtype)
-        q, k, v = qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
-
-        def run() -> None:
-            with torch.inference_mode():
-                plan = decoder.backend.plan(segments, pool)
-                for layer in range(pool.layers):
-                    decoder.backend.run(layer, q, k, v, plan)
-
-        return run
-
-    def chunk(self, tokens: int, past: int) -> float:
-        """Seconds of one chunk's attention. A one-token chunk is measured like any other."""
-        return self._seconds(self._attention([Segment(0, tokens, past, ((0, past + tokens),))], tokens))
-
-    def decodes(self, n: int, past: int) -> float:
-        segments = [Segment(i, 1, past, ((i * (past + 1), past + 1),)) for i in range(n)]
-        return self._seconds(self._attention(segments, n))
-
-    def forward(self, rows: int) -> float:
-        """Seconds of a whole forward pass of one chunk without history, one row through the LM head."""
-        decoder, pool = self.worker.decoder, self.worker.pool
-        tokens = torch.arange(rows) % decoder.config.vocab_size
-        positions = torch.arange(rows)
-        last = torch.tensor([rows - 1])
-
-        def run() -> None:
-            plan = decoder.backend.plan([Segment(0, rows, 0, ((0, rows),))], pool)
-            decoder.forward(tokens, positions, plan, last)
-
-        return self._seconds(run)
+    def __call__(self, kind: str, first: int, second: int = 0) -> float:
+        repeats = self._repeats if self._last.get(kind, 0.0) <= 0.3 else 1
+        seconds = self._last[kind] = self._ask(kind, first, second, repeats)
+        return seconds
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:

@@ -1,0 +1,290 @@
+"""The engine's executor over many ranks: batches become plans, what ranks report becomes results. No torch.
+
+Several batches are in flight, one a stage. The engine is no rank: it schedules while they compute. It keeps what a
+rank would need to start over (prompts, what was generated, where the plan stream stood when the last batch was done).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from headway.core.batch import Batch, Part
+from headway.core.errors import InvariantError
+from headway.core.executor import Emitted, StepResult
+from headway.core.sampling import SamplingParams
+from headway.kv.allocator import BlockTables
+from headway.latency.layout import Layout
+from headway.parallel.messages import (
+    Admit,
+    Alive,
+    Desync,
+    Done,
+    Failed,
+    FromRank,
+    Measure,
+    Measured,
+    Plan,
+    Probe,
+    Snapshot,
+    ToRank,
+)
+from headway.parallel.place import Place, places
+from headway.parallel.stream import PlanWriter, StreamState, replay
+from headway.parallel.wire import Frame, RankLostError, Wire
+
+_MOST_RESYNCS = 8
+"""A rank that asks so often without carrying out a plan in between will not recover."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+class _Request:
+    """What the engine keeps of a live request, for ranks that start over."""
+
+    __slots__ = ("number", "output", "params", "prompt")
+
+    def __init__(self, number: int, prompt: bytes, params: SamplingParams) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.params = params
+        self.output: list[int] = []
+
+    @property
+    def known(self) -> int:
+        return len(self.prompt) // 4 + len(self.output)
+
+
+class _Flight:
+    """A plan that not all ranks of its group have carried out."""
+
+    __slots__ = ("batch_id", "names", "part", "plan", "spans", "told", "waiting")
+
+    def __init__(self, batch_id: int, part: Part, plan: Plan, ranks: set[int], stages: int) -> None:
+        self.batch_id = batch_id
+        self.part = part
+        self.plan = plan
+        self.waiting = ranks
+        self.names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
+        self.spans: list[tuple[float, float] | None] = [None] * stages
+        self.told: Done | None = None
+
+
+class _Group:
+    """One group's stream: its writer, its plans in flight, and the state that follows those that are done."""
+
+    def __init__(self, ranks: tuple[Place, ...], kv_blocks: int, numbers: dict[str, int]) -> None:
+        self.ranks = ranks
+        self.writer = PlanWriter(kv_blocks, numbers)
+        self.settled = StreamState(BlockTables(kv_blocks))
+        self.seq = 0
+        self.flights: deque[_Flight] = deque()
+        self.resyncs: dict[int, int] = {}
+
+
+class ParallelExecutor:
+    """`Executor` over the ranks behind a wire, all of which are ready."""
+
+    def __init__(self, wire: Wire, layout: Layout, kv_blocks: int) -> None:
+        self.layout = layout
+        self.plans = self.plan_bytes = self.resyncs = 0
+        self.probe_s = 1.0
+        self._heard_s = 0.0
+        self._wire = wire
+        self._places = places(layout)
+        self._numbers: dict[str, int] = {}
+        self._requests: dict[str, _Request] = {}
+        self._given = 0
+        self._groups = [
+            _Group(tuple(place for place in self._places if place.group == group), kv_blocks, self._numbers)
+            for group in range(layout.kvp)
+        ]
+        self._batches: deque[tuple[int, list[_Flight]]] = deque()
+
+    # -- the executor's contract --------------------------------------------------------------------------------
+
+    @property
+    def waits_on(self) -> tuple[Any, ...]:
+        """See `Executor.waits_on`."""
+        return self._wire.waits_on
+
+    @property
+    def accepts(self) -> bool:
+        """Whether every first stage has carried out all that it was given."""
+        entered = (group.flights[-1].waiting for group in self._groups if group.flights)
+        return not any(self._places[rank].embeds for waiting in entered for rank in waiting)
+
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
+        """See `Executor.admit`. Who embeds gets the prompt; who samples the settings, and the prompt if they ask it."""
+        self._given += 1
+        request = _Request(self._given, bytes(prompt), params)
+        self._numbers[request_id] = request.number
+        self._requests[request_id] = request
+        for place in self._places:
+            self._introduce(place, request)
+
+    def submit(self, batch: Batch) -> None:
+        """See `Executor.submit`."""
+        flights = []
+        for part in batch.parts:
+            group = self._groups[part.group]
+            plan = group.writer.write(part)
+            ranks = {place.rank for place in group.ranks}
+            flight = _Flight(batch.id, part, plan, ranks, self.layout.stages)
+            group.flights.append(flight)
+            flights.append(flight)
+            frame = _encoder.encode(plan)
+            self.plans += 1
+            self.plan_bytes += len(frame)
+            for rank in sorted(ranks):
+                self._wire.send(rank, (frame,))
+        self._batches.append((batch.id, flights))
+        self._heard_s = time.monotonic()
+
+    def result(self, timeout_s: float | None) -> StepResult | None:
+        """See `Executor.result`. Raises RankLostError when a rank is gone."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._finished():
+            left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
+            message = self._wire.receive(left_s)
+            if message is not None:
+                self._heard_s = time.monotonic()
+                self._hear(*message)
+                continue
+            self._probe()
+            if until_s is not None and time.monotonic() >= until_s:
+                return None
+        _, flights = self._batches.popleft()
+        return self._settle(flights)
+
+    def forget(self, request_id: str) -> None:
+        """See `Executor.forget`."""
+        self._requests.pop(request_id, None)
+        number = self._numbers.pop(request_id, None)
+        if number is not None:
+            for group in self._groups:
+                group.writer.forget(number)
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        self._wire.close()
+
+    def _probe(self) -> None:
+        """After a silence, ask every rank that owes something whether it is there and has all its plans."""
+        now = time.monotonic()
+        if now - self._heard_s < self.probe_s:
+            return
+        self._heard_s = now
+        for group in self._groups:
+            for rank in sorted(set().union(*(flight.waiting for flight in group.flights))):
+                self._send(rank, Probe(group.writer.seq))
+
+    # -- measuring ----------------------------------------------------------------------------------------------
+
+    def measure(self, kind: str, first: int, second: int, repeats: int) -> float:
+        """Seconds of the slowest rank. Only while there are no requests."""
+        for place in self._places:
+            self._send(place.rank, Measure(kind, first, second, repeats))
+        slowest = 0.0
+        for _ in self._places:
+            message = self._wire.receive(None)
+            assert message is not None
+            rank, frames = message
+            said = _decoder.decode(frames[0])
+            if not isinstance(said, Measured):
+                raise RankLostError(rank, f"answered a measurement with {said!r}")
+            slowest = max(slowest, said.seconds)
+        return slowest
+
+    # -- what ranks say -----------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        return bool(self._batches) and all(not flight.waiting for flight in self._batches[0][1])
+
+    def _hear(self, rank: int, frames: list[bytes]) -> None:
+        said = _decoder.decode(frames[0])
+        place = self._places[rank]
+        group = self._groups[place.group]
+        if isinstance(said, Done):
+            self._done(group, place, said)
+        elif isinstance(said, Desync):
+            self._resync(group, place, said)
+        elif isinstance(said, Alive):
+            pass
+        elif isinstance(said, Failed):
+            raise RankLostError(rank, f"failed: {said.error}")
+        else:
+            raise InvariantError(f"worker {rank} says {said!r}, which nobody asked for")
+
+    def _done(self, group: _Group, place: Place, said: Done) -> None:
+        flight = next((flight for flight in group.flights if flight.plan.seq == said.seq), None)
+        if flight is None or place.rank not in flight.waiting:
+            raise InvariantError(f"worker {place.rank} has carried out plan {said.seq}, which is not in flight")
+        flight.waiting.remove(place.rank)
+        group.resyncs.pop(place.rank, None)
+        before = flight.spans[place.stage]
+        span = (said.start_s, said.end_s)
+        flight.spans[place.stage] = span if before is None else (min(before[0], span[0]), max(before[1], span[1]))
+        if place.draws:
+            flight.told = said
+
+    def _settle(self, flights: list[_Flight]) -> StepResult:
+        """A batch is done everywhere: bring the settled state up to it and tell the engine."""
+        emitted: list[Emitted] = []
+        spans: list[tuple[tuple[float, float], ...]] = []
+        for flight in flights:
+            group = self._groups[flight.part.group]
+            assert group.flights.popleft() is flight
+            assert flight.told is not None
+            group.settled.part_of(flight.plan)
+            group.settled.advance(replay(group.settled.tables, flight.plan), flight.part.decodes.kv_sum)
+            group.seq = flight.plan.seq
+            logprobs = flight.told.logprobs or (None,) * len(flight.names)
+            for name, token, reported in zip(flight.names, flight.told.tokens, logprobs, strict=True):
+                emitted.append(Emitted(name, token, reported))
+                if name in self._requests:
+                    self._requests[name].output.append(token)
+            spans.append(tuple(span for span in flight.spans if span is not None))
+        elapsed_s = max(end - start for stages in spans for start, end in stages)
+        return StepResult(flights[0].batch_id, emitted, elapsed_s, tuple(spans))
+
+    def _resync(self, group: _Group, place: Place, said: Desync) -> None:
+        """Give a rank the state as of the last batch that is done, and the plans since."""
+        self.resyncs += 1
+        count = group.resyncs[place.rank] = group.resyncs.get(place.rank, 0) + 1
+        if count > _MOST_RESYNCS:
+            raise RankLostError(place.rank, f"does not follow the plan stream: {said.why}")
+        state, tables = group.settled, group.settled.tables
+        known = {str(request.number): request.known for request in self._requests.values()}
+        names = dict.fromkeys((*known, *tables.owners()))
+        holders = set(tables.owners())
+        self._send(
+            place.rank,
+            Snapshot(
+                seq=group.seq,
+                said=state.said,
+                check=state.check,
+                requests=tuple(
+                    (int(name), known.get(name, 0), tables.runs(name) if name in holders else ()) for name in names
+                ),
+                groups=tuple((epoch, tuple(map(int, members))) for epoch, members in state.epochs.items()),
+            ),
+        )
+        for flight in group.flights:
+            self._send(place.rank, flight.plan)
+
+    # -- what ranks hear ----------------------------------------------------------------------------------------
+
+    def _introduce(self, place: Place, request: _Request) -> None:
+        reads = place.embeds or (place.draws and request.params.repetition_penalty != 1.0)
+        params = request.params if place.draws else None
+        message = Admit(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
+        frames: list[Frame] = [_encoder.encode(message)]
+        self._wire.send(place.rank, [*frames, request.prompt] if reads else frames)
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._wire.send(rank, (_encoder.encode(message),))

@@ -1,0 +1,30 @@
+"""What a rank's process is started with. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.latency.layout import Layout
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The same for all ranks. `host` keeps the rendezvous store; `patience_s` bounds how long ranks wait for each other
+    in a collective (a rank that is gone is noticed much sooner by its process)."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+    attention_backend: str
+    threads: int
+    kv_blocks: int
+    block_tokens: int
+    eos: tuple[int, ...]
+    tp: int
+    stages: int
+    kvp: int
+    host: str = "127.0.0.1"
+    patience_s: float = 300.0
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, stages=self.stages, kvp=self.kvp)

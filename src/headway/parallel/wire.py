@@ -1,0 +1,46 @@
+"""How messages travel between the engine and its ranks. Live: ZeroMQ to processes (`worker.processes`); in tests:
+queues to threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from headway.core.errors import HeadwayError
+
+Frame = bytes | memoryview
+
+
+class RankLostError(HeadwayError):
+    """A rank's process has ended, or it has said that it cannot go on."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"worker {rank} {why}")
+        self.rank = rank
+
+
+class Wire(Protocol):
+    """The engine's end. Messages to one rank arrive in order, and so do those from one rank."""
+
+    @property
+    def waits_on(self) -> tuple[Any, ...]:
+        """Sockets and file descriptors for a `zmq.Poller`: readable when `receive` has something, or a rank is gone."""
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Never blocks."""
+
+    def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
+        """(rank, frames) of the next message; None when none comes in time. Raises RankLostError."""
+
+    def close(self) -> None:
+        """Tell all ranks to stop, end those that do not, and wait until they are gone."""
+
+
+class Channel(Protocol):
+    """A rank's end."""
+
+    def receive(self, wait: bool) -> list[memoryview] | None:
+        """The next message's frames; None when there is none and `wait` is false."""
+
+    def send(self, frame: bytes) -> None:
+        """To the engine. Never blocks."""

@@ -1,0 +1,127 @@
+"""A rank's process: joins the others, loads its share, serves. Started by `worker.processes`, never by people."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from headway import __version__
+from headway.attention.base import make_backend
+from headway.core.errors import HeadwayError
+from headway.model.config import read_config
+from headway.model.fields import read_json
+from headway.model.loading import load_decoder, resolve_dtype
+from headway.parallel.gloo import GlooLinks, join, rendezvous
+from headway.parallel.messages import PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome
+from headway.parallel.place import place_of
+from headway.parallel.rank_config import RankConfig
+from headway.worker.rank import Rank, failure
+from headway.worker.worker import Worker
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+class ZmqChannel:
+    """`Channel` over a DEALER socket whose identity is the rank's number."""
+
+    def __init__(self, rank: int, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(endpoint)
+
+    def receive(self, wait: bool) -> list[memoryview] | None:
+        """See `Channel.receive`."""
+        try:
+            frames = self._socket.recv_multipart(0 if wait else zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return [memoryview(frame.buffer) for frame in frames]
+
+    def send(self, frame: bytes) -> None:
+        """See `Channel.send`."""
+        self._socket.send(frame)
+
+    def close(self) -> None:
+        """What was sent last still goes out."""
+        self._socket.close()
+        self._context.term()
+
+
+def main(rank: int, endpoint: str, settings: bytes) -> None:
+    """Serve until told to stop, or until the engine is gone. Never returns."""
+    _end_with_the_engine()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    config = msgspec.json.decode(settings, type=RankConfig)
+    torch.set_num_threads(config.threads)
+    channel = ZmqChannel(rank, endpoint)
+    code = 0
+    try:
+        _serve(rank, config, channel)
+    except HeadwayError as error:
+        channel.send(_encoder.encode(Failed(str(error), ours=True)))
+        code = 1
+    except BaseException as error:
+        logging.getLogger("headway.worker").exception("worker %d cannot go on", rank)
+        channel.send(_encoder.encode(failure(error)))
+        code = 1
+    channel.close()
+    os._exit(code)  # nobody waits for connections of ranks that may be gone
+
+
+def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
+    place = place_of(config.layout, rank)
+    store = None if rank else rendezvous(config.host, None, config.patience_s)
+    _say(channel, Hello(PROTOCOL, __version__, rank, os.getpid(), 0 if store is None else store.port))
+    frames = channel.receive(wait=True)
+    assert frames is not None
+    welcome = _decoder.decode(frames[0])
+    if isinstance(welcome, Stop):
+        return
+    assert isinstance(welcome, Welcome), f"the engine's first word is {welcome!r}"
+    store = store or rendezvous(config.host, welcome.store_port, config.patience_s)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and config.host == "127.0.0.1" and Path("/sys/class/net/lo").exists():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    join(rank, config.layout.accelerators, store, config.patience_s)
+    path = Path(config.model) / "config.json"
+    shape = read_config(read_json(path), config.max_model_len, str(path))
+    links = GlooLinks(place, shape.hidden_size, resolve_dtype(config.dtype, shape))
+    backend = make_backend(config.attention_backend)
+    group = links if config.tp > 1 else None
+    decoder = load_decoder(config.model, config.dtype, config.max_model_len, "cpu", backend, place.shard, group)
+    worker = Worker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
+    held = decoder.weights.parameters * decoder.dtype.itemsize
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    _say(channel, Ready(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes))
+    Rank(worker, channel).serve()
+    links.close()
+
+
+def _say(channel: ZmqChannel, message: FromRank) -> None:
+    channel.send(_encoder.encode(message))
+
+
+def _end_with_the_engine() -> None:
+    """The engine holds one end of a pipe for as long as it lives, however it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,150 @@
+"""A rank's loop: plans in, what it did out. Takes plans early, so that what they wait for is asked for in time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import msgspec
+
+from headway.core.batch import Part
+from headway.core.errors import InvariantError
+from headway.kv.allocator import BlockTables
+from headway.parallel.messages import (
+    Admit,
+    Alive,
+    Desync,
+    Done,
+    Failed,
+    FromRank,
+    Measure,
+    Measured,
+    Plan,
+    Probe,
+    Snapshot,
+    Stop,
+    ToRank,
+)
+from headway.parallel.stream import StreamState
+from headway.parallel.wire import Channel
+from headway.worker.measure import measure
+from headway.worker.worker import Worker
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+class Rank:
+    """Drives one worker by the engine's plan stream until told to stop.
+
+    A plan is replayed and its checksum compared before anything is computed. When it does not follow from what this
+    rank knows, the rank stops there, says so, and goes on from the snapshot that it gets.
+    """
+
+    def __init__(self, worker: Worker, channel: Channel) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._state = StreamState(worker.tables)
+        self._queue: deque[tuple[Plan, Part]] = deque()
+        self._heard = self._asked = self._done = 0
+        self._halted = self._stopped = False
+
+    def serve(self) -> None:
+        """Return when told to stop. Raises what the worker raises."""
+        while not self._stopped:
+            frames = self._channel.receive(wait=not self._queue)
+            if frames is not None:
+                self._hear(_decoder.decode(frames[0]), frames[1:])
+            elif self._queue:
+                self._carry_out(*self._queue.popleft())
+
+    def _hear(self, message: ToRank, frames: list[memoryview]) -> None:
+        if isinstance(message, Plan):
+            self._take(message)
+        elif isinstance(message, Admit):
+            prompt = frames[0] if message.has_prompt else None
+            name = str(message.request)
+            self._worker.admit(name, message.prompt_tokens, prompt, message.params, message.output)
+        elif isinstance(message, Snapshot):
+            self._restore(message)
+        elif isinstance(message, Probe):
+            self._answer(message)
+        elif isinstance(message, Measure):
+            seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
+            self._say(Measured(seconds))
+        elif isinstance(message, Stop):
+            self._stopped = True
+        else:
+            raise InvariantError(f"the engine says {message!r} to a rank that is at work")
+
+    def _take(self, plan: Plan) -> None:
+        """A plan has come: make a part of it, and ask for the rows that it will need."""
+        if self._halted:
+            return
+        if plan.seq != self._heard + 1:
+            self._halt(plan.seq, f"plan {plan.seq} came after plan {self._heard}")
+            return
+        try:
+            part = self._state.part_of(plan)
+        except (KeyError, ValueError) as error:
+            self._halt(plan.seq, f"plan {plan.seq} does not follow from what is known here: {error}")
+            return
+        self._heard = plan.seq
+        if plan.seq > self._asked:
+            self._asked = plan.seq
+            self._worker.expect(part)
+        self._queue.append((plan, part))
+
+    def _answer(self, probe: Probe) -> None:
+        """Still here. Should the newest plan have got lost, nothing that follows would tell."""
+        self._say(Alive(self._done))
+        if not self._halted and self._heard < probe.seq:
+            self._halt(probe.seq, f"plan {probe.seq} was sent, and {self._heard} was the last to come")
+
+    def _carry_out(self, plan: Plan, part: Part) -> None:
+        worker, state = self._worker, self._state
+        try:
+            check = state.advance(worker.replay(part.kv_ops), worker.kv_sum(part.decodes))
+        except (InvariantError, KeyError) as error:
+            self._halt(plan.seq, f"plan {plan.seq} cannot be replayed: {error}")
+            return
+        if check != plan.check:
+            self._halt(
+                plan.seq, f"the state's checksum after plan {plan.seq} is {plan.check:08x}, and here {check:08x}"
+            )
+            return
+        for request in plan.forget:
+            worker.forget(str(request))
+        if plan.seq <= self._done:
+            worker.skip(part)
+            return
+        emitted = worker.run(part)
+        self._done = plan.seq
+        logprobs = tuple(one.logprobs for one in emitted)
+        tokens = tuple(one.token for one in emitted)
+        reported = logprobs if any(one is not None for one in logprobs) else ()
+        self._say(Done(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
+
+    def _halt(self, seq: int, why: str) -> None:
+        self._queue.clear()
+        self._halted = True
+        self._say(Desync(seq, self._done, why))
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Begin again behind `snapshot.seq`; plans up to the last one that was carried out only move cursors."""
+        held = {str(request): runs for request, _, runs in snapshot.requests if runs}
+        tables = BlockTables.of(self._worker.tables.allocator.n_blocks, held)
+        self._worker.restore(tables, {str(request): known for request, known, _ in snapshot.requests if known})
+        self._state = StreamState(tables, snapshot.said, snapshot.check)
+        for epoch, members in snapshot.groups:
+            self._state.epochs.use(epoch, tuple(map(str, members)))
+        self._heard = snapshot.seq
+        self._halted = False
+
+    def _say(self, message: FromRank) -> None:
+        self._channel.send(_encoder.encode(message))
+
+
+def failure(error: BaseException) -> Failed:
+    """An error as the engine is told of it."""
+    return Failed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,110 @@
+"""An engine core over any executor, and what a tiny model says by other means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.core.clock import ManualClock
+from headway.core.executor import Executor
+from headway.core.sampling import SamplingParams
+from headway.engine.core import EngineCore, Log
+from headway.engine.protocol import EngineInfo, Submit
+from headway.kv.ledger import Ledger
+from headway.latency.base import Load, Seconds
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.scheduler import Scheduler
+
+
+class RowLatency:
+    """1 ms, 0.1 ms a row, and 0.2 µs a row and past token: adaptive chunks shrink along a prompt."""
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        return 1e-3 + 1e-4 * np.arange(first, last + 1, dtype=np.float64)
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        return 2e-7 * past * np.arange(first, last + 1, dtype=np.float64)
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return 0.0
+
+    def observe(self, load: Load, measured_s: float) -> None:
+        """Never learns."""
+
+
+@dataclass
+class Ask:
+    """One request of a test."""
+
+    prompt: list[int]
+    count: int
+    after: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+def make_core(
+    executor: Executor, blocks: int = 64, block_tokens: int = 8, log: Log | None = None, **scheduler: Any
+) -> EngineCore:
+    info = EngineInfo(
+        model="t", architecture="t", dtype="float32", device="cpu", max_model_len=512, vocab_size=128,
+        kv_tokens_total=blocks * block_tokens, kv_block_tokens=block_tokens, policy="lars", chunking="adaptive",
+        mode="default", t_target_s=0.02, max_num_seqs=64, max_queued_requests=1000, parameters=1, weights_bytes=4,
+        kv_bytes=4,
+    )  # fmt: skip
+    config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "reserve_tokens": 8, "min_chunk": 1, **scheduler})
+    return EngineCore(
+        Scheduler(config, RowLatency(), Ledger(blocks * block_tokens, block_tokens)), executor, ManualClock(), info, log
+    )
+
+
+def serve(core: EngineCore, asks: list[Ask], steps: int = 20_000) -> list[list[int]]:
+    """All answers, greedy unless an ask says otherwise. `after`: steps of the engine before it is submitted."""
+    told: dict[str, list[int]] = {str(i): [] for i in range(len(asks))}
+    waiting = dict(enumerate(asks))
+    ended = 0
+    for step in range(steps):
+        for index, ask in list(waiting.items()):
+            if ask.after <= step:
+                del waiting[index]
+                params = SamplingParams(
+                    **{"max_tokens": ask.count, "temperature": 0.0, "ignore_eos": True, **ask.params}
+                )
+                submit = Submit(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
+                refused = core.submit(submit, memoryview(np.array(ask.prompt, dtype=np.int32).tobytes()))
+                assert refused is None, refused
+        for delta in core.step():
+            assert delta.error is None, delta
+            told[delta.id] += delta.tokens
+            ended += delta.finish is not None
+        core.scheduler.check()
+        if ended == len(asks):
+            assert core.idle
+            return [told[str(i)] for i in range(len(asks))]
+    raise AssertionError("the engine does not come to an end")
+
+
+@cache
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """By transformers, the whole prompt at once."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = reference(folder).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            eos_token_id=None,
+        )  # fmt: skip
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 120 for i in range(length)]
