@@ -22,7 +22,8 @@ def part_load(model: LatencyModel, part: Part) -> Load:
     count = len(decodes.members)
     load = Load(count, count, decodes.kv_sum)
     for chunk in part.prefills:
-        load = load.with_chunk(chunk.tokens, one_chunk_s(model, chunk.start - chunk.base, chunk.tokens))
+        past = chunk.start - chunk.base
+        load = load.with_chunk(chunk.tokens, one_chunk_s(model, past, chunk.tokens), past)
     return load
 
 

@@ -16,6 +16,11 @@ class Ask(NamedTuple):
     limit: int
 
 
+def is_empty(load: Load) -> bool:
+    """Whether an iteration computes nothing yet: no rows, and no attention for other groups."""
+    return not (load.tokens or load.decodes or load.chunk_s)
+
+
 class Chunking(Protocol):
     """Pure. `timed` strategies size chunks by the budget; others ignore it. `most` is the strategy's own limit on the
     tokens of an iteration; None: the scheduler's, which `whole` may exceed by one prompt alone."""
@@ -70,7 +75,7 @@ class Adaptive:
     def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         limit = min(ask.remaining, ask.limit)
         if self.subtract:
-            left_s = budget_s - (load_s(latency, load) if load.tokens else 0.0)
+            left_s = budget_s - (0.0 if is_empty(load) else load_s(latency, load))
             return solve_tokens(latency, Load(), ask.past, limit, left_s)
         return solve_tokens(latency, load, ask.past, limit, budget_s)
 

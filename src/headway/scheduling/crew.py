@@ -68,8 +68,9 @@ class CrewBatch:
             if any(self._owner[name][1] == group.group for name in waits)
         }
         shorts = any(group.shorts_wait for group in self.groups)
+        least_s = min(group.promises.least(group.config.t_target_s) for group in self.groups)
         for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
-            chunks, load = group.pack(self._loads[group.group], now, shorts and group.group in last)
+            chunks, load = group.pack(self._loads[group.group], now, shorts and group.group in last, least_s)
             self._loads[group.group], self._chunks[group.group] = load, chunks
             for chunk in chunks:
                 if chunk.request in self._owner:

@@ -143,7 +143,7 @@ class GroupedScheduler:
         able = {group.group for group in self.groups if group.open and (free is None or group.group in free)}
         if not able:
             return None
-        self._grow_prefills(now)
+        self._grow_prefills(now, {group for crew in self.crews() if able.issuperset(crew) for group in crew})
         for group in self.groups:
             if group.group in able:
                 group.feed(now)
@@ -267,11 +267,12 @@ class GroupedScheduler:
 
     # -- growing ------------------------------------------------------------------------------------------------
 
-    def _grow_prefills(self, now: float) -> None:
-        """Prefills whose shard is full go on in another group; whoever has waited for one too long gets its way."""
+    def _grow_prefills(self, now: float, able: Container[int]) -> None:
+        """Prefills whose shard is full and whose groups are `able` to compute go on in another group, not before: until
+        then that runs freely. Whoever has waited for one too long gets its way."""
         for sequence in list(self._longs.values()):
             full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
-            if full and sequence.slot >= 0 and not sequence.aborted:
+            if full and sequence.slot >= 0 and self._home(sequence.request.id).group in able:
                 self._join(sequence, now)
         stuck = [s for s in self._longs.values() if s.lease is not None and s.skipped_since is not None]
         oldest = min(stuck, key=lambda s: s.order, default=None)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
 from headway.latency.exchange import WithExchange
-from headway.scheduling.chunking import Ask, Chunking
+from headway.scheduling.chunking import Ask, Chunking, is_empty
 
 MISSES = 2
 """So many requests that found no room in what is left of the time, and nobody else is tried: a bound on a decision."""
@@ -24,8 +24,8 @@ class Candidate(NamedTuple):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
     stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV
-    lies in several groups: `past` and `remaining` are those of its largest and of its last shard, `withheld_s` is what
-    busier groups leave less of the time, and `row_s` what each of its rows costs to exchange.
+    lies in several groups: `past` and `remaining` are those of its largest and of its last shard, which `completes` the
+    prompt or does not; `withheld_s` is what busier groups leave less of the time, and `row_s` what a row's exchange is.
     """
 
     request: str
@@ -34,6 +34,7 @@ class Candidate(NamedTuple):
     is_long: bool
     slack: float
     stalled: int = 0
+    completes: bool = True
     withheld_s: float = 0.0
     row_s: float = 0.0
 
@@ -97,15 +98,16 @@ def pack(
             tokens, attention_s = 0, 0.0
         else:
             tokens, attention_s = chunking.quota(ask, load, budget_s, model)
-        if rules.stretch and chunking.timed and not candidate.is_long and tokens < candidate.remaining <= room:
+        stretches = rules.stretch and chunking.timed and candidate.completes and not candidate.is_long
+        if stretches and tokens < candidate.remaining <= room:
             whole_s = one_chunk_s(latency, candidate.past, candidate.remaining)
             whole = load.with_chunk(candidate.remaining, whole_s, candidate.past)
             if load_s(latency, whole) <= budget_s * (1.0 + rules.stretch):
                 tokens, attention_s = candidate.remaining, whole_s
         if tokens < floor and chunking.timed:
-            idle = not load.tokens and not yields
+            idle = is_empty(load) and not yields
             must = head and (idle or candidate.stalled >= rules.progress_every)
-            if must and (rules.min_chunk or not load.tokens):  # paper mode too: else nothing would ever go on
+            if must and (rules.min_chunk or is_empty(load)):  # paper mode too: else nothing would ever go on
                 tokens, attention_s = floor, one_chunk_s(model, candidate.past, floor)
             elif not head or not tokens:
                 passed = passed or candidate
@@ -126,7 +128,7 @@ def pack(
         has_long = has_long or candidate.is_long
         if bounded and load.tokens >= most:
             break
-    if passed is not None and not quotas and not load.tokens and admit(passed.request):
+    if passed is not None and not quotas and is_empty(load) and admit(passed.request):
         # Nobody could use the time that was yielded: the iteration must not be empty.
         tokens = min(max(rules.min_chunk, 1), passed.remaining, most)
         quotas.append(Quota(passed.request, tokens))

@@ -305,13 +305,15 @@ class Scheduler:
     def shorts_wait(self) -> bool:
         return self._queue.shorts > 0
 
-    def pack(self, load: Load, now: float, shorts_elsewhere: bool = False) -> tuple[list[Chunk], Load]:
-        """Chunks of waiting prefills beside what is in `load`, and the load that they make together."""
+    def pack(
+        self, load: Load, now: float, shorts_elsewhere: bool = False, least_s: float | None = None
+    ) -> tuple[list[Chunk], Load]:
+        """Chunks of waiting prefills beside what is in `load`, and the load that they make together. In a crew: whether
+        short ones wait in other groups, and the shortest time that anybody in it was promised."""
         config = self.config
+        least_s = self.promises.least(config.t_target_s) if least_s is None else least_s
         rules = PackRules(
-            t_target_s=max(
-                self.promises.least(config.t_target_s), config.least_gain * float(self.latency.token_s(1, 1)[0])
-            ),
+            t_target_s=max(least_s, config.least_gain * float(self.latency.token_s(1, 1)[0])),
             max_tokens=config.max_num_batched_tokens,
             min_chunk=config.min_chunk,
             progress_every=config.progress_every,
@@ -367,14 +369,15 @@ class Scheduler:
                     continue
             slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
             stalled = self._iterations - (self._advanced if sequence.lease is None else sequence.last_progress)
-            remaining, past, burden = sequence.remaining, sequence.scheduled, (0.0, 0.0)
+            remaining, past, completes, burden = sequence.remaining, sequence.scheduled, True, (0.0, 0.0)
             if sequence.limit != WHOLE:
+                completes = remaining <= sequence.room
                 remaining, past = min(remaining, sequence.room), sequence.past
                 if remaining <= 0:  # its shard is full, and no group has taken over
                     continue
                 if sequence.shards and self._neighbours is not None:
                     burden = self._neighbours.burden(sequence)
-            yield Candidate(sequence.request.id, past, remaining, sequence.is_long, slack, stalled, *burden)
+            yield Candidate(sequence.request.id, past, remaining, sequence.is_long, slack, stalled, completes, *burden)
             closed = closed or len(self.holders) >= self.config.max_num_seqs
 
     def _skip(self, sequence: Sequence, now: float) -> bool:

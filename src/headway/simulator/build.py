@@ -16,6 +16,7 @@ from headway.hardware.models import model
 from headway.hardware.shapes import ModelShape
 from headway.latency import store
 from headway.latency.base import LatencyModel
+from headway.latency.exchange import Exchange, between_groups
 from headway.latency.layout import Layout, cut
 from headway.latency.roofline import MachineRates, roofline
 from headway.latency.tables import TableLatency
@@ -55,7 +56,10 @@ def config_of(scenario: Scenario) -> SchedulerConfig:
     given: dict[str, Any] = scenario.policy.model_dump(exclude_none=True)
     mode = given.pop("mode", "default")
     try:
-        return SchedulerConfig.named(mode, **given, stages=scenario.layout.stages)
+        layout = scenario.layout
+        return SchedulerConfig.named(
+            mode, **given, stages=layout.stages, kv_parallel=layout.kvp, kv_shard_tokens=layout.shard_tokens
+        )
     except ConfigError as error:
         raise ConfigError(f"policy: {error}") from None
 
@@ -64,13 +68,13 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
     """One instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
     config = config_of(scenario)
     device, shape = named(scenario)
-    layout = Layout(tp=scenario.layout.tp, stages=scenario.layout.stages)
+    layout = Layout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
     kv_tokens = scenario.memory.kv_tokens
     if kv_tokens is None:
         longest = (max(r.prompt_tokens for r in requests), max(r.prompt_tokens + r.output_tokens for r in requests))
         kv_tokens = plan_memory(device, shape, layout, config, longest, scenario.memory.utilisation).kv_tokens
     between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)
-    devices = layout.tp * layout.stages
+    devices = layout.accelerators
     return InstanceSpec(
         config=config,
         latency=latency_of(scenario.latency, device, shape, layout),
@@ -80,6 +84,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
             between.latency_s,
             shape.hidden * shape.dtype_bytes / layout.tp / (between.bytes_per_s * between.efficiency),
         ),
+        exchange=between_groups(device, shape, layout) if layout.kvp > 1 else Exchange(),
         learns=scenario.latency.learns,
         yardstick=Yardstick(shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices),
     )

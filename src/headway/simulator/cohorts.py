@@ -50,23 +50,24 @@ class Cohort:
     def __init__(self) -> None:
         self.times: list[float] = []
         self.due: list[tuple[int, str]] = []
-        self.epoch = 0
+        self.epoch = (0, 0)
         self.size = 0
 
 
 class Cohorts:
-    """All decode groups of one replica. `tracks` maps ids to the requests that are in it."""
+    """All decode groups of one replica, by (KV group, epoch). `tracks` maps ids to the requests that are in it."""
 
     def __init__(self, tracks: dict[str, Track]) -> None:
         self._tracks = tracks
-        self._by_epoch: dict[int, Cohort] = {}
+        self._by_epoch: dict[tuple[int, int], Cohort] = {}
 
-    def of(self, group: DecodeGroup) -> Cohort:
-        """The cohort of a group that is about to run, brought to the group's epoch."""
-        cohort = self._by_epoch.get(group.epoch)
+    def of(self, group: DecodeGroup, where: int = 0) -> Cohort:
+        """The cohort of a group that is about to run in KV group `where`, brought to the group's epoch."""
+        epoch = (where, group.epoch)
+        cohort = self._by_epoch.get(epoch)
         if cohort is not None:
             return cohort
-        cohort = self._by_epoch.pop(group.base, None) or Cohort()
+        cohort = self._by_epoch.pop((where, group.base), None) or Cohort()
         for name in group.left:
             track = self._tracks.get(name)
             if track is not None and track.cohort is cohort:
@@ -78,8 +79,8 @@ class Cohorts:
             track.since = len(cohort.times)
             cohort.size += 1
             heapq.heappush(cohort.due, (track.since + track.left, name))
-        cohort.epoch = group.epoch
-        self._by_epoch[group.epoch] = cohort
+        cohort.epoch = epoch
+        self._by_epoch[epoch] = cohort
         return cohort
 
     def leave(self, track: Track) -> None:

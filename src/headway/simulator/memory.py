@@ -18,7 +18,8 @@ from headway.scheduling.config import SchedulerConfig
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank, and the tokens that its KV cache holds (of a whole request: every rank holds its share)."""
+    """Bytes of one rank, and the tokens that its KV cache holds (of a whole request: every rank of a KV group holds its
+    share of what the group holds)."""
 
     usable: int
     weights: int
@@ -57,7 +58,7 @@ def plan_memory(
         activations=rows * widest * rank.dtype_bytes + logits,
         kv_bytes_per_token=max(r.kv_bytes_per_token for r in ranks),
     )
-    if plan.kv_tokens < longest[1]:
+    if plan.kv_tokens * layout.kvp < longest[1]:
         raise InfeasibleError(
             f"{layout.name} on {device.name}: of {gib(plan.usable)} usable a device, weights take {gib(plan.weights)} "
             f"and activations of {rows:,} rows {gib(plan.activations)}; that leaves KV for {plan.kv_tokens:,} tokens "

@@ -6,6 +6,7 @@ A stage begins a batch as soon as it is free and the batch has arrived; the send
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -42,6 +43,21 @@ class Pipeline:
             start = max(at, free_s)
             end = start + stage_s
             free[stage] = end
+            spans.append((start, end))
+            at = end + cross_s
+        return spans
+
+    def lockstep(self, others: Sequence[Pipeline], now: float, stage_s: float, rows: int) -> list[tuple[float, float]]:
+        """A batch that enters these pipelines and this one together: each stage begins when it is free in all."""
+        all_free = [self._free_s, *(other._free_s for other in others)]
+        cross_s = self._link.latency_s + rows * self._link.row_s
+        spans = []
+        at = now
+        for stage in range(len(self._free_s)):
+            start = max(at, *(free[stage] for free in all_free))
+            end = start + stage_s
+            for free in all_free:
+                free[stage] = end
             spans.append((start, end))
             at = end + cross_s
         return spans

@@ -1,8 +1,9 @@
 """Replay of a live run: the engine's event log through a fresh scheduler, which must decide the same again.
 
-The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool, latency model) and has
-one line for each request added or aborted, each batch scheduled, and each batch done. Whatever differs is a finding:
-the scheduler read something that is not in the log, or has changed since.
+The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool of a group, latency model,
+exchange between KV groups if any) and has one line for each request added or aborted, each batch scheduled (with the
+groups that were `free`, if not all), and each batch done (over all of its parts). Whatever differs is a finding: the
+scheduler read something that is not in the log, or has changed since.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from headway.core.errors import ConfigError
 from headway.core.request import Request, Slo
 from headway.core.span import Span
 from headway.kv.ledger import Ledger
-from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.latency.base import LatencyModel
+from headway.latency.exchange import Exchange
+from headway.latency.parts import parts_s
 from headway.latency.recorded import restore
 from headway.latency.tables import TableLatency
 from headway.metrics import RequestRecord
+from headway.scheduling.base import InstanceScheduler
 from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.scheduling.groups import make_scheduler
 
 Events = Iterable[Mapping[str, Any]]
 
@@ -77,7 +81,9 @@ def replay(events: Events) -> Replayed:
     table, model = restore(start["latency"])
     config = SchedulerConfig(**start["config"])
     told = Replayed(config, table, model, start["kv_tokens"], start["block_tokens"])
-    run = _Run(told, Scheduler(config, model, Ledger(told.kv_tokens, told.block_tokens)), model)
+    ledgers = [Ledger(told.kv_tokens, told.block_tokens) for _ in range(config.kv_parallel)]
+    exchange = Exchange(*start.get("exchange", ()))
+    run = _Run(told, make_scheduler(config, model, ledgers, exchange), model, exchange)
     for event in stream:
         try:
             getattr(run, f"on_{event['event']}")(event)
@@ -92,8 +98,8 @@ def replay(events: Events) -> Replayed:
 class _Run:
     """The state of one replay; one method an event."""
 
-    def __init__(self, told: Replayed, scheduler: Scheduler, model: LatencyModel) -> None:
-        self.told, self.scheduler, self.model = told, scheduler, model
+    def __init__(self, told: Replayed, scheduler: InstanceScheduler, model: LatencyModel, exchange: Exchange) -> None:
+        self.told, self.scheduler, self.model, self.exchange = told, scheduler, model, exchange
         self.batches: dict[int, tuple[Batch, float]] = {}
         self.requests: dict[str, tuple[Request, list[float], list[float]]] = {}
         self.done_s: float | None = None
@@ -117,20 +123,24 @@ class _Run:
         self._record(event["request"], None, "aborted")
 
     def on_schedule(self, event: Mapping[str, Any]) -> None:
-        batch = self.scheduler.schedule(event["at_s"])
+        batch = self.scheduler.schedule(event["at_s"], 1, event.get("free"))
         if batch is None or batch.id != event["id"]:
             self.told.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
             return
         self.batches[batch.id] = (batch, event["at_s"])
-        for chunk in batch.parts[0].prefills:
+        for chunk in (chunk for part in batch.parts for chunk in part.prefills):
             self.requests[chunk.request][1].append(event["at_s"])
 
     def on_batch(self, event: Mapping[str, Any]) -> None:
         if event["id"] not in self.batches:
             return
         batch, at_s = self.batches.pop(event["id"])
-        part = batch.parts[0]
-        mine = (part.decodes.count, part.decodes.kv_sum, [[c.request, c.start, c.tokens] for c in part.prefills])
+        chunks = [chunk for part in batch.parts for chunk in part.prefills]
+        mine = (
+            sum(part.decodes.count for part in batch.parts),
+            sum(part.decodes.kv_sum for part in batch.parts),
+            [[chunk.request, chunk.start, chunk.tokens] for chunk in chunks],
+        )
         theirs = (event["decodes"], event["kv_sum"], [list(chunk) for chunk in event["chunks"]])
         if mine != theirs:
             self.told.differences.append(f"batch {batch.id} was {theirs}, and here {mine}")
@@ -143,7 +153,8 @@ class _Run:
         self.told.batches.append(times)
         self.done_s = event["at_s"]
         ended = set(event["ended"])
-        for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
+        decoded = [name for part in batch.parts for name in part.decodes.members]
+        for name in (*decoded, *(chunk.request for chunk in chunks if chunk.last)):
             if name in self.requests:
                 self.requests[name][2].append(event["at_s"])
                 if name in ended:
@@ -152,11 +163,7 @@ class _Run:
         self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"])
 
     def _profile_s(self, batch: Batch) -> float:
-        part, table = batch.parts[0], self.told.table
-        load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
-        for chunk in part.prefills:
-            load = load.with_chunk(chunk.tokens, one_chunk_s(table, chunk.start, chunk.tokens), chunk.start)
-        return load_s(table, load)
+        return parts_s(self.told.table, batch.parts, self.exchange)
 
     def _record(self, name: str, finish_s: float | None, error: str | None) -> None:
         request, scheduled, tokens = self.requests.pop(name, (None, [], []))

@@ -1,7 +1,8 @@
 """One simulated instance: the engine's loop around its own scheduler, with a pipeline of predicted times for a machine.
 
 The contract with the scheduler is the live engine's: at most `stages` batches in flight, the next one made when stage 0
-frees, `complete` when a batch leaves the last stage. Whatever `schedule` decides is carried out as it is.
+frees, `complete` when a batch leaves the last stage. Whatever `schedule` decides is carried out as it is. Each KV group
+has a pipeline of its own; a batch of several groups goes through theirs in lockstep, as fast as the slowest of them.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-from headway.core.batch import Batch, Chunk, Progress
+from headway.core.batch import Batch, Chunk, Part, Progress
 from headway.core.events import Event
 from headway.core.span import Span
 from headway.kv.ledger import Ledger
-from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.latency.base import LatencyModel, Load, load_s
 from headway.latency.corrected import CorrectedLatency
-from headway.scheduling.scheduler import Scheduler
+from headway.latency.parts import batch_loads, parts_s
+from headway.scheduling.groups import make_scheduler
 from headway.simulator.cohorts import Cohort, Cohorts, Track
 from headway.simulator.noise import NoiseSource
 from headway.simulator.pipeline import Pipeline
-from headway.simulator.result import Iteration, ReplicaUse
+from headway.simulator.result import Iteration, Join, ReplicaUse
 from headway.simulator.spec import InstanceSpec
 
 AHEAD = 1 << 20
@@ -28,11 +30,16 @@ AHEAD = 1 << 20
 class Carried:
     """A batch between its start and its end: the time of its last step, and what it began with."""
 
-    __slots__ = ("batch", "cohort", "elapsed_s", "end_s", "repeats")
+    __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
 
-    def __init__(self, batch: Batch, cohort: Cohort, end_s: float, elapsed_s: float, repeats: int) -> None:
-        self.batch, self.cohort, self.end_s = batch, cohort, end_s
+    def __init__(self, batch: Batch, cohorts: list[Cohort], end_s: float, elapsed_s: float, repeats: int) -> None:
+        self.batch, self.cohorts, self.end_s = batch, cohorts, end_s
         self.elapsed_s, self.repeats = elapsed_s, repeats
+
+    @property
+    def cohort(self) -> Cohort:
+        """The first part's."""
+        return self.cohorts[0]
 
 
 class Replica:
@@ -51,9 +58,12 @@ class Replica:
         self.spec = spec
         self.tracks: dict[str, Track] = {}
         self.latency: LatencyModel = CorrectedLatency(spec.latency) if spec.learns else spec.latency
-        self.ledger = Ledger(spec.kv_tokens, spec.block_tokens)
-        self.scheduler = Scheduler(spec.config, self.latency, self.ledger)
-        self.pipeline = Pipeline(spec.config.stages, spec.link)
+        groups = range(spec.config.kv_parallel)
+        self.ledgers = [Ledger(spec.kv_tokens, spec.block_tokens) for _ in groups]
+        self.ledger = self.ledgers[0]
+        self.scheduler = make_scheduler(spec.config, self.latency, self.ledgers, spec.exchange)
+        self.pipelines = [Pipeline(spec.config.stages, spec.link) for _ in groups]
+        self.pipeline = self.pipelines[0]
         self._cohorts = Cohorts(self.tracks)
         self._runs: dict[int, Carried] = {}
         self._noise = noise
@@ -63,7 +73,8 @@ class Replica:
         self._rows = iterations
         self._stopwatch = stopwatch
         self._batches = self._iterations = self._prefill = self._decoded = self._kv_read = 0
-        self._preemptions = self._recomputed = self._kv_peak = 0
+        self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
+        self._joins: list[Join] = []
         self._pairs = self._busy_s = self._scheduling_s = 0.0
 
     # -- what may happen to it ------------------------------------------------------------------------------------
@@ -88,27 +99,29 @@ class Replica:
             if run.repeats > 1:  # all but the last had been carried out
                 self._hear(self.scheduler.complete(run.batch.id, [], now, None, run.repeats - 1))
         self._runs.clear()
-        self.pipeline.reset(now)
+        for pipeline in self.pipelines:
+            pipeline.reset(now)
         self._hear(self.scheduler.lost(0, now))
 
     def pump(self, now: float, quiet_s: float) -> list[tuple[float, int]]:
         """Start batches while stage 0 is free. (time, batch or -1) at which to come back: batch is to be completed, -1:
         stage 0 is free. Until `quiet_s` nothing will happen that this replica has not said itself."""
         begun: list[tuple[float, int]] = []
-        while self.pipeline.free_s <= now:
+        while free := [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]:
             if self._stopwatch is None:
-                batch = self.scheduler.schedule(now, self._ahead)
+                batch = self.scheduler.schedule(now, self._ahead, free)
             else:
                 started = self._stopwatch()
-                batch = self.scheduler.schedule(now, self._ahead)
+                batch = self.scheduler.schedule(now, self._ahead, free)
                 self._scheduling_s += self._stopwatch() - started
             if batch is None:
                 break
             run = self._start(batch, now, quiet_s)
             self._runs[batch.id] = run
             begun.append((run.end_s, batch.id))
-            if self.pipeline.free_s < run.end_s:
-                begun.append((self.pipeline.free_s, -1))
+            free_s = self.pipelines[batch.parts[0].group].free_s
+            if free_s < run.end_s:
+                begun.append((free_s, -1))
         return begun
 
     def complete(self, batch_id: int, now: float) -> None:
@@ -116,18 +129,18 @@ class Replica:
         run = self._runs.pop(batch_id, None)
         if run is None:
             return
-        batch, cohort = run.batch, run.cohort
-        part = batch.parts[0]
+        batch = run.batch
         results: list[Progress] = []
         ended: list[Track] = []
-        if part.decodes.members:
-            cohort.times.append(now)
-            for name in self._cohorts.finished(cohort):
-                results.append(Progress(name, 1, True))
-                ended.append(self.tracks[name])
-        for chunk in part.prefills:
-            if chunk.last:
-                self._first(chunk, now, results, ended)
+        for part, cohort in zip(batch.parts, run.cohorts, strict=True):
+            if part.decodes.members:
+                cohort.times.append(now)
+                for name in self._cohorts.finished(cohort):
+                    results.append(Progress(name, 1, True))
+                    ended.append(self.tracks[name])
+            for chunk in part.prefills:
+                if chunk.last:
+                    self._first(chunk, now, results, ended)
         elapsed_s = run.elapsed_s if self.spec.learns else None
         self._hear(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
         for track in ended:
@@ -167,9 +180,39 @@ class Replica:
     # -- carrying out -----------------------------------------------------------------------------------------------
 
     def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
-        part = batch.parts[0]
-        group = part.decodes
-        cohort = self._cohorts.of(group)
+        parts = batch.parts
+        cohorts = [self._cohorts.of(part.decodes, part.group) for part in parts]
+        for part in parts:
+            self._count_chunks(part, now)
+        stage_s = self._stage_s(batch)
+        spans = self._enter(batch, now, stage_s)
+        end_s, repeats = spans[-1][1], 1
+        self._busy_s += stage_s * len(parts) / len(self.pipelines)
+        if batch.repeat > 1:
+            end_s, repeats = self._repeat(batch, cohorts, end_s, quiet_s)
+        if self._rows is not None:
+            chunks = tuple((chunk.request, chunk.start, chunk.tokens) for part in parts for chunk in part.prefills)
+            row = Iteration(
+                self.index, batch.id, tuple(spans), end_s, sum(part.decodes.count for part in parts),
+                sum(part.decodes.kv_sum for part in parts), chunks, batch.predicted_s, repeats,
+                tuple(part.group for part in parts),
+            )  # fmt: skip
+            self._rows.append(row)
+        self._batches += 1
+        self._iterations += repeats
+        self._more_passes += repeats * (sum(part.tokens > 0 for part in parts) - 1)
+        for part in parts:
+            count = len(part.decodes.members)
+            self._decoded += repeats * count
+            read = repeats * part.decodes.kv_sum + count * (repeats * (repeats - 1) // 2)
+            self._kv_read += read
+            self._pairs += read
+        if len(parts) > 1:
+            self._count_assists(batch, repeats)
+        self._kv_peak = max(self._kv_peak, sum(ledger.used_tokens for ledger in self.ledgers))
+        return Carried(batch, cohorts, end_s, stage_s, repeats)
+
+    def _count_chunks(self, part: Part, now: float) -> None:
         for chunk in part.prefills:
             track = self.tracks[chunk.request]
             if track.scheduled_s is None:
@@ -177,51 +220,51 @@ class Replica:
             self._prefill += chunk.tokens
             self._kv_read += chunk.start + chunk.tokens
             self._pairs += chunk.tokens * (chunk.start + 0.5 * (chunk.tokens + 1))
-        stage_s = self._stage_s(batch)
-        rows = batch.tokens if self.spec.config.stages > 1 else 0
-        spans = self.pipeline.enter(now, stage_s, rows)
-        end_s, repeats = spans[-1][1], 1
-        self._busy_s += stage_s
-        if batch.repeat > 1:
-            end_s, repeats = self._repeat(batch, cohort, end_s, quiet_s)
-        if self._rows is not None:
-            chunks = tuple((chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills)
-            row = Iteration(
-                self.index, batch.id, tuple(spans), end_s, group.count, group.kv_sum, chunks, batch.predicted_s, repeats
-            )
-            self._rows.append(row)
-        count = len(group.members)
-        self._batches += 1
-        self._iterations += repeats
-        self._decoded += repeats * count
-        read = repeats * group.kv_sum + count * (repeats * (repeats - 1) // 2)
-        self._kv_read += read
-        self._pairs += read
-        self._kv_peak = max(self._kv_peak, self.ledger.used_tokens)
-        return Carried(batch, cohort, end_s, stage_s, repeats)
+        for op in part.kv_ops:
+            if op.start and op.request in self.tracks:
+                earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
+                self._joins.append(Join(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
 
-    def _repeat(self, batch: Batch, cohort: Cohort, end_s: float, quiet_s: float) -> tuple[float, int]:
+    def _count_assists(self, batch: Batch, repeats: int) -> None:
+        """What guests read for decodes (chunks have been counted with all that they attend)."""
+        chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
+        read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)
+        self._kv_read += repeats * read
+        self._pairs += repeats * read
+
+    def _enter(self, batch: Batch, at_s: float, stage_s: float) -> list[tuple[float, float]]:
+        first, *others = (self.pipelines[part.group] for part in batch.parts)
+        rows = max(part.tokens for part in batch.parts) if self.spec.config.stages > 1 else 0
+        return first.lockstep(others, at_s, stage_s, rows) if others else first.enter(at_s, stage_s, rows)
+
+    def _repeat(self, batch: Batch, cohorts: list[Cohort], end_s: float, quiet_s: float) -> tuple[float, int]:
         """Go on with the same decodes while nothing can interfere: (end, iterations).
 
         With one stage whatever comes during a step waits for its end, so a step may be the last that begins in the
         quiet; with several it could enter stage 0 behind it, so the last must end in the quiet.
         """
-        group = batch.parts[0].decodes
-        count, kv_sum = len(group.members), group.kv_sum
-        most = min(batch.repeat, self._cohorts.steps_left(cohort))
+        most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
-        repeats, times = 1, cohort.times
         model, noise = self._truth or self.latency, self._noise
+        loads = batch_loads(model, batch.parts, self.spec.exchange)
+        counts = [len(part.decodes.members) for part in batch.parts]
+        rows = max(counts)
+        repeats = 1
+        decoding = [cohort.times for cohort, count in zip(cohorts, counts, strict=True) if count]
         while repeats < most and end_s < quiet_s:
-            kv_sum += count
+            loads = [
+                Load(load.tokens, load.decodes, load.decode_kv + count, load.chunk_s, load.chunk_past)
+                for load, count in zip(loads, counts, strict=True)
+            ]
             factor = noise.factor()
-            stage_s = load_s(model, Load(count, count, kv_sum)) * factor
-            if not single and self.pipeline.end_s(end_s, stage_s, count) > quiet_s:
+            stage_s = max(load_s(model, load) for load in loads) * factor
+            if not single and self.pipeline.end_s(end_s, stage_s, rows) > quiet_s:
                 noise.keep(factor)
                 break
-            times.append(end_s)
-            end_s = self.pipeline.enter(end_s, stage_s, count)[-1][1]
-            self._busy_s += stage_s
+            for times in decoding:
+                times.append(end_s)
+            end_s = self._enter(batch, end_s, stage_s)[-1][1]
+            self._busy_s += stage_s * len(counts) / len(self.pipelines)
             repeats += 1
         return end_s, repeats
 
@@ -231,11 +274,7 @@ class Replica:
         if self._truth is None and not self.spec.learns:
             return batch.predicted_s * self._noise.factor()
         model = self._truth or self.spec.latency
-        part = batch.parts[0]
-        load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
-        for chunk in part.prefills:
-            load = load.with_chunk(chunk.tokens, one_chunk_s(model, chunk.start, chunk.tokens), chunk.start)
-        return load_s(model, load) * self._noise.factor()
+        return parts_s(model, batch.parts, self.spec.exchange) * self._noise.factor()
 
     def _first(self, chunk: Chunk, now: float, results: list[Progress], ended: list[Track]) -> None:
         """A prompt is complete, or complete again: its next token is there."""
@@ -262,7 +301,7 @@ class Replica:
 
     def use(self, until_s: float) -> ReplicaUse:
         """What was done, up to `until_s`."""
-        over_s = max(0.0, self.pipeline.free_s - until_s)
+        over_s = sum(max(0.0, pipeline.free_s - until_s) for pipeline in self.pipelines) / len(self.pipelines)
         return ReplicaUse(
             iterations=self._iterations,
             batches=self._batches,
@@ -275,4 +314,6 @@ class Replica:
             recomputed_tokens=self._recomputed,
             kv_peak_tokens=self._kv_peak,
             scheduling_s=self._scheduling_s,
+            more_passes=self._more_passes,
+            joins=tuple(self._joins),
         )

@@ -12,7 +12,8 @@ from headway.simulator.spec import Yardstick
 
 
 class Iteration(NamedTuple):
-    """A batch, as carried out. `stages`: (start, end) seconds in each pipeline stage, of its first repetition."""
+    """A batch, as carried out. `stages`: (start, end) seconds in each pipeline stage, of its first repetition.
+    `groups`: the KV groups that had a part in it; decode_kv is what they read together."""
 
     replica: int
     batch: int
@@ -23,11 +24,25 @@ class Iteration(NamedTuple):
     chunks: tuple[tuple[str, int, int], ...]
     predicted_s: float
     repeats: int
+    groups: tuple[int, ...] = (0,)
+
+
+class Join(NamedTuple):
+    """A KV group joins a request: from token `start` on it holds and computes it, as one of `groups`."""
+
+    at_s: float
+    replica: int
+    request: str
+    group: int
+    start: int
+    groups: int
 
 
 @dataclass(frozen=True)
 class ReplicaUse:
-    """What one replica did. busy_s is stage 0's; tokens count rows of forward passes (recomputed ones included)."""
+    """What one replica did. busy_s is stage 0's, the mean of its KV groups; tokens count rows of forward passes
+    (recomputed ones included); more_passes: forward passes of further groups in the same iterations; kv_peak_tokens is
+    that of all groups together; joins: KV groups that took over a long request."""
 
     iterations: int
     batches: int
@@ -40,6 +55,8 @@ class ReplicaUse:
     recomputed_tokens: int
     kv_peak_tokens: int
     scheduling_s: float = 0.0
+    more_passes: int = 0
+    joins: tuple[Join, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class SimResult:
     iterations: tuple[Iteration, ...] = ()
     yardstick: Yardstick | None = None
     stages: int = 1
+    groups: int = 1
 
     @cached_property
     def _summary(self) -> RunSummary:
@@ -97,7 +115,8 @@ class SimResult:
             return None
         shape = self.yardstick.shape
         weights = shape.parameters * shape.dtype_bytes
-        read = sum(use.iterations * weights + use.kv_read_tokens * shape.kv_bytes_per_token for use in self.replicas)
+        passes = sum(use.iterations + use.more_passes for use in self.replicas)
+        read = passes * weights + sum(use.kv_read_tokens * shape.kv_bytes_per_token for use in self.replicas)
         return read / (self.duration_s * self.yardstick.peak_bandwidth * len(self.replicas))
 
     def use_json(self) -> dict[str, Any]:
@@ -112,4 +131,5 @@ class SimResult:
             "recomputed_tokens": sum(use.recomputed_tokens for use in self.replicas),
             "iterations": sum(use.iterations for use in self.replicas),
             "kv_peak_tokens": max((use.kv_peak_tokens for use in self.replicas), default=0),
+            **({"kv_joins": sum(len(use.joins) for use in self.replicas)} if self.groups > 1 else {}),
         }

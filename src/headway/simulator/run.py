@@ -158,6 +158,7 @@ class _World:
             iterations=tuple(self.rows or ()),
             yardstick=self.instance.yardstick,
             stages=self.instance.config.stages,
+            groups=self.instance.config.kv_parallel,
         )
 
     def _record(self, track: Track) -> RequestRecord:

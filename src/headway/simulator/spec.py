@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headway.core.errors import ConfigError
 from headway.hardware.shapes import ModelShape
 from headway.latency.base import LatencyModel
+from headway.latency.exchange import Exchange
 from headway.metrics import SloTargets
 from headway.scheduling.config import SchedulerConfig
 from headway.simulator.noise import Noise
@@ -30,6 +31,7 @@ class Yardstick:
 @dataclass(frozen=True, kw_only=True)
 class InstanceSpec:
     """One instance. `latency` predicts one pipeline stage's time; `truth`, where given, is what really happens.
+    `kv_tokens`: of each of its `config.kv_parallel` groups; `exchange`: what it costs that they share a request.
 
     `learns`: the scheduler's predictions correct themselves from what iterations took, as the live engine's do.
     """
@@ -39,6 +41,7 @@ class InstanceSpec:
     kv_tokens: int
     block_tokens: int = 64
     link: Link = field(default_factory=Link)
+    exchange: Exchange = Exchange()  # noqa: RUF009 - frozen
     truth: LatencyModel | None = None
     learns: bool = False
     yardstick: Yardstick | None = None

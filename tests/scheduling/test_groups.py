@@ -1,0 +1,292 @@
+"""Groups that share long requests: nothing is lost or computed twice, shards tile each request, every request ends.
+
+A failing seed is named; `grouped_world(seed).run()` repeats it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from grouped_world import GroupedWorld, grouped_world
+from hypothesis import given
+from hypothesis import strategies as st
+from random_worlds import random_world
+from unit_latency import Linear, small_machine
+
+from headway.core.batch import Progress
+from headway.core.errors import ConfigError, InvariantError, RequestError
+from headway.core.request import Request, Slo
+from headway.core.span import Span
+from headway.kv.ledger import Ledger
+from headway.latency.base import Load, load_s
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.crew import CrewBatch, connected
+from headway.scheduling.groups import GroupedScheduler, make_scheduler
+from headway.scheduling.scheduler import Scheduler
+from headway.scheduling.shards import limit_of, shard_tokens
+
+
+def run(seed: int) -> GroupedWorld:
+    try:
+        return grouped_world(seed).run()
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+
+
+def run_ten() -> None:
+    for seed in range(10):
+        run(seed)
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_every_request_ends_and_every_token_is_computed_once_a_life(first: int) -> None:
+    worlds = [run(seed) for seed in range(first, first + 50)]
+    assert sum(world.assisted for world in worlds) > 1000
+    assert sum(world.lockstep for world in worlds) > 500
+    assert {2, 3, 4} <= {world.widest for world in worlds}
+    assert sum(world.preempted for world in worlds) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(300, 10_300, 500))
+def test_thousands_more_seeds(first: int) -> None:
+    for seed in range(first, first + 500):
+        run(seed)
+
+
+@pytest.mark.parametrize("seed", range(0, 30, 3))
+def test_the_same_seed_gives_the_same_batches_and_events_byte_for_byte(seed: int) -> None:
+    assert run(seed).log == run(seed).log
+
+
+def test_a_missing_assist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CrewBatch._assist
+
+    def lazy(self, sequence, owner, rows, decode=False):  # type: ignore[no-untyped-def]
+        if not decode:
+            real(self, sequence, owner, rows, decode)
+
+    monkeypatch.setattr(CrewBatch, "_assist", lazy)
+    with pytest.raises(AssertionError):
+        run_ten()
+
+
+def test_a_shard_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Scheduler._release
+
+    def leaky(self, sequence):  # type: ignore[no-untyped-def]
+        sequence.shards = sequence.shards[:1] and ()
+        real(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_release", leaky)
+    with pytest.raises((AssertionError, InvariantError)):
+        run_ten()
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 2))
+def test_one_group_decides_as_a_scheduler_does(seed: int) -> None:
+    one, two = random_world(seed), random_world(seed)
+    one.ahead = two.ahead = 1
+    ledger = Ledger(two.pool_tokens, two.scheduler.ledger.block_tokens)
+    grouped = GroupedScheduler(two.config, two.model, [ledger])
+    grouped.ledger, grouped.promises = ledger, grouped.groups[0].promises  # type: ignore[attr-defined]
+    grouped.urgency = grouped.groups[0].urgency  # type: ignore[attr-defined]
+    two.scheduler = grouped  # type: ignore[assignment]
+    assert one.run().log == two.run().log
+
+
+@given(st.integers(0, 10_000), st.integers(2, 4))
+def test_groups_with_shorts_only_decide_as_separate_schedulers(seed: int, groups: int) -> None:
+    """So they are never slower than these: what each group does, and when, is the same."""
+    rng = random.Random(seed)
+    config = SchedulerConfig(t_target_s=0.01, max_num_seqs=8, reserve_tokens=16, kv_parallel=groups)
+    model = small_machine()
+    grouped = GroupedScheduler(config, model, [Ledger(640, 16) for _ in range(groups)])
+    alone = [Scheduler(config, model, Ledger(640, 16)) for _ in range(groups)]
+    now, left, flying = 0.0, {}, []
+    for step in range(60):
+        now += rng.expovariate(100.0)
+        if step < 30:
+            request = Request(
+                id=f"r{step}", arrival_s=now, prompt_tokens=rng.randint(1, 300), max_output_tokens=rng.randint(1, 40)
+            )
+            left[request.id] = request.max_output_tokens
+            grouped.add(Span.whole(request), now)
+            home = next(group.group for group in grouped.groups if request.id in group)
+            alone[home].add(Span.whole(request), now)
+        while (batch := grouped.schedule(now)) is not None:
+            (part,) = batch.parts
+            twin = alone[part.group].schedule(now)
+            assert twin is not None
+            assert msgspec.structs.replace(twin.parts[0], group=part.group) == part
+            assert twin.predicted_s == batch.predicted_s
+            flying.append((batch, twin, part))
+        if flying:
+            batch, twin, part = flying.pop(rng.randrange(len(flying)))
+            ended = []
+            for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
+                left[name] -= 1
+                ended += [Progress(name, 1, True)] * (left[name] == 0)
+            assert grouped.complete(batch.id, ended, now) == alone[part.group].complete(twin.id, ended, now)
+
+
+# -- one request, by hand -----------------------------------------------------------------------------------------
+
+
+def three_groups(stages: int = 1, **fields: object) -> GroupedScheduler:
+    """Groups of 256 tokens, shards of 64; 1 ms a row and 100 ms an iteration."""
+    config = SchedulerConfig.named(
+        "default", t_target_s=0.1, reserve_tokens=0, kv_headroom=0.0, long_tokens=60, kv_parallel=3, stages=stages,
+        kv_shard_tokens=70, least_gain=0.0, **fields,
+    )  # fmt: skip
+    return GroupedScheduler(config, Linear(row_s=0.001), [Ledger(256, 16) for _ in range(3)])
+
+
+def request(name: str, prompt: int, output: int = 8, tbt_s: float | None = None) -> Span:
+    slo = Slo(tbt_s=tbt_s)
+    return Span.whole(Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=output, slo=slo))
+
+
+def parts(scheduler: GroupedScheduler, now: float, ended: tuple[str, ...] = ()) -> list[tuple[object, ...]]:
+    """The next batch, carried out: per part (group, decodes, chunks, assists)."""
+    batch = scheduler.schedule(now)
+    assert batch is not None
+    scheduler.complete(batch.id, [Progress(name, 1, True) for name in ended], now)
+    scheduler.check()
+    return [
+        (
+            part.group,
+            part.decodes.members,
+            [(chunk.start, chunk.tokens, chunk.base) for chunk in part.prefills],
+            [(assist.rows, assist.owner, assist.start, assist.tokens) for assist in part.assists],
+        )
+        for part in batch.parts
+    ]
+
+
+def test_groups_join_as_a_prompt_grows_and_guests_attend() -> None:
+    scheduler = three_groups()
+    scheduler.add(request("a", 150), 0.0)
+    assert scheduler.crews() == [(0,), (1,), (2,)]
+    assert parts(scheduler, 0.0) == [(0, (), [(0, 64, 0)], [])]
+    assert parts(scheduler, 0.1) == [(0, (), [], [(64, 1, 0, 64)]), (1, (), [(64, 64, 64)], [])]
+    assert scheduler.crews() == [(0, 1), (2,)]
+    last = parts(scheduler, 0.2)
+    assert last == [
+        (0, (), [], [(22, 2, 0, 64)]),
+        (1, (), [], [(22, 2, 64, 64)]),
+        (2, (), [(128, 22, 128)], []),
+    ]
+    assert parts(scheduler, 0.3, ended=("a",)) == [
+        (0, (), [], [(1, 2, 0, 64)]),
+        (1, (), [], [(1, 2, 64, 64)]),
+        (2, ("a",), [], []),
+    ]
+    assert scheduler.idle
+    assert scheduler.crews() == [(0,), (1,), (2,)]
+    assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
+
+
+def test_a_decode_goes_on_in_the_next_group_when_its_shard_is_full() -> None:
+    scheduler = three_groups()
+    scheduler.add(request("a", 63, output=4), 0.0)
+    parts(scheduler, 0.0)
+    assert parts(scheduler, 0.1) == [(0, ("a",), [], [])]
+    assert parts(scheduler, 0.2) == [(0, (), [], [(1, 1, 0, 64)]), (1, ("a",), [], [])]
+
+
+def test_a_group_outside_the_crew_runs_freely_and_newcomers_go_where_least_is_to_do() -> None:
+    scheduler = three_groups()
+    scheduler.add(request("long", 140), 0.0)
+    parts(scheduler, 0.0)
+    scheduler.add(request("chat", 5), 0.1)
+    long = scheduler.schedule(0.1)
+    assert long is not None
+    chat = scheduler.schedule(0.1)
+    assert chat is not None
+    assert [part.group for part in long.parts] == [0, 2]
+    assert [(part.group, part.prefills[0].request) for part in chat.parts] == [(1, "chat")]
+    assert scheduler.schedule(0.1) is None
+    scheduler.complete(chat.id, [], 0.11)
+    assert [part.group for part in scheduler.schedule(0.11).parts] == [1]  # type: ignore[union-attr]
+
+
+def test_a_crew_waits_until_all_of_its_groups_are_free() -> None:
+    scheduler = three_groups(stages=2)
+    scheduler.add(request("long", 140), 0.0)
+    assert scheduler.schedule(0.0, free={1, 2}) is None
+    first = scheduler.schedule(0.0, free={0})
+    assert first is not None
+    assert scheduler.schedule(0.0, free={0, 2}) is None, "the next chunk is group 1's, which is not free"
+    second = scheduler.schedule(0.0, free={0, 1})
+    assert second is not None
+    assert [part.group for part in second.parts] == [0, 1]
+    assert [event.kind for event in scheduler.abort("long", 0.0)] == []
+    assert [event.kind for event in scheduler.complete(first.id, [], 0.1)] == ["started"]
+    assert [event.kind for event in scheduler.complete(second.id, [], 0.2)] == ["aborted"]
+    scheduler.check()
+    assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
+
+
+def test_the_shortest_promise_in_a_crew_holds_for_all_of_it() -> None:
+    scheduler = three_groups(rho_max=0.0, rho_min=0.0)
+    scheduler.add(request("long", 180), 0.0)
+    parts(scheduler, 0.0)
+    scheduler.add(request("x", 4, tbt_s=1.0), 0.1)  # group 1, where nothing waits
+    scheduler.add(request("chat", 4, tbt_s=0.02), 0.1)
+    for at in range(1, 20):
+        batch = scheduler.schedule(0.1 * at)
+        assert batch is not None
+        done = [p.decodes.members for p in batch.parts]
+        if at > 4 and len(batch.parts) > 1 and any("chat" in members for members in done):
+            assert batch.predicted_s <= 0.0201
+        scheduler.complete(batch.id, [], 0.1 * at)
+
+
+def test_what_all_groups_hold_together_is_served_and_more_is_refused() -> None:
+    scheduler = three_groups()
+    scheduler.add(request("most", 760, output=9), 0.0)
+    with pytest.raises(RequestError, match="KV cache"):
+        scheduler.add(request("more", 769), 0.0)
+    with pytest.raises(RequestError, match="in use"):
+        scheduler.add(request("most", 10), 0.0)
+    for at in range(100):
+        batch = scheduler.schedule(0.1 * at)
+        if batch is None:
+            break
+        names = [name for part in batch.parts for name in part.decodes.members]
+        scheduler.complete(batch.id, [Progress(n, 1, True) for n in names if at > 14], 0.1 * at)
+    assert scheduler.idle
+
+
+def test_limits() -> None:
+    model = small_machine()
+    config = SchedulerConfig(t_target_s=0.01, kv_parallel=2)
+    derived = shard_tokens(config, model, Ledger(100_000, 16))
+    assert derived % 16 == 0
+    assert load_s(model, Load(1, 1, derived)) <= 0.01 < load_s(model, Load(1, 1, derived + 16))
+    assert shard_tokens(SchedulerConfig(kv_shard_tokens=5), model, Ledger(640, 16)) == 16
+    assert shard_tokens(SchedulerConfig(kv_shard_tokens=5000), model, Ledger(640, 16)) == 640
+    whole = Request(id="a", arrival_s=0, prompt_tokens=60, max_output_tokens=5)
+    assert limit_of(whole, 64, 2, 16) > 1 << 60
+    assert limit_of(msgspec.structs.replace(whole, prompt_tokens=61), 64, 2, 16) == 64
+    assert limit_of(msgspec.structs.replace(whole, prompt_tokens=300), 64, 2, 16) == 160
+
+
+def test_a_pool_for_each_group() -> None:
+    with pytest.raises(ConfigError, match="kv_parallel is 2 and there are 1"):
+        make_scheduler(SchedulerConfig(kv_parallel=2), small_machine(), [Ledger(64, 16)])
+    assert isinstance(make_scheduler(SchedulerConfig(), small_machine(), [Ledger(64, 16)]), Scheduler)
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=2), max_size=5))
+def test_crews_are_the_connected_groups(spread: list[set[int]]) -> None:
+    crews = connected(6, spread)
+    assert sorted(group for crew in crews for group in crew) == list(range(6))
+    assert all(any(holders <= set(crew) for crew in crews) for holders in spread)
+    for crew in crews:  # and no larger: each member of a crew shares a request with the rest of it
+        for group in crew if len(crew) > 1 else ():
+            assert any(group in holders and holders & (set(crew) - {group}) for holders in spread)
