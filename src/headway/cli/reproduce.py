@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
 
 def _options(arguments: argparse.Namespace) -> Any:
     import os
+    import time
 
     from headway.experiments.base import Options
 
@@ -85,7 +87,9 @@ def _options(arguments: argparse.Namespace) -> Any:
     if arguments.window is not None and not arguments.window > 0:
         raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
     jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
-    return Options(quick=arguments.quick, seeds=seeds, window_s=arguments.window, jobs=jobs)
+    return Options(
+        quick=arguments.quick, seeds=seeds, window_s=arguments.window, jobs=jobs, stopwatch=time.perf_counter
+    )
 
 
 def _bytes(data: Any) -> bytes:

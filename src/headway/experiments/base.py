@@ -15,12 +15,14 @@ MODES: tuple[Mode, Mode] = ("paper", "default")
 class Options:
     """How much is run. quick: a smoke test (short window, one seed, few points), not a reproduction.
 
-    seeds, window_s: in place of the experiment's own; jobs: processes for simulations."""
+    seeds, window_s: in place of the experiment's own; jobs: processes for simulations. stopwatch: a real clock in
+    seconds, for experiments that time a decision; without one they say that nothing was timed."""
 
     quick: bool = False
     seeds: tuple[int, ...] | None = None
     window_s: float | None = None
     jobs: int = 1
+    stopwatch: Callable[[], float] | None = None
     done: Callable[[int, int], None] = field(default=lambda done, total: None)
 
 

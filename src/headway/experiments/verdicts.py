@@ -114,6 +114,11 @@ def judge(
     )
 
 
+def judge_same(claim: str, paper: Any, check: Check, value: Any, note: str = "", *, approximate: bool = False) -> Row:
+    """A row of something that does not differ between the modes."""
+    return judge(claim, paper, check, {"paper": value, "default": value}, note, approximate=approximate)
+
+
 def both(value: Callable[[Mode], Any]) -> dict[Mode, Any]:
     """What a function gives in each mode."""
     return {mode: value(mode) for mode in MODES}

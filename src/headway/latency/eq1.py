@@ -20,6 +20,7 @@ from headway.core.span import Strategy
 from headway.latency.groups import GroupLatency, GroupShape
 
 SCHEMA = "headway.eq1/1"
+Values = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _STRIPED = Strategy(attn="striped")
 
 
@@ -108,20 +109,26 @@ def fit(samples: Iterable[Sample]) -> Eq1Latency:
     return Eq1Latency({sp: _fit_size(sp, mine) for sp, mine in by_size.items()}, "Eq. (1), fitted")
 
 
+def fit_unweighted(samples: Sequence[Sample]) -> Coefficients:
+    """One size's coefficients by plain least squares, as one might read the paper: to show what weights are for."""
+    seconds = np.array([s.seconds for s in samples])
+    return _fit_size(samples[0].sp, list(samples), np.ones_like(seconds))
+
+
 def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Latency:
-    """Eq. (1) for another model of groups, from samples of 1K to 256K tokens with up to as much history. Groups larger
-    than `node` are taken to span several nodes."""
+    """Eq. (1) for another model of groups, from samples of 1K to 256K tokens without history (c = 2d): a model that is
+    not measured must not make chunks look cheaper than they are. Groups above `node` are taken to span nodes."""
     samples = [
-        Sample(sp, past, tokens, latency.prefill_s(past, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
+        Sample(sp, 0, tokens, latency.prefill_s(0, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
         for sp in sizes
         for tokens in (_K << k for k in range(9))
-        for past in (0, tokens // 2, tokens, 4 * tokens)
     ]
     found = fit(samples)
     return Eq1Latency(found.sizes, f"Eq. (1) fitted to: {latency.source}")
 
 
-def _fit_size(sp: int, samples: list[Sample]) -> Coefficients:
+def _fit_size(sp: int, samples: list[Sample], spread: Values | None = None) -> Coefficients:
+    """`spread`: what errors are measured in; None: in shares of the measured time."""
     tokens = np.array([s.tokens for s in samples], dtype=np.float64)
     past = np.array([s.past for s in samples], dtype=np.float64)
     seconds = np.array([s.seconds for s in samples])
@@ -131,25 +138,24 @@ def _fit_size(sp: int, samples: list[Sample]) -> Coefficients:
     columns = [np.ones_like(tokens), tokens, past * tokens, tokens**2]
     if not with_past:
         columns = [columns[0], columns[1], 2 * columns[2] + columns[3]]
-    matrix = np.stack(columns, axis=1) / seconds[:, None]
-    x = _non_negative(matrix)
+    unit = seconds if spread is None else spread
+    x = _non_negative(np.stack(columns, axis=1) / unit[:, None], seconds / unit)
     if with_past:
         return Coefficients(*(float(v) for v in x))
     return Coefficients(float(x[0]), float(x[1]), 2 * float(x[2]), float(x[2]))
 
 
-def _non_negative(matrix: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[float]:
-    """min |M x - 1| over x ≥ 0: of all sets of active columns (few), the best whose solution is not negative."""
+def _non_negative(matrix: Values, wanted: Values) -> list[float]:
+    """min |M x - y| over x ≥ 0: of all sets of active columns (few), the best whose solution is not negative."""
     count = matrix.shape[1]
-    ones = np.ones(matrix.shape[0])
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     best, least = [0.0] * count, math.inf
     for mask in range(1, 1 << count):
         chosen = [i for i in range(count) if mask >> i & 1]
-        found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], ones, rcond=None)[0] / scale[chosen]
+        found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], wanted, rcond=None)[0] / scale[chosen]
         if np.any(found < 0):
             continue
-        error = float(np.sum((matrix[:, chosen] @ found - ones) ** 2))
+        error = float(np.sum((matrix[:, chosen] @ found - wanted) ** 2))
         if error < least:
             least, best = error, [0.0] * count
             for i, value in zip(chosen, found, strict=True):

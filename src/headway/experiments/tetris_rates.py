@@ -1,0 +1,53 @@
+"""Tetris's improvement-rate profiler (§5.1, §6): simulate loads of given lengths under every rate, keep the best.
+
+For each load (0.5 requests a second apart, or finer where the cluster carries little) Poisson arrivals of the given
+lengths are placed by Tetris on a simulated cluster with each candidate rate; the one with the least mean TTFT is
+recorded. Seeds are not those of evaluations. The result is a `RateTable`: data that a policy is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headway.experiments.base import Options
+from headway.experiments.tetris_setting import LOADS, Point, measured
+from headway.placement.tetris_rates import RateTable
+
+CANDIDATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
+SEEDS = (1000, 1001)
+REQUESTS = 1000
+_KNOWN: dict[tuple[str, str, bool], tuple[tuple[float, float], ...]] = {}
+
+
+def best_rates(
+    loads: Sequence[float], candidates: Sequence[float], mean_ttft_s: Callable[[float, float], float]
+) -> tuple[tuple[float, float], ...]:
+    """For each load the candidate with the least TTFT; of equal ones the smallest."""
+    return tuple((load, min(candidates, key=lambda rate: (mean_ttft_s(load, rate), rate))) for load in loads)
+
+
+def profiled(cluster: str, workload: str, options: Options) -> tuple[tuple[float, float], ...]:
+    """The table of a cluster and workload of the setting, made once a process."""
+    key = (cluster, workload, options.quick)
+    if key not in _KNOWN:
+        loads = LOADS[cluster, workload]
+        loads = loads[::4] if options.quick else loads
+        candidates = (0.1, 0.4) if options.quick else CANDIDATES
+        count, seeds = (40, SEEDS[:1]) if options.quick else (REQUESTS, SEEDS)
+
+        def points(load: float, rate: float) -> list[Point]:
+            return [Point(cluster, workload, "Tetris", load, count, seed, 0.0, ((0.0, rate),)) for seed in seeds]
+
+        found = measured((p for load in loads for rate in candidates for p in points(load, rate)), options.jobs)
+        _KNOWN[key] = best_rates(
+            loads, candidates, lambda load, rate: sum(found[p].mean for p in points(load, rate)) / len(seeds)
+        )
+    return _KNOWN[key]
+
+
+def table(cluster: str, workload: str, options: Options) -> RateTable:
+    """As a policy takes it."""
+    return RateTable(
+        points=profiled(cluster, workload, options),
+        source=f"{cluster}, {workload} lengths, {REQUESTS} Poisson requests a load, least mean TTFT",
+    )
