@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
     "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
     "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),
+    "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }
 
@@ -24,6 +25,7 @@ NESTED: dict[tuple[str, str], str] = {
     ("profile", "check"): "headway.cli.profile_check",
     ("profile", "fit"): "headway.cli.profile_fit",
     ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
+    ("profile", "rates"): "headway.cli.profile_rates",
 }
 """Second words that are commands of their own."""
 

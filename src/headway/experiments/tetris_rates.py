@@ -2,16 +2,21 @@
 
 For each load (0.5 requests a second apart, or finer where the cluster carries little) Poisson arrivals of the given
 lengths are placed by Tetris on a simulated cluster with each candidate rate; the one with the least mean TTFT is
-recorded. Seeds are not those of evaluations. The result is a `RateTable`: data that a policy is given.
+recorded. Seeds are not those of evaluations. The result is the points of a `RateTable`: data that a
+policy is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from headway.experiments.base import Options
 from headway.experiments.tetris_setting import LOADS, Point, measured
-from headway.placement.tetris_rates import RateTable
+from headway.metrics.definitions import ttft_s
+from headway.simulator.build import run_scenario
+from headway.simulator.scenario import parse_scenario
+from headway.simulator.sweep import with_field
 
 CANDIDATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
 SEEDS = (1000, 1001)
@@ -45,9 +50,15 @@ def profiled(cluster: str, workload: str, options: Options) -> tuple[tuple[float
     return _KNOWN[key]
 
 
-def table(cluster: str, workload: str, options: Options) -> RateTable:
-    """As a policy takes it."""
-    return RateTable(
-        points=profiled(cluster, workload, options),
-        source=f"{cluster}, {workload} lengths, {REQUESTS} Poisson requests a load, least mean TTFT",
-    )
+def scenario_ttft_s(data: Mapping[str, Any], load_rps: float, rate: float, count: int, seed: int) -> float:
+    """Mean TTFT of a scenario's cluster and lengths at a load and with a rate, over all but the first tenth.
+
+    One token of output each: nothing that decodes comes back to prefills."""
+    options = {k: v for k, v in data["cluster"].get("options", {}).items() if k not in ("rate", "rates", "rates_file")}
+    changed = with_field(data, "cluster.options", options | {"rate": rate})
+    for field, value in (("qps", load_rps), ("arrivals", "poisson"), ("requests", count), ("max_output", 1)):
+        changed = with_field(changed, f"workload.{field}", value)
+    changed = with_field(changed, "run", {"seeds": [seed]})
+    records = run_scenario(parse_scenario(changed), seed).records
+    found = [wait for record in records[count // 10 :] if (wait := ttft_s(record)) is not None]
+    return sum(found) / len(found)

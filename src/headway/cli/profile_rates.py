@@ -1,0 +1,71 @@
+"""`headway profile rates SCENARIO --out FILE`: Tetris's improvement rates by load, for a cluster and its lengths.
+
+Simulates the scenario's prefill instances and lengths under Poisson arrivals at each load and with each candidate rate,
+and keeps the rate with the least mean TTFT (§5.1). The file goes into a scenario as `cluster.options.rates_file`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scenario", type=Path, help="a scenario file with `cluster.placement: tetris`")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write the table (JSON)")
+    parser.add_argument(
+        "--loads", default="0.5:5.0:0.5", metavar="START:STOP:STEP", help="requests a second (default: 0.5:5.0:0.5)"
+    )
+    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="requests a simulation (default: 1000)")
+    parser.add_argument("--seeds", default="1000,1001", metavar="N,N,…", help="seeds (default: 1000,1001)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from headway.cli.options import read_yaml
+    from headway.experiments.tetris_rates import CANDIDATES, best_rates, scenario_ttft_s
+    from headway.placement.tetris_rates import RateTable
+    from headway.simulator.scenario import parse_scenario
+    from headway.simulator.sweep import parse_sweep
+
+    data = read_yaml(str(arguments.scenario))
+    scenario = parse_scenario(data, str(arguments.scenario))
+    if scenario.cluster.placement != "tetris":
+        raise ConfigError(f"{arguments.scenario}: cluster.placement must be tetris, not {scenario.cluster.placement}")
+    if arguments.requests < 10:
+        raise ConfigError(f"--requests must be at least 10, not {arguments.requests}")
+    loads = [float(load) for load in _numbers(parse_sweep(f"loads={arguments.loads}")[1], "--loads")]
+    seeds = [int(seed) for seed in _numbers(arguments.seeds.split(","), "--seeds")]
+
+    def mean_s(load: float, rate: float) -> float:
+        return sum(scenario_ttft_s(data, load, rate, arguments.requests, seed) for seed in seeds) / len(seeds)
+
+    points: list[tuple[float, float]] = []
+    for load in loads:
+        points += best_rates([load], CANDIDATES, mean_s)
+        print(f"{load:g} requests/s: improvement rate {points[-1][1]:g}", flush=True)
+    source = (
+        f"{scenario.name or arguments.scenario.name}: {arguments.requests} Poisson requests a load, least mean TTFT"
+    )
+    table = RateTable(points=tuple(points), source=source)
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    print(f"written to {arguments.out}")
+    return 0
+
+
+def _numbers(values: list[Any], flag: str) -> list[float]:
+    try:
+        found = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{flag}: {values} are not all numbers") from None
+    if flag == "--loads" and not all(value > 0 for value in found):
+        raise ConfigError(f"{flag} must be above 0 requests a second")
+    return found

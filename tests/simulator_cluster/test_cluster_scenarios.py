@@ -1,0 +1,159 @@
+"""Cluster scenarios: what a file may say, what comes out, and what Tetris and its baselines do on it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.experiments.tetris_setting import Point, run_point
+from headway.metrics.definitions import ttft_s
+from headway.simulator.build import run_scenario
+from headway.simulator.cluster.build import run_cluster
+from headway.simulator.scenario import parse_scenario
+
+RATES = ((0.5, 0.1), (1.5, 0.3), (3.0, 0.4), (3.5, 0.5), (4.5, 0.6))
+
+
+def scenario(placement: str = "tetris", **changes: Any) -> dict[str, Any]:
+    cluster = {
+        "placement": placement,
+        "pools": [{"role": "prefill", "count": 16}, {"role": "decode", "count": 2, "tp": 8}],
+        "spans": {"source": "tetris-table1"},
+    }
+    workload = {"preset": "tetris-medium", "qps": 3.0, "requests": 120}
+    return {"cluster": cluster | changes.pop("cluster", {}), "workload": workload, **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"placement": "tetra"}, "cluster: unknown placement 'tetra'; known are fifo"),
+        ({"options": {"speed": 1}}, "options of tetris: .*`speed` \\(its options: mode, sizes"),
+        ({"pools": []}, "cluster: a `placement` needs `pools`"),
+        ({"placement": None}, "`pools` and `options` need a `placement`"),
+        ({"pools": [{"role": "prefil", "count": 1}]}, "cluster.pools.0.role: Input should be 'prefill', 'decode' or"),
+        ({"pools": [{"count": 1, "size": 3}]}, "cluster.pools.0.size is not a field; allowed here: role, count, tp"),
+        ({"spans": {"source": "eq1"}}, "`file` goes with `source: eq1`"),
+        ({"backends": 0}, "cluster.backends: Input should be greater than or equal to 1"),
+    ],
+)
+def test_bad_fields_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_scenario(scenario(cluster=change))
+
+
+@pytest.mark.parametrize("placement", ["tetris", "fixed-sp", "context-parallel", "fifo"])
+def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) -> None:
+    data = parse_scenario(scenario(placement))
+    first, again = run_cluster(data, 0), run_cluster(data, 0)
+    assert first.sim.records == again.sim.records
+    assert all(record.ok for record in first.sim.records)
+    assert all(len(record.token_s) == record.output_tokens for record in first.sim.records)
+    assert all(list(record.token_s) == sorted(record.token_s) for record in first.sim.records)
+    decodes = sum(use.decode_tokens + use.prefill_tokens for use in first.sim.replicas[16:])
+    if placement != "fifo":  # whose shorts run wholly on instances
+        assert decodes == sum(record.output_tokens - 1 for record in first.sim.records)
+    assert sum(record.output_tokens for record in first.sim.records) > 0
+    assert run_cluster(data, 1).sim.records != first.sim.records
+
+
+def test_tetris_alone_waits_for_nobody_and_noise_is_seeded() -> None:
+    lone = scenario(workload={"qps": 0.01, "requests": 1, "mix": [{"prompt": "32768", "output": "3"}]})
+    (record,) = run_scenario(parse_scenario(lone), 0).records
+    assert ttft_s(record) == pytest.approx(0.565, rel=0.05)  # SP 16 by Table 1
+    noisy = lone | {"run": {"noise": {"kind": "lognormal", "amount": 0.3}}}
+    waits = {seed: ttft_s(run_scenario(parse_scenario(noisy), seed).records[0]) for seed in (0, 0, 1)}
+    assert len(set(waits.values())) == 2
+
+
+def test_capacity_order_and_tetris_with_noise() -> None:
+    """A small version of `headway reproduce tetris.fig8` and `tetris.noise`: medium lengths near SP 8's knee."""
+
+    def p50(system: str, noise: float = 0.0) -> float:
+        rates = RATES if system.startswith("Tetris") else ()
+        return run_point(Point("8b", "medium", system, 3.0, 500, 0, noise, rates)).p50
+
+    quiet = {name: p50(name) for name in ("Tetris", "Fixed-SP8", "Fixed-SP16")}
+    assert list(quiet.values()) == sorted(quiet.values())
+    assert p50("Tetris", 0.3) < p50("Fixed-SP8", 0.3)
+
+
+def test_chunks_in_a_run_are_nested_and_never_overlap() -> None:
+    busy = scenario(workload={"preset": "tetris-medium", "qps": 4.0, "requests": 150, "max_output": 1})
+    busy["cluster"] |= {"options": {"rate": 0.1}}
+    result = run_cluster(parse_scenario(busy), 0, keep_bars=True)
+    assert result.chunked > 5
+    lanes: dict[int, list[tuple[float, float]]] = {}
+    chunks: dict[str, dict[tuple[float, str], set[int]]] = {}
+    for bar in result.bars:
+        if bar.kind == "span":
+            lanes.setdefault(bar.instance, []).append((bar.start_s, bar.end_s))
+            chunks.setdefault(bar.request, {}).setdefault((bar.start_s, bar.note), set()).add(bar.instance)
+    for bars in lanes.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(bars))), "one span at a time"
+    prompts = {record.id: record.prompt_tokens for record in result.sim.records}
+    for request, spans in chunks.items():
+        ends = [0]
+        for (_, note), _ in sorted(spans.items()):
+            start, end = map(int, note.split(":"))
+            assert start == ends[-1]
+            ends.append(end)
+        assert ends[-1] == prompts[request]
+        assert all(a < b for a, b in pairwise(group for _, group in sorted(spans.items())))
+
+
+def test_results_as_json_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps(scenario()))
+    out = [
+        f"--{kind}={tmp_path / name}" for kind, name in (("json", "a.json"), ("csv", "a.csv"), ("requests", "r.csv"))
+    ]
+    sweep = "cluster.placement=fixed-sp,tetris"
+    assert main(["simulate", str(file), *out, "--sweep", sweep, "--set", "workload.requests=20", "--jobs", "1"]) == 0
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert data["schema"] == "headway.simulate/1"
+    assert [point["at"]["cluster.placement"] for point in data["points"]] == ["fixed-sp", "tetris"]
+    assert all(point["mean"]["total"]["ok"] == 20 for point in data["points"])
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 21
+    assert "tetris" in capsys.readouterr().out
+
+
+def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit, rates, file = tmp_path / "fit.json", tmp_path / "rates.json", tmp_path / "cluster.yaml"
+    assert main(["profile", "fit-eq1", "table1", "--out", str(fit)]) == 0
+    file.write_text(json.dumps(scenario(cluster={"spans": {"source": "eq1", "file": str(fit)}})))
+    arguments = [
+        "profile",
+        "rates",
+        str(file),
+        "--out",
+        str(rates),
+        "--requests",
+        "12",
+        "--loads",
+        "1:2:1",
+        "--seeds",
+        "3",
+    ]
+    assert main(arguments) == 0
+    assert [load for load, _ in json.loads(rates.read_text())["points"]] == [1.0, 2.0]
+    assert (
+        main(
+            ["simulate", str(file), "--set", f"cluster.options={{rates_file: {rates}}}", "--set", "workload.requests=5"]
+        )
+        == 0
+    )
+    samples = tmp_path / "samples.csv"
+    samples.write_text("sp,tokens,seconds\n1,100,0.1\n1,200,x\n")
+    assert main(["profile", "fit-eq1", str(samples), "--out", str(fit)]) == 2
+    samples.write_text("a,b\n1,2\n")
+    assert main(["profile", "fit-eq1", str(samples), "--out", str(fit)]) == 2
+    errors = capsys.readouterr().err
+    assert "line 3" in errors
+    assert "needs the columns" in errors
