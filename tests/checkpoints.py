@@ -36,8 +36,8 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 _YI_FIELDS = {"rope_theta": 5_000_000.0, "rope_scaling": None, "pretraining_tp": 1}
-"""What the published config.json of Yi (01-ai/Yi-6B: Llama's class, eight query heads a KV head) has at its top level, in
-the form of the transformers that it was written with."""
+"""What the published config.json of Yi (01-ai/Yi-6B: Llama's class, eight query heads a KV head) has at its top level,
+in the form of the transformers that it was written with."""
 
 FAMILIES = tuple(_FAMILIES)
 

@@ -74,7 +74,6 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
 
 def _options(arguments: argparse.Namespace) -> Any:
     import os
-    import time
 
     from headway.experiments.base import Options
 
