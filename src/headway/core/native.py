@@ -1,4 +1,4 @@
-"""Optional C++: a source file compiled once for the processor at hand, and never required."""
+"""Optional C++: source files compiled once for the processor at hand, and never required."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
 _log = logging.getLogger("headway.native")
 
 
-def compiled(source: Path, what: str, extra: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """The library of a C++ file, or None where it cannot be built; then says once that `what` is off.
+def compiled(
+    name: str, sources: Sequence[Path], what: str, *, headers: Sequence[Path] = (), flags: Sequence[str] = ()
+) -> ctypes.CDLL | None:
+    """The library of some C++ files, or None where it cannot be built; then it is logged that `what` are off.
 
-    The first call ever compiles for some seconds. HEADWAY_NATIVE=0 in the environment turns all of it off. Libraries
-    are kept in the user's cache folder under a name made of source, compiler, flags and processor; several processes
-    may build one at once. `extra`: flags for compiling besides `FLAGS`.
+    The first call ever compiles for some seconds. HEADWAY_NATIVE=0 in the environment turns all of it off. The library
+    is kept in the user's cache folder under `name` and a hash of sources, compiler, flags and processor; several
+    processes may build it at once. `flags`: for compiling, besides `FLAGS`.
     """
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return None
@@ -31,28 +34,34 @@ def compiled(source: Path, what: str, extra: Sequence[str] = ()) -> ctypes.CDLL 
         _log.info("no C++ compiler: %s are off", what)
         return None
     try:
-        return ctypes.CDLL(str(_build(compiler, source, extra)))
+        return ctypes.CDLL(str(_build(compiler, name, sources, headers, flags)))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("%s are off: %s", what, getattr(error, "stderr", None) or error)
         return None
 
 
-def _build(compiler: str, source: Path, extra: Sequence[str]) -> Path:
+def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
-    identity = [source.read_text(), compiler, *FLAGS, *extra, platform.machine(), _processor()]
-    target = cache / f"{source.stem}-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
+    texts = [path.read_text() for path in (*sources, *headers)]
+    identity = [*texts, compiler, *FLAGS, *flags, platform.machine(), _processor()]
+    target = cache / f"{name}-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        done, linked = Path(folder) / "part.o", Path(folder) / "part.so"
-        for step in (
-            (compiler, *FLAGS, *extra, "-c", str(source), "-o", str(done)),
-            (compiler, "-shared", str(done), "-o", str(linked)),
-        ):
-            subprocess.run(step, check=True, capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory(dir=cache) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:
+        objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
+        linked = Path(folder) / "linked.so"
+        steps = [
+            (compiler, *FLAGS, *flags, "-c", str(path), "-o", made) for path, made in zip(sources, objects, strict=True)
+        ]
+        list(side_by_side.map(_compile, steps))
+        _compile((compiler, "-shared", *objects, "-o", str(linked)))
         os.replace(linked, target)
     return target
+
+
+def _compile(step: tuple[str, ...]) -> None:
+    subprocess.run(step, check=True, capture_output=True, text=True, timeout=120)
 
 
 def _processor() -> str:

@@ -19,7 +19,8 @@ _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, 
 
 @functools.cache
 def _library() -> Any:
-    library = compiled(Path(__file__).with_name("cdsp_search.cpp"), "compiled cluster plans", ("-ffp-contract=off",))
+    source = Path(__file__).with_name("cdsp_search.cpp")
+    library = compiled("cdsp", [source], "compiled cluster plans", flags=("-ffp-contract=off",))
     if library is None:
         return None
     function = library.headway_cdsp_plan
