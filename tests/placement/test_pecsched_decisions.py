@@ -123,13 +123,20 @@ def test_without_ageing_a_steady_stream_keeps_a_long_request_away_and_with_it_it
     assert aged.prefilled_s["l"] < 3 * alone_s
 
 
+def test_short_requests_wait_for_a_slice_not_for_the_rest_of_a_prefill() -> None:
+    work = [long("l", 0.0, 300_000), *stream(0.07, 200)]  # 10 s of three replicas, and half of them in short requests
+    out = drilled(policy(fast_sp=True), work, 3)
+    waits = [out.prefilled_s[request.id] - request.arrival_s for request in work[1:]]
+    assert max(waits) < 4.0  # a slice, a layer of 1.25 s, and what has piled up meanwhile
+
+
 @given(st.floats(0.0, 3.0), st.integers(0, 10**6), st.floats(0.02, 0.1))
 def test_suspension_is_bounded_by_ageing(ageing: float, seed: int, gap_s: float) -> None:
-    """At most `ageing` times the prefill, and the one batch that is there when the time is up."""
+    """At most `ageing` times the prefill and the slice, and the batch that is there when the time is up."""
     work = [long("l", 0.0), *stream(gap_s, 400)]
     out = drilled(policy(ageing=ageing, batch_tokens=1000), work, 3)
     alone_s = 60_000 * 1e-4 / 3
-    assert out.prefilled_s["l"] <= alone_s * (1 + ageing) + 0.3 + alone_s / 8
+    assert out.prefilled_s["l"] <= alone_s + ageing * (alone_s + 1.0) + 0.3 + alone_s / 8
 
 
 def test_long_requests_keep_their_order_and_wait_for_replicas() -> None:

@@ -59,6 +59,22 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "packing-prefetch.case2": ("packing_prefetch:case2", "speed-ups over the prefetch buffer (Fig. 6)"),
     "packing-prefetch.case3": ("packing_prefetch_service:case3", "requests a second within the SLO (Fig. 7)"),
     "packing-prefetch.case4": ("packing_prefetch_service:case4", "throughput against latency by chunk (Fig. 8)"),
+    "pecsched.fig1": ("pecsched_motivation:fig1", "lengths of Azure's requests"),
+    "pecsched.fig2": ("pecsched_motivation:fig2", "short requests under FIFO, with and without long ones"),
+    "pecsched.fig3": ("pecsched_motivation:fig3", "reservation against FIFO; idle share (Table 1)"),
+    "pecsched.table2": ("pecsched_motivation:table2", "long requests that starve under priority"),
+    "pecsched.fast-sp": ("pecsched_fast_sp:run", "§5.1, §5.3: what a pause keeps; forms of sequence parallelism"),
+    "pecsched.fig9": ("pecsched_overall:fig9", "queueing of short requests against FIFO, reservation, priority"),
+    "pecsched.fig10": ("pecsched_overall:fig10", "throughput of short requests"),
+    "pecsched.fig11": ("pecsched_overall:fig11", "JCT of long requests"),
+    "pecsched.fig12": (
+        "pecsched_overall:fig12",
+        "queueing and throughput of short requests, part by part (Fig. 12, 13)",
+    ),
+    "pecsched.fig14": ("pecsched_overall:fig14", "JCT of long requests, part by part"),
+    "pecsched.table6": ("pecsched_overall:table6", "suspensions of long requests, part by part (Tables 3, 6)"),
+    "pecsched.table7": ("pecsched_overhead:table7", "scheduling time over JCT"),
+    "pecsched.fig15": ("pecsched_overhead:fig15", "scheduling time to 8,192 GPUs"),
 }
 
 

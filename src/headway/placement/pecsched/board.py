@@ -25,6 +25,7 @@ class Board:
         self.node_of = node_of
         self.weight = [0] * count
         self.tokens = [0] * count
+        self.decodes = [0] * count
         self.ring: list[Ring | None] = [None] * count
         self.free: Least = make(count)
         self.beside: Least = make(count)
@@ -42,7 +43,7 @@ class Board:
         ring = self.ring[replica]
         if ring is None:
             self._nodes.put(replica, self.weight[replica] + weight)
-        elif not self.tokens[replica]:
+        elif not self.occupied(replica):
             ring.busy += 1
         self.weight[replica] += weight
         self.tokens[replica] += tokens
@@ -60,8 +61,19 @@ class Board:
         ring = self.ring[replica]
         if ring is None:
             self._nodes.put(replica, self.weight[replica])
-        elif not self.tokens[replica]:
+        elif not self.occupied(replica):
             ring.busy -= 1
+
+    def decode(self, replica: int, more: int) -> None:
+        """A short request decodes there from now on (1), or no longer (-1). It is in nobody's way but a ring's."""
+        ring, before = self.ring[replica], self.occupied(replica)
+        self.decodes[replica] += more
+        if ring is not None:
+            ring.busy += self.occupied(replica) - before
+
+    def occupied(self, replica: int) -> bool:
+        """Whether short requests are there."""
+        return bool(self.tokens[replica] or self.decodes[replica])
 
     def room(self, replica: int, tokens: int, most: int) -> bool:
         """Whether a prompt of `tokens` may join: the queue stays within `most`, or there is none."""
@@ -81,7 +93,7 @@ class Board:
             rings[replica] = ring
             homes[replica] = None
             free.drop(replica)
-            if self.tokens[replica]:
+            if self.tokens[replica] or self.decodes[replica]:
                 ring.busy += 1
         self._nodes.drop(ring.group)
 

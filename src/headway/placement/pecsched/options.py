@@ -15,8 +15,8 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
     latency needs to stay within long_target_s, or long_sp. Never fewer than memory needs.
 
     queue: lengths in tokens (paper) or in predicted seconds (default), which know that attention is quadratic.
-    ageing: a long prefill is suspended for at most so many times its own length in total; then it runs to its end.
-    "off" is the paper's; the default mode takes 1.
+    ageing: a long prefill is suspended for at most so many times as long as it has computed, and slice_s more; then it
+    computes until that holds again. "off" is the paper's; the default mode takes 1.
 
     preempt, disaggregate, colocate, fast_sp: without one of them this is the ablation /PE, /Dis, /CoL or /FSP (§6.4).
     """
@@ -28,6 +28,7 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
     long_sp: int = 4
     queue: Literal["tokens", "seconds"] | None = None
     ageing: float | Literal["off"] | None = None
+    slice_s: float = 1.0
     preempt: bool = True
     disaggregate: bool = True
     colocate: bool = True
@@ -37,8 +38,8 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
         super().__post_init__()
         if min(self.long_tokens, self.batch_tokens, self.long_sp) < 1:
             raise ValueError("`long_tokens`, `batch_tokens` and `long_sp` must be at least 1")
-        if not self.long_target_s > 0:
-            raise ValueError("`long_target_s` must be above 0 seconds")
+        if not (self.long_target_s > 0 and self.slice_s > 0):
+            raise ValueError("`long_target_s` and `slice_s` must be above 0 seconds")
         if isinstance(self.ageing, float) and not self.ageing >= 0:
             raise ValueError("`ageing` must be at least 0, or off")
 
@@ -49,7 +50,7 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 
     @property
     def patience(self) -> float | None:
-        """How many times its own length a long prefill may be suspended; None: for ever."""
+        """Seconds of suspension for a second of computing; None: without bound."""
         if self.ageing is None:
             return None if self.mode == "paper" else 1.0
         return None if self.ageing == "off" else self.ageing

@@ -7,9 +7,9 @@ up to `batch_tokens`, and waits in the global queue where it may not. Which repl
 are as long on every replica of a ring; how much at a time: `batch_tokens`.
 
 A long request waits in its own queue, in order, until enough replicas have no other long one on them; it takes them all
-at once, its prefill begins when the short prefills there have ended, and goes on after a pause when the last of those
-that it made room for has. Ageing, which the paper lacks, bounds how long it is suspended: without it a steady stream of
-short requests keeps it away for ever.
+at once, its prefill begins when the short requests there have ended (their prefills, where decodes are apart), and goes
+on after a pause when the last of those that it made room for has. Ageing, which the paper lacks, bounds how long it is
+suspended: without it a steady stream of short requests keeps it away for ever.
 
 What the paper leaves open and is decided here: the youngest long prefill is preempted first; a replica holds one long
 request at most; the decode replica with the fewest tokens takes the next short.
@@ -35,7 +35,6 @@ from headway.placement.base import (
     Finished,
     KvReady,
     Paused,
-    Phase,
     Preempt,
     Prefilled,
     Refused,
@@ -48,7 +47,7 @@ from headway.placement.base import (
 from headway.placement.pecsched.board import Board
 from headway.placement.pecsched.least import HeapLeast
 from headway.placement.pecsched.options import Options
-from headway.placement.pecsched.rings import Deadlines, Ring, Victims
+from headway.placement.pecsched.rings import Deadlines, Patience, Ring, Victims
 from headway.placement.pecsched.sizes import Forms, Sizes
 from headway.placement.registry import Surroundings
 from headway.placement.view import ClusterView
@@ -72,18 +71,18 @@ class PecSched:
     def __init__(self, surroundings: Surroundings, options: Options, *, literal: bool = False) -> None:
         """literal: decide by looking at every replica (see Board)."""
         self._around, self._options, self._literal = surroundings, options, literal
-        self._patience = options.patience
         self._bounded = options.mode != "paper"
         self._board: Board | None = None
         self._shorts: dict[str, Short] = {}
         self._waiting: dict[str, None] = {}
         self._longs: deque[Request] = deque()
         self._rings: dict[str, Ring] = {}
-        self._victims, self._deadlines = Victims(), Deadlines()
+        patience = Patience(options.patience, options.slice_s)
+        self._victims, self._deadlines = Victims(patience), Deadlines(patience)
         self._decoding: dict[str, tuple[int, int]] = {}
+        self._at_home: dict[str, Short] = {}
         self._weights: dict[int, int] = {}
         self._order = 0
-        self._retry_s: float | None = None
         self.suspensions = 0
         self._handlers: dict[type, Callable[[Any, float, ClusterView], list[Action]]] = {
             Arrived: self._arrived,
@@ -106,8 +105,13 @@ class PecSched:
 
     def next_wakeup(self, now: float) -> float | None:
         """See Placement."""
-        due_s, retry_s = self._deadlines.next_s(), self._retry_s
-        return due_s if retry_s is None else retry_s if due_s is None else min(due_s, retry_s)
+        due_s = self._deadlines.next_s()
+        if not self._waiting or not self._options.preempt:
+            return due_s
+        retry_s = self._victims.next_s()
+        if retry_s is None:
+            return due_s
+        return retry_s + _INSTANT_S if due_s is None else min(due_s, retry_s + _INSTANT_S)
 
     def _begin(self, view: ClusterView) -> None:
         options = self._options
@@ -153,7 +157,11 @@ class PecSched:
             return []
         del self._shorts[event.request]
         actions: list[Action] = []
-        if short.request.max_output_tokens > 1:
+        if not self._options.disaggregate:
+            self._at_home[event.request] = short
+            self._the_board().decode(short.replica, 1)
+            actions.append(Enqueue(event.request, event.group, "decode", beside=True))
+        elif short.request.max_output_tokens > 1:
             at = self._decode_least.least()
             tokens = short.request.prompt_tokens + short.request.max_output_tokens
             self._decode(at, tokens)
@@ -184,9 +192,9 @@ class PecSched:
         ring = self._rings.get(event.request)
         if ring is None:
             return []
-        if ring.state == "pausing":
-            ring.state = "paused"
+        ring.state = "paused"
         ring.since_s = now
+        ring.computed_s += now - ring.began_s
         self._deadlines.add(ring)
         return [] if ring.busy else self._go_on(ring, now)
 
@@ -196,6 +204,10 @@ class PecSched:
         if short is not None:
             self._waiting.pop(name, None)
             return self._vacate(short, now, [])
+        short = self._at_home.pop(name, None)
+        if short is not None:
+            self._the_board().decode(short.replica, -1)
+            return self._make_way(short.replica, now, [])
         where = self._decoding.pop(name, None)
         if where is not None:
             self._decode(where[0], -where[1])
@@ -227,9 +239,7 @@ class PecSched:
 
     def _woken(self, event: Woken, now: float, view: ClusterView) -> list[Action]:
         actions: list[Action] = []
-        if self._retry_s is not None and self._retry_s <= now:
-            self._retry_s = None
-            self._dispatch_all(now, actions)
+        self._dispatch_all(now, actions)
         for ring in self._deadlines.due(now):
             ring.state = "closing"
             self._the_board().open(ring, None)
@@ -257,8 +267,7 @@ class PecSched:
             return False
         self._shorts[name] = Short(short.request, short.weight, at)
         board.add(at, short.weight, tokens)
-        phase: Phase = "prefill" if options.disaggregate else "all"
-        actions.append(Enqueue(name, (self._ids[at],), phase, beside))
+        actions.append(Enqueue(name, (self._ids[at],), "prefill", beside))
         return True
 
     def _make_room(self, tokens: int, now: float, actions: list[Action]) -> int:
@@ -269,8 +278,6 @@ class PecSched:
             return at
         ring = self._victims.take(now)
         if ring is None:
-            if self._victims.fresh:
-                self._retry_s = now + _INSTANT_S
             return -1
         ring.state = "pausing"
         self.suspensions += 1
@@ -288,13 +295,17 @@ class PecSched:
         return actions
 
     def _vacate(self, short: Short, now: float, actions: list[Action]) -> list[Action]:
-        """It has left its replica's queue: others come in its place, or a ring that waited for that goes on."""
+        """It has left its replica's queue; others come in its place, or a ring that waited for that goes on."""
         board, at = self._the_board(), short.replica
         if at < 0:
             return actions
         board.done(at, short.weight, short.request.prompt_tokens)
+        return self._make_way(at, now, actions)
+
+    def _make_way(self, at: int, now: float, actions: list[Action]) -> list[Action]:
+        """A short request has left a replica."""
         self._dispatch_all(now, actions)
-        ring = board.ring[at]
+        ring = self._the_board().ring[at]
         if ring is not None and not ring.busy:
             if ring.state == "drain":
                 self._runs(ring, now)
@@ -334,9 +345,8 @@ class PecSched:
             self._longs.popleft()
             nodes = len({board.node_of[replica] for replica in group})
             form = self._forms.choose(request.prompt_tokens, size, nodes)
-            allowance_s = None if self._patience is None else self._patience * form.seconds
             self._order += 1
-            ring = Ring(request, group, self._order, allowance_s)
+            ring = Ring(request, group, self._order)
             board.take(ring)
             self._rings[request.id] = ring
             span = Span(request=request, start=request.cached_tokens, end=request.prompt_tokens,

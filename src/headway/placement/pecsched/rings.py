@@ -20,75 +20,103 @@ State = Literal["drain", "prefill", "pausing", "paused", "closing", "decode", "e
 
 
 class Ring:
-    """A long request on its replicas. busy: replicas on which short prefills are. suspended_s: so far, of at most
-    allowance_s (None: no bound). began_s: when it began to compute, or to decode, last."""
+    """A long request on its replicas. busy: replicas on which short requests are. computed_s, suspended_s: so far.
+    began_s: when it began to compute, or to decode, last; since_s: when it was paused last."""
 
-    __slots__ = ("allowance_s", "began_s", "busy", "decoding", "group", "order", "request", "since_s", "state",
+    __slots__ = ("began_s", "busy", "computed_s", "decoding", "group", "order", "request", "since_s", "state",
                  "suspended_s")  # fmt: skip
 
-    def __init__(self, request: Request, group: tuple[int, ...], order: int, allowance_s: float | None) -> None:
+    def __init__(self, request: Request, group: tuple[int, ...], order: int) -> None:
         self.request, self.group, self.order = request, group, order
-        self.allowance_s = allowance_s
         self.state: State = "drain"
         self.decoding = False
         self.busy = 0
-        self.began_s = self.since_s = self.suspended_s = 0.0
+        self.began_s = self.since_s = self.computed_s = self.suspended_s = 0.0
 
     @property
-    def shielded(self) -> bool:
-        """Whether it has been suspended for as long as it may be."""
-        return self.allowance_s is not None and self.suspended_s >= self.allowance_s
+    def computes(self) -> bool:
+        """Whether it does at this moment, and has not been asked to pause."""
+        return self.state == ("decode" if self.decoding else "prefill")
+
+
+class Patience:
+    """Ageing: a ring may be preempted while it has been suspended for at most `ageing` times as long as it has
+    computed, and then waits for `slice_s` times `ageing` more at most. So it is suspended, in all, for little more than
+    `ageing` times its own length, and short requests wait for little more than a slice. None: no bound (the paper)."""
+
+    def __init__(self, ageing: float | None, slice_s: float) -> None:
+        self._ageing, self._slice_s = ageing, slice_s
+
+    def from_s(self, ring: Ring) -> float:
+        """When a ring that computes may be preempted again."""
+        if self._ageing is None or not ring.suspended_s:
+            return ring.began_s
+        if not self._ageing:
+            return float("inf")
+        return max(ring.began_s, ring.began_s + ring.suspended_s / self._ageing - ring.computed_s)
+
+    def until_s(self, ring: Ring) -> float:
+        """How long a paused ring waits for short requests."""
+        if self._ageing is None:
+            return float("inf")
+        return ring.since_s + self._ageing * (ring.computed_s + self._slice_s) - ring.suspended_s
 
 
 class Victims:
-    """Rings that may be preempted; the youngest is asked first, so that the oldest come to their end. `fresh`: the last
-    question found one that began at that very instant, and cannot be paused yet."""
+    """Rings that compute. Of those that may be preempted the youngest is asked first, so that the oldest come to their
+    end. What begins at this very instant cannot be paused yet."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, Ring]] = []
-        self.fresh = False
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._later: list[tuple[float, int, float, Ring]] = []
+        self._ready: list[tuple[int, float, Ring]] = []
 
     def add(self, ring: Ring) -> None:
-        """It computes."""
-        if not ring.shielded:
-            heappush(self._heap, (-ring.order, ring))
+        """It computes, from `began_s` on."""
+        heappush(self._later, (self._patience.from_s(ring), ring.order, ring.began_s, ring))
 
     def take(self, now: float) -> Ring | None:
-        """The youngest that has begun before `now`."""
-        fresh: list[tuple[int, Ring]] = []
-        found = None
-        while self._heap and found is None:
-            entry = heappop(self._heap)
-            ring = entry[1]
-            if ring.state != ("decode" if ring.decoding else "prefill"):
-                continue
-            if ring.began_s < now:
-                found = ring
-            else:
-                fresh.append(entry)
-        for entry in fresh:
-            heappush(self._heap, entry)
-        self.fresh = bool(fresh)
-        return found
+        """The youngest that may be preempted; it is no longer among them."""
+        later, ready = self._later, self._ready
+        while later and later[0][0] < now:
+            _, order, began_s, ring = heappop(later)
+            heappush(ready, (-order, -began_s, ring))
+        while ready:
+            _, began_s, ring = heappop(ready)
+            if ring.computes and ring.began_s == -began_s:
+                return ring
+        return None
+
+    def next_s(self) -> float | None:
+        """When the next one may be preempted; None when none will."""
+        later = self._later
+        while later:
+            at_s, _, began_s, ring = later[0]
+            if ring.computes and ring.began_s == began_s:
+                return at_s if at_s < float("inf") else None
+            heappop(later)
+        return None
 
 
 class Deadlines:
     """When paused rings have waited for as long as they may."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Ring]] = []
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._heap: list[tuple[float, int, float, Ring]] = []
 
     def add(self, ring: Ring) -> None:
         """It has been paused at `since_s`."""
-        if ring.allowance_s is not None:
-            heappush(self._heap, (ring.since_s + ring.allowance_s - ring.suspended_s, ring.order, ring))
+        due_s = self._patience.until_s(ring)
+        if due_s < float("inf"):
+            heappush(self._heap, (due_s, ring.order, ring.since_s, ring))
 
     def next_s(self) -> float | None:
         """The earliest; None when there is none."""
         heap = self._heap
         while heap:
-            due_s, _, ring = heap[0]
-            if ring.state == "paused" and ring.since_s + (ring.allowance_s or 0.0) - ring.suspended_s == due_s:
+            due_s, _, since_s, ring = heap[0]
+            if ring.state == "paused" and ring.since_s == since_s:
                 return due_s
             heappop(heap)
         return None
@@ -97,5 +125,5 @@ class Deadlines:
         """Those whose time has come; they are closed by the caller."""
         found = []
         while (due_s := self.next_s()) is not None and due_s <= now:
-            found.append(heappop(self._heap)[2])
+            found.append(heappop(self._heap)[3])
         return found

@@ -1,0 +1,126 @@
+"""PecSched §3: lengths (Fig. 1), FIFO with and without long requests (Fig. 2), reservation (Fig. 3, Table 1), priority
+(Table 2). The setting and its regimes: `pecsched_setting`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.experiments.base import Options, Report
+from headway.experiments.pecsched_setting import Regime, Runs
+from headway.experiments.verdicts import at_least, band, both, judge, order
+from headway.workload.arrivals import Constant
+from headway.workload.presets import preset
+
+REGIMES: tuple[Regime, ...] = ("unsaturated", "busy")
+FIFO_RATIO = {"Mistral-v0.3 7B": 2.5, "Phi-3 14B": 2.78, "Yi 34B": 3.84, "Llama-3.1 70B": 10.2}
+FIFO_RPS = {"Mistral-v0.3 7B": 0.64, "Phi-3 14B": 0.56, "Yi 34B": 0.39, "Llama-3.1 70B": 0.19}
+RESERVED_RATIO = {"Mistral-v0.3 7B": 1.2, "Phi-3 14B": 1.35, "Yi 34B": 1.8, "Llama-3.1 70B": 1.94}
+IDLE = {"Mistral-v0.3 7B": 0.16, "Phi-3 14B": 0.22, "Yi 34B": 0.25, "Llama-3.1 70B": 0.41}
+FIFO_IDLE = {"Mistral-v0.3 7B": 0.0004, "Phi-3 14B": 0.00009, "Yi 34B": 0.0005, "Llama-3.1 70B": 0.00008}
+STARVED = {"Mistral-v0.3 7B": 0.92, "Phi-3 14B": 0.97, "Yi 34B": 1.0, "Llama-3.1 70B": 1.0}
+
+
+def fig1(options: Options) -> Report:
+    """Azure's lengths: of the conversation service of 2023, which the presets were fitted to."""
+    drawn = preset("azure-conv-like").draw(np.random.default_rng(0), Constant(1.0), 2000 if options.quick else 50_000)
+    prompts = np.array([request.prompt_tokens for request in drawn])
+    outputs = np.array([request.output_tokens for request in drawn])
+    rows = (
+        judge(
+            "Share of prompts below 2,048 tokens",
+            "about 80%",
+            band(0.7, 0.9),
+            both(lambda mode: float((prompts < 2048).mean())),
+            "The paper plots the 2024 trace; this is the 2023 one.",
+        ),
+        judge(
+            "Share of outputs below 800 tokens",
+            "all",
+            at_least(0.99),
+            both(lambda mode: float((outputs < 800).mean())),
+        ),
+    )
+    source = {"latency": "none", "scenario": "preset azure-conv-like", "seeds": [0], "window_s": 0.0}
+    return Report(source=source, rows=rows)
+
+
+def fig2(options: Options) -> Report:
+    """Short requests under FIFO, with long requests and without."""
+    runs = Runs(options)
+    runs.need([("FIFO", "default"), ("FIFO, no longs", "default")], REGIMES)
+    rows = []
+    for regime in REGIMES:
+        rows += [
+            judge(
+                f"{regime}: P99 queueing of short requests with long ones over without",
+                FIFO_RATIO,
+                order("above 1 for every model", lambda found: bool(found) and min(found.values()) > 1),
+                {"paper": None, "default": runs.ratios("FIFO", "FIFO, no longs", "default", regime, "delay_s")},
+                "Where nothing queues without long requests the ratio has no meaningful size.",
+            ),
+            judge(
+                f"{regime}: throughput of short requests with long ones over without",
+                FIFO_RPS,
+                order("below 1 for every model", lambda found: bool(found) and max(found.values()) < 1),
+                {"paper": None, "default": runs.ratios("FIFO", "FIFO, no longs", "default", regime, "short_rps")},
+            ),
+        ]
+    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+
+
+def fig3(options: Options) -> Report:
+    """Reservation against FIFO (Fig. 3), and how much of the cluster is idle (Table 1)."""
+    runs = Runs(options)
+    runs.need([("FIFO", "default"), ("Reservation", "default")], REGIMES)
+    rows = []
+    for regime in REGIMES:
+        idle = runs.values("Reservation", "default", regime, "idle")
+        rows += [
+            judge(
+                f"{regime}: P99 queueing of short requests under reservation over FIFO",
+                RESERVED_RATIO,
+                order("above 1 for every model", lambda found: bool(found) and min(found.values()) > 1),
+                {"paper": None, "default": runs.ratios("Reservation", "FIFO", "default", regime, "delay_s")},
+                "Worse than FIFO only where short requests saturate their part of the cluster.",
+            ),
+            judge(
+                f"{regime}: idle share under reservation",
+                IDLE,
+                order("above a tenth for every model", lambda found: min(found.values()) > 0.1),
+                {"paper": None, "default": idle},
+            ),
+            judge(
+                f"{regime}: idle share under FIFO",
+                FIFO_IDLE,
+                order("below 0.001 for every model", lambda found: max(found.values()) < 0.001),
+                {"paper": None, "default": runs.values("FIFO", "default", regime, "idle")},
+                "Replicas that wait for the others of a ring count as idle here.",
+            ),
+        ]
+    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+
+
+def table2(options: Options) -> Report:
+    """Long requests that never run under priority."""
+    runs = Runs(options)
+    runs.need([("Priority", "default"), ("PecSched", "default"), ("PecSched", "paper")], REGIMES)
+    rows = [
+        judge(
+            f"{regime}: share of long requests that starve under priority",
+            STARVED,
+            order("at least 0.9 for every model", lambda found: bool(found) and min(found.values()) >= 0.9),
+            {"paper": None, "default": runs.values("Priority", "default", regime, "starved")},
+        )
+        for regime in REGIMES
+    ]
+    rows += [
+        judge(
+            f"{regime}: share of long requests that starve under PecSched",
+            "not stated",
+            order("none with ageing", lambda found: bool(found) and max(found.values()) == 0),
+            {mode: runs.values("PecSched", mode, regime, "starved") for mode in ("paper", "default")},
+            "paper mode has no ageing.",
+        )
+        for regime in REGIMES
+    ]
+    return Report(source=runs.source(REGIMES), rows=tuple(rows))
