@@ -2,7 +2,8 @@
 
 Single-GPU replicas, eight a node; Poisson arrivals of chats (Azure's prompt lengths) at `--short-load` of what the
 replicas compute, and of long requests of 100K to 500K at `--long-load`, with as many replicas each as `--long-replicas`
-says. `literal` looks at every replica for every decision, as the paper's scheduler does; same decisions.
+says; half of the replicas have one at the start. `literal` looks at every replica for every decision, as the paper's
+scheduler does; same decisions.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ def requests(count: int, replicas: int, short_load: float, long_load: float, siz
         at += rng.expovariate(1 / short_gap_s)
         made.append(Request(id=f"s{i}", arrival_s=at, prompt_tokens=tokens, max_output_tokens=100))
     at, end, i = 0.0, made[-1].arrival_s, 0
+    for _ in range(max(1, replicas // 2 // size)):
+        tokens = rng.randint(100_000, 500_000)
+        made.append(Request(id=f"h{len(made)}", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=100))
     while (at := at + rng.expovariate(1 / long_gap_s)) < end:
         tokens = rng.randint(100_000, 500_000)
         made.append(Request(id=f"l{i}", arrival_s=at, prompt_tokens=tokens, max_output_tokens=100))

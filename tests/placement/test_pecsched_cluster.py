@@ -73,10 +73,16 @@ def test_no_token_is_lost_or_repeated(seed: int, mode: str, without: set[str], a
     check(run("pecsched", options, requests), requests)
 
 
+PEERS: list[tuple[str, dict[str, Any]]] = [
+    ("reservation", {}),
+    ("reservation", {"borrow": True}),
+    ("priority", {}),
+    ("priority", {"beside": True}),
+]
+
+
 @settings(max_examples=20)
-@given(
-    st.integers(0, 10**6), st.sampled_from([("reservation", {}), ("reservation", {"borrow": True}), ("priority", {})])
-)
+@given(st.integers(0, 10**6), st.sampled_from(PEERS))
 def test_peers_lose_nothing_either(seed: int, peer: tuple[str, dict[str, Any]]) -> None:
     requests = work(seed)
     check(run(peer[0], {**LONG, **peer[1]}, requests), requests)

@@ -55,6 +55,11 @@ def test_the_table_of_nodes_gives_what_a_scan_gives(nodes, puts, sizes, rng) -> 
         table.drop(found)
         scan.drop(found)
         able.difference_update(found)
+        if rng.random() < 0.5:
+            weights = [rng.randint(0, 9) for _ in found]
+            table.put_all(found, weights)
+            scan.put_all(found, weights)
+            able.update(found)
 
 
 def test_one_node_where_it_fits_and_the_shortest_queues_there() -> None:

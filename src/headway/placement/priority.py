@@ -1,8 +1,9 @@
 """Priority, as PecSched §6.2 sets Past-Future up: short requests first, long ones when no short one waits for them.
 
 Short requests join the instance whose queue is free first. A long request waits in a queue of its own, in order, until
-on `long_sp` instances at once no prompt waits or runs; decodes there go on beside it. Once it runs it is not preempted.
-Under a steady stream of short requests that moment never comes: long requests starve (§3.2, Table 2).
+`long_sp` instances at once have nothing to do; once it runs it is not preempted. Under a steady stream of short
+requests that moment never comes: long requests starve (§3.2, Table 2). With `beside` it is kinder than the paper: no
+prompt may wait or run there, but decodes may, and go on beside the long prefill.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from headway.placement.view import ClusterView
 
 
 class Options(PolicyOptions, frozen=True, kw_only=True):
-    """long_tokens: prompts above this are long; long_sp: instances that a long one takes; retry_s: how often a waiting
-    one looks again, besides at every end of a request."""
+    """long_tokens: prompts above this are long; long_sp: instances that a long one takes; beside: decodes may be there;
+    retry_s: how often a waiting one looks again, besides at every end of a request."""
 
     long_tokens: int = 32_768
     long_sp: int = 4
+    beside: bool = False
     retry_s: float = 0.1
 
     def __post_init__(self) -> None:
@@ -71,15 +73,17 @@ class Priority:
     def _begin(self, view: ClusterView) -> list[Action]:
         """The first of the long requests, if it can begin at this very moment."""
         taken = {i for group in self._groups.values() for i in group}
-        idle = [
-            i
-            for i in view.with_role("mixed", "prefill")
-            if i not in taken and not view.instances[i].queued and view.instances[i].free_at_s <= view.now_s
-        ]
+        idle = [i for i in view.with_role("mixed", "prefill") if i not in taken and self._idle(i, view)]
         size = min(self._options.long_sp, len(view.with_role("mixed", "prefill")))
         if len(idle) < size:
             return []
         request = self._longs.popleft()
         group = first_free_group(view, idle, size)
         self._groups[request.id] = group
-        return [ring_commit(request, group, view, beside=True)]
+        return [ring_commit(request, group, view, beside=self._options.beside)]
+
+    def _idle(self, instance: int, view: ClusterView) -> bool:
+        at = view.instances[instance]
+        if at.queued or at.free_at_s > view.now_s:
+            return False
+        return self._options.beside or not at.running

@@ -101,8 +101,8 @@ class Board:
         """All of its replicas are free again."""
         for replica in ring.group:
             self.ring[replica] = None
-            self._nodes.put(replica, self.weight[replica])
             self._move(replica, self.free)
+        self._nodes.put_all(ring.group, [self.weight[replica] for replica in ring.group])
 
     def open(self, ring: Ring, home: Least | None) -> None:
         """Short prefills may go to its replicas as to `beside` or `paused`, or not at all (None)."""

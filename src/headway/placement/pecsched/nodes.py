@@ -24,6 +24,9 @@ class Nodes(Protocol):
     def put(self, replica: int, weight: int) -> None:
         """It may be had, with this queue."""
 
+    def put_all(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """They may be had again; none of them could be before."""
+
     def drop(self, replicas: Sequence[int]) -> None:
         """They may not be had; all of them could be before."""
 
@@ -43,6 +46,11 @@ class ScanNodes:
     def put(self, replica: int, weight: int) -> None:
         """See Nodes."""
         self._weight[replica] = weight
+
+    def put_all(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """See Nodes."""
+        for replica, weight in zip(replicas, weights, strict=True):
+            self._weight[replica] = weight
 
     def drop(self, replicas: Sequence[int]) -> None:
         """See Nodes."""
@@ -101,17 +109,15 @@ class IndexedNodes:
         if len(changed) >= _TOGETHER:
             self._renew()
 
+    def put_all(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """See Nodes."""
+        self._weights[[self._place[replica] for replica in replicas]] = weights
+        self._turn(replicas, True)
+
     def drop(self, replicas: Sequence[int]) -> None:
         """See Nodes."""
-        fewer: dict[int, int] = {}
-        for replica in replicas:
-            self._able[replica] = False
-            column = self._column[replica]
-            fewer[column] = fewer.get(column, 0) + 1
         self._weights[[self._place[replica] for replica in replicas]] = _TAKEN
-        for column, count in fewer.items():
-            self._count(column, -count)
-        self._changed.update(fewer)
+        self._turn(replicas, False)
 
     def group(self, size: int) -> tuple[int, ...] | None:
         """See Nodes."""
@@ -136,6 +142,16 @@ class IndexedNodes:
         low = column * self._width
         weights = self._weights[low : low + self._width].tolist()
         return [replica for _, replica in sorted(zip(weights, self._members[column], strict=False))[:want]]
+
+    def _turn(self, replicas: Sequence[int], able: bool) -> None:
+        counts: dict[int, int] = {}
+        for replica in replicas:
+            self._able[replica] = able
+            column = self._column[replica]
+            counts[column] = counts.get(column, 0) + 1
+        for column, count in counts.items():
+            self._count(column, count if able else -count)
+        self._changed.update(counts)
 
     def _count(self, column: int, more: int) -> None:
         count = self._counts[column]
