@@ -15,7 +15,7 @@ from headway.core.events import Event
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.ledger import Lease, Ledger
-from headway.latency.base import LatencyModel, Load, load_s
+from headway.latency.base import LatencyModel, Load, decode_load, load_s
 from headway.latency.prefill_cache import PrefillCache
 from headway.scheduling.admission import Admission, refuse_unservable
 from headway.scheduling.audit import audit
@@ -159,7 +159,7 @@ class Scheduler:
         """A batch of this group alone."""
         self.feed(now)
         decodes = self.ready
-        load = Load(len(decodes), len(decodes), decodes.kv_sum)
+        load = decode_load(self.latency, len(decodes), decodes.kv_sum)
         chunks, load = self.pack(load, now) if len(self._queue) else ([], load)
         if not decodes.members and not chunks:
             return None

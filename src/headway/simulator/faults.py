@@ -11,11 +11,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from headway.core.batch import Batch
+from headway.core.batch import Batch, Part
 from headway.core.errors import InvariantError
 from headway.core.request import Request, Slo
 from headway.kv.allocator import BlockTables
+from headway.latency.exchange import Exchange
 from headway.latency.tables import TableLatency, TableSource
 from headway.scheduling.config import SchedulerConfig
 from headway.simulator.cohorts import Track
@@ -71,7 +73,7 @@ def random_spec(rng: random.Random) -> InstanceSpec:
         stages=rng.choice((1, 1, 2, 3)),
         pipeline_schedule=rng.choice(("stream", "microbatch")),
     )
-    return InstanceSpec(
+    spec = InstanceSpec(
         config=config,
         latency=small_machine(),
         kv_tokens=rng.choice((640, 960, 1600)),
@@ -79,15 +81,20 @@ def random_spec(rng: random.Random) -> InstanceSpec:
         link=Link(rng.choice((0.0, 2e-4)), 1e-6),
         learns=rng.random() < 0.25,
     )
+    groups = rng.choice((1, 1, 2, 3))
+    if groups == 1:
+        return spec
+    config = replace(config, kv_parallel=groups, kv_shard_tokens=rng.choice((64, 160, None)))
+    return replace(spec, config=config, kv_tokens=spec.kv_tokens // groups, exchange=Exchange(1e-4, 1e-6))
 
 
 class _Book:
-    """What one request has been seen to do in this life."""
+    """What one request has been seen to do in this life; `base` is where its last shard begins."""
 
-    __slots__ = ("cursor",)
+    __slots__ = ("base", "cursor")
 
     def __init__(self) -> None:
-        self.cursor = 0
+        self.cursor = self.base = 0
 
 
 class _Watched(Replica):
@@ -95,31 +102,48 @@ class _Watched(Replica):
 
     def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
         self.scheduler.check()
-        self.watch(batch)
+        for part in batch.parts:
+            self.replay(part)
+        for part in batch.parts:
+            self.watch(part)
+        self.budget(batch)
         run = super()._start(batch, now, quiet_s)
-        for name in batch.parts[0].decodes.members:
-            self.books[name].cursor += run.repeats - 1
+        for part in batch.parts:
+            for name in part.decodes.members:
+                self.books[name].cursor += run.repeats - 1
         return run
 
     def begin(self) -> None:
         self.books: dict[str, _Book] = {}
-        self.tables = BlockTables(self.ledger.n_blocks)
+        self.forget()
 
-    def watch(self, batch: Batch) -> None:
-        """Raises InvariantError when a batch contradicts the books."""
-        part = batch.parts[0]
+    def forget(self) -> None:
+        """Block tables as after a loss."""
+        self.tables = [BlockTables(ledger.n_blocks) for ledger in self.ledgers]
+
+    def replay(self, part: Part) -> None:
+        """A part's KV operations. A reservation of token 0 begins a life, any other one a shard."""
+        tables = self.tables[part.group]
         for op in part.kv_ops:
             if op.verb == "free":
-                self.tables.free(op.request)
-                self.books.get(op.request, _Book()).cursor = 0
-            else:
-                self.tables.add(op.request, op.blocks)
-        self.tables.check()
+                tables.free(op.request)
+                continue
+            tables.add(op.request, op.blocks)
+            book = self.books.get(op.request, _Book())
+            if op.verb == "reserve":
+                book.base = op.start
+                book.cursor = book.cursor if op.start else 0
+                need(op.start == book.cursor, op.request, f"has a shard from {op.start}, and {book.cursor} tokens")
+        tables.check()
+
+    def watch(self, part: Part) -> None:
+        """Raises InvariantError when a part contradicts the books."""
+        tables = self.tables[part.group]
         for name in part.decodes.members:
             book, track = self.books[name], self.tracks[name]
             need(book.cursor >= track.request.prompt_tokens, name, "decodes before its prompt is computed")
             book.cursor += 1
-        kv = sum(self.books[name].cursor for name in part.decodes.members)
+        kv = sum(self.books[name].cursor - self.books[name].base for name in part.decodes.members)
         need(kv == part.decodes.kv_sum, "the batch", f"reads {kv} KV tokens and says {part.decodes.kv_sum}")
         longs = 0
         for chunk in part.prefills:
@@ -129,20 +153,21 @@ class _Watched(Replica):
             longs += track.request.prompt_tokens > self.spec.config.long_tokens
         need(longs <= 1, "the batch", f"holds {longs} long prefills")
         for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills)):
-            held = sum(count for _, count in self.tables.runs(name)) * BLOCK
-            need(self.books[name].cursor <= held, name, f"has {self.books[name].cursor} tokens in {held} slots")
-        self._budget(batch)
+            held, book = sum(count for _, count in tables.runs(name)) * BLOCK, self.books[name]
+            need(book.cursor - book.base <= held, name, f"has tokens {book.base}..{book.cursor} in {held} slots")
 
-    def _budget(self, batch: Batch) -> None:
+    def budget(self, batch: Batch) -> None:
         """Predicted time within the target, unless decodes alone exceed it or one smallest chunk makes progress."""
-        config, part = self.spec.config, batch.parts[0]
-        if config.chunking != "adaptive" or not part.prefills:
+        config, chunks = self.spec.config, [chunk for part in batch.parts for chunk in part.prefills]
+        idle = any(not part.prefills for part in batch.parts)  # its decodes alone may exceed it
+        if config.chunking != "adaptive" or not chunks or (idle and len(batch.parts) > 1):
             return
         one_s = float(self.latency.token_s(1, 1)[0])
-        completes = any(chunk.last for chunk in batch.parts[0].prefills)
+        completes = any(chunk.last for chunk in chunks)
         budget_s = max(config.t_target_s, config.least_gain * one_s) * (1 + 1e-9)
         budget_s *= 1.0 + config.stretch if completes else 1.0
-        progress = len(part.prefills) == 1 and part.prefills[0].tokens <= max(1, config.min_chunk)
+        alone = len(chunks) == 1 or len(batch.parts) > 1
+        progress = alone and any(chunk.tokens <= max(1, config.min_chunk) for chunk in chunks)
         need(batch.predicted_s <= budget_s or progress, "the batch", f"takes {batch.predicted_s} s of {budget_s}")
 
 
@@ -193,9 +218,9 @@ class FaultWorld:
                 lost += 1
                 events.clear()
                 replica.lose(now)
-                replica.tables = BlockTables(replica.ledger.n_blocks)
+                replica.forget()
                 for book in replica.books.values():
-                    book.cursor = 0
+                    book.cursor = book.base = 0
             replica.scheduler.check()
             for event in replica.pump(now, coming[-1].request.arrival_s if coming else NEVER):
                 heapq.heappush(events, event)
@@ -204,7 +229,8 @@ class FaultWorld:
     def _end(self, steps: int) -> int:
         replica = self.replica
         need(replica.scheduler.idle, "the scheduler", "is not idle at the end")
-        need(replica.ledger.free_blocks == replica.ledger.n_blocks, "the ledger", "holds blocks at the end")
+        for ledger in replica.ledgers:
+            need(ledger.free_blocks == ledger.n_blocks, "a ledger", "holds blocks at the end")
         for track in self.tracks:
             name = track.request.id
             need(track.ended_s is not None, name, "never ended")
@@ -215,16 +241,16 @@ class FaultWorld:
         return steps
 
     def _plan(self, spec: InstanceSpec) -> list[Track]:
-        rng, at, tracks = self.rng, 0.0, []
+        rng, at, tracks, room = self.rng, 0.0, [], spec.kv_tokens // BLOCK * BLOCK * spec.config.kv_parallel
         for number in range(rng.randint(4, 18)):
             at += rng.expovariate(1 / rng.choice((0.002, 0.02, 0.1)))
             prompt = rng.randint(201, 560) if rng.random() < 0.3 else rng.randint(1, 120)
-            output = min(rng.choice((1, rng.randint(2, 12), rng.randint(20, 80))), spec.kv_tokens + 1 - prompt)
+            output = min(rng.choice((1, rng.randint(2, 12), rng.randint(20, 80))), room + 1 - prompt)
             request = Request(
                 id=f"r{number}",
                 arrival_s=at,
                 prompt_tokens=prompt,
-                max_output_tokens=min(output + rng.choice((0, 20)), spec.kv_tokens + 1 - prompt),
+                max_output_tokens=min(output + rng.choice((0, 20)), room + 1 - prompt),
                 slo=Slo(ttft_s=rng.choice((None, 0.05, 0.5)), tbt_s=None),
                 priority=rng.choice((0, 0, 0, -1, 3)),
             )

@@ -25,9 +25,14 @@ class NoiseSource:
 
     def __init__(self, noise: Noise, seed: str) -> None:
         self._noise = noise
+        self._seed = seed
         self._random = random.Random(seed)
         self._kept: float | None = None
         self.exact = noise.bias == 1.0 and (noise.kind == "none" or noise.amount == 0.0)
+
+    def fork(self, name: str) -> NoiseSource:
+        """Another source, whose factors are its own."""
+        return NoiseSource(self._noise, f"{self._seed} {name}")
 
     def factor(self) -> float:
         """The next iteration's."""

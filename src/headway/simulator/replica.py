@@ -66,7 +66,7 @@ class Replica:
         self.pipeline = self.pipelines[0]
         self._cohorts = Cohorts(self.tracks)
         self._runs: dict[int, Carried] = {}
-        self._noise = noise
+        self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
         self._truth = spec.truth
         self._exact = noise.exact and spec.truth is None
         self._ahead = AHEAD if fast_forward and not spec.learns else 1
@@ -96,8 +96,14 @@ class Replica:
     def lose(self, now: float) -> None:
         """The instance has lost its KV and what it was computing."""
         for run in self._runs.values():
-            if run.repeats > 1:  # all but the last had been carried out
-                self._hear(self.scheduler.complete(run.batch.id, [], now, None, run.repeats - 1))
+            done = run.repeats - 1
+            for cohort, part in zip(run.cohorts, run.batch.parts, strict=True):
+                first = len(cohort.times) - (run.repeats - 1)
+                if done and part.decodes.members and first >= 0:  # steps that were to come are lost as well
+                    done = bisect_right(cohort.times, now, first) - first
+                    del cohort.times[first + done :]
+            if done:
+                self._hear(self.scheduler.complete(run.batch.id, [], now, None, done))
         self._runs.clear()
         for pipeline in self.pipelines:
             pipeline.reset(now)
@@ -245,7 +251,7 @@ class Replica:
         """
         most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
-        model, noise = self._truth or self.latency, self._noise
+        model, noise = self._truth or self.latency, self._noises[batch.parts[0].group]
         loads = batch_loads(model, batch.parts, self.spec.exchange)
         counts = [len(part.decodes.members) for part in batch.parts]
         rows = max(counts)
@@ -271,10 +277,11 @@ class Replica:
     def _stage_s(self, batch: Batch) -> float:
         if self._exact:
             return batch.predicted_s
+        factor = self._noises[batch.parts[0].group].factor()
         if self._truth is None and not self.spec.learns:
-            return batch.predicted_s * self._noise.factor()
+            return batch.predicted_s * factor
         model = self._truth or self.spec.latency
-        return parts_s(model, batch.parts, self.spec.exchange) * self._noise.factor()
+        return parts_s(model, batch.parts, self.spec.exchange) * factor
 
     def _first(self, chunk: Chunk, now: float, results: list[Progress], ended: list[Track]) -> None:
         """A prompt is complete, or complete again: its next token is there."""

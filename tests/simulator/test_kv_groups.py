@@ -1,0 +1,197 @@
+"""KV groups in the simulator: joins over time, lockstep, memory, the same result with and without fast-forward."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from worlds import how, requests
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.hardware.accelerators import accelerator
+from headway.hardware.models import model
+from headway.kv.ledger import Ledger
+from headway.latency.base import one_chunk_s
+from headway.latency.exchange import Exchange, Sharded, WithExchange, between_groups
+from headway.latency.layout import Layout
+from headway.latency.recorded import describe
+from headway.report.perfetto import trace_events
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.groups import make_scheduler
+from headway.simulator import InstanceSpec, Link, RunSpec, SimResult, simulate
+from headway.simulator.build import instance_of, run_scenario
+from headway.simulator.faults import small_machine
+from headway.simulator.memory import InfeasibleError
+from headway.simulator.replay import replay
+from headway.simulator.scenario import parse_scenario
+from headway.simulator.traffic import requests_of
+from headway.workload import TraceRequest
+
+
+def grouped(rng: random.Random) -> InstanceSpec:
+    config = SchedulerConfig(
+        policy=rng.choice(("fcfs", "lars", "srpt")),
+        chunking=rng.choice(("static:96", "adaptive")),
+        stages=rng.choice((1, 1, 2)),
+        long_tokens=200,
+        reserve_tokens=rng.choice((0, 8, 64)),
+        kv_parallel=rng.choice((2, 3)),
+        kv_shard_tokens=rng.choice((160, 320, 640)),
+    )
+    return InstanceSpec(
+        config=config,
+        latency=small_machine(),
+        kv_tokens=rng.choice((640, 1200)),
+        block_tokens=16,
+        link=Link(1e-4, 1e-6),
+        exchange=rng.choice((Exchange(), Exchange(1e-4, 1e-6))),
+    )
+
+
+def one(seed: int, fast_forward: bool) -> SimResult:
+    rng = random.Random(f"kvp {seed}")
+    spec, work = grouped(rng), requests(rng, 30)
+    return simulate(spec, work, how(rng, seed, fast_forward))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_fast_forward_gives_the_same_records(seed: int) -> None:
+    slow, fast = one(seed, False), one(seed, True)
+    assert slow.records == fast.records
+    assert [use.prefill_tokens for use in slow.replicas] == [use.prefill_tokens for use in fast.replicas]
+    assert [use.decode_tokens for use in slow.replicas] == [use.decode_tokens for use in fast.replicas]
+    assert slow.mbu == fast.mbu
+    assert sum(use.batches for use in fast.replicas) <= sum(use.batches for use in slow.replicas)
+    assert one(seed, True).records == fast.records
+
+
+def timeline(groups: int, shard: int | None = 512, prompt: int = 2044, **fields: Any) -> SimResult:
+    config = SchedulerConfig(
+        chunking="static:64", kv_parallel=groups, kv_shard_tokens=shard, reserve_tokens=0, kv_headroom=0.0
+    )
+    spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16, **fields)
+    return simulate(spec, [TraceRequest(0.0, prompt, 4)], RunSpec(keep_iterations=True))
+
+
+def test_a_group_joins_after_each_shard_and_the_iterations_stay_as_long() -> None:
+    alone, spread = timeline(1), timeline(4)
+    assert alone.replicas[0].joins == ()
+    joins = spread.replicas[0].joins
+    assert [(join.start, join.group, join.groups) for join in joins] == [(512, 1, 2), (1024, 2, 3), (1536, 3, 4)]
+    assert [len(row.groups) for row in spread.iterations if row.chunks] == [1] * 8 + [2] * 8 + [3] * 8 + [4] * 8
+    assert len({row.groups for row in spread.iterations}) == 4
+    took = [[row.stages[0][1] - row.stages[0][0] for row in r.iterations if row.chunks] for r in (alone, spread)]
+    assert took[1][:24] == pytest.approx(took[0][:8] * 3), "a shard takes as long as the first one"
+    assert max(took[1]) < 0.61 * max(took[0])
+    assert spread.records[0].token_s[0] == pytest.approx(sum(took[1]))
+    pairs = [r.replicas[0].attention_pairs for r in (alone, spread)]
+    assert pairs[0] == pairs[1], "the same attention, by others"
+    assert spread.use_json()["kv_joins"] == 3
+
+
+def test_an_exchange_costs_what_it_says() -> None:
+    free, paid = timeline(2), timeline(2, exchange=Exchange(1e-3, 1e-5))
+    rows = [(a, b) for a, b in zip(free.iterations, paid.iterations, strict=True) if len(a.groups) > 1]
+    for a, b in rows:
+        tokens = sum(count for _, _, count in a.chunks) + a.decodes
+        assert b.predicted_s - a.predicted_s == pytest.approx(1e-3 + 1e-5 * tokens)
+    assert rows
+
+
+def test_a_trace_has_a_lane_for_each_group_and_stage() -> None:
+    events = trace_events(timeline(2))["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {"group 0 stage 0", "group 1 stage 0"}
+    together = [event for event in events if event["ph"] == "X" and event["cat"] == "prefill"]
+    assert len(together) == 16 + 16 * 2
+    assert sum(event["ph"] == "i" for event in events) == 1
+
+
+SCENARIO: dict[str, Any] = {
+    "cluster": {"accelerator": "h100-80gb"},
+    "model": "llama-3-8b",
+    "layout": {"tp": 8, "stages": 4, "kvp": 2, "shard_tokens": 100_000},
+    "latency": {"source": "fitted"},
+    "policy": {"chunking": "static:4096"},
+    "workload": {"mix": [{"prompt": "fixed:150000", "output": "fixed:20"}], "requests": 2, "arrivals": "at-once"},
+}
+
+
+def test_a_scenario_with_groups() -> None:
+    scenario = parse_scenario(SCENARIO)
+    spec = instance_of(scenario, requests_of(scenario.workload, None, 0))
+    assert (spec.config.kv_parallel, spec.config.kv_shard_tokens) == (2, 100_000)
+    assert spec.exchange.fixed_s > 0 < spec.exchange.row_s
+    assert spec.yardstick is not None
+    assert spec.yardstick.peak_flops == accelerator("h100-80gb").flops * 64
+    result = run_scenario(scenario, 0)
+    assert result.use_json()["kv_joins"] == 2
+    assert all(record.ok for record in result.records)
+    with pytest.raises(ConfigError, match=r"layout\.kvp"):
+        parse_scenario({**SCENARIO, "layout": {"kvp": 0}})
+
+
+def test_memory_of_all_groups_together_must_hold_the_longest() -> None:
+    big = {**SCENARIO, "workload": {"mix": [{"prompt": "fixed:30000000", "output": "fixed:1"}], "requests": 1}}
+    for kvp, fits in ((1, False), (2, True)):
+        scenario = parse_scenario({**big, "layout": {"tp": 8, "stages": 4, "kvp": kvp}})
+        work = requests_of(scenario.workload, None, 0)
+        if fits:
+            assert instance_of(scenario, work).kv_tokens * kvp >= 30_000_000
+            continue
+        with pytest.raises(InfeasibleError, match="the longest request has"):
+            instance_of(scenario, work)
+
+
+def test_exchange_of_a_layout() -> None:
+    device, shape = accelerator("h100-80gb"), model("llama-3-8b")
+    inside = between_groups(device, shape, Layout(tp=2, kvp=4))
+    across = between_groups(device, shape, Layout(tp=8, kvp=4))
+    assert inside.row_s < across.row_s * 4, "a node's own link; four times the heads a rank"
+    assert between_groups(device, shape, Layout(tp=8, stages=4, kvp=2)).fixed_s == pytest.approx(across.fixed_s / 4)
+    assert (Exchange(1.0, 2.0).seconds(0), Exchange(1.0, 2.0).seconds(3)) == (0.0, 7.0)
+    machine = small_machine()
+    assert one_chunk_s(WithExchange(machine, 1e-3), 100, 7) == one_chunk_s(machine, 100, 7) + 7e-3
+    assert one_chunk_s(Sharded(machine, 50), 100, 7) == one_chunk_s(machine, 50, 7)
+    assert one_chunk_s(Sharded(machine, 50), 10, 7) == one_chunk_s(machine, 10, 7)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The event log of a run of two groups, as an engine writes it."""
+    config = SchedulerConfig(chunking="static:64", kv_parallel=2, kv_shard_tokens=160, reserve_tokens=8)
+    latency, exchange = small_machine(), Exchange(1e-4, 1e-6)
+    scheduler = make_scheduler(config, latency, [Ledger(640, 16) for _ in range(2)], exchange)
+    log: list[dict[str, Any]] = [
+        {"event": "start", "config": asdict(config), "kv_tokens": 640, "block_tokens": 16, "exchange": list(exchange),
+         "latency": describe(latency)}
+    ]  # fmt: skip
+    for name, prompt in (("long", 400), ("chat", 20), ("other", 90)):
+        request = Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=5)
+        scheduler.add(Span.whole(request), 0.0)
+        log.append({"event": "add", "request": name, "at_s": 0.0, "arrival_s": 0.0, "prompt": prompt, "max_output": 5,
+                    "ttft_s": None, "tbt_s": None, "priority": 0})  # fmt: skip
+    now = 0.0
+    while now < 0.4:
+        free = [0, 1] if len(log) % 3 else [1]
+        batch = scheduler.schedule(now, 1, free)
+        now += 0.01
+        if batch is None:
+            continue
+        log.append({"event": "schedule", "id": batch.id, "at_s": now - 0.01, "free": free})
+        scheduler.complete(batch.id, [], now, 0.01)
+        chunks = [(c.request, c.start, c.tokens) for part in batch.parts for c in part.prefills]
+        log.append({"event": "batch", "id": batch.id, "at_s": now, "elapsed_s": 0.01, "predicted_s": batch.predicted_s,
+                    "decodes": sum(part.decodes.count for part in batch.parts), "ended": [], "chunks": chunks,
+                    "kv_sum": sum(part.decodes.kv_sum for part in batch.parts)})  # fmt: skip
+    return log
+
+
+def test_a_run_of_groups_replays_to_the_same_decisions() -> None:
+    log = recorded()
+    assert replay(log).differences == []
+    log[0]["exchange"] = [0.5, 0.0]
+    assert replay(log).differences
