@@ -188,7 +188,7 @@ def event_log(path: str | None) -> Log | None:
 
     def write(kind: str, fields: dict[str, object]) -> None:
         file.write(encoder.encode({"event": kind, **fields}) + b"\n")
-        if kind not in ("batch", "schedule"):
+        if kind not in ("batch", "schedule") or fields.get("ended"):
             file.flush()
 
     return write

@@ -253,14 +253,15 @@ class EngineCore:
         )
 
     def _account(self, batch: Batch, result: StepResult, now: float, progress: list[Progress]) -> None:
-        part, elapsed_s = batch.parts[0], result.elapsed_s
-        prefill = sum(chunk.tokens for chunk in part.prefills)
-        for index, stages in enumerate(result.stages):
+        elapsed_s, chunks = result.elapsed_s, [chunk for part in batch.parts for chunk in part.prefills]
+        prefill = sum(chunk.tokens for chunk in chunks)
+        decodes = sum(part.decodes.count for part in batch.parts)
+        for part, stages in zip(batch.parts, result.stages, strict=False):
             for stage, (start_s, end_s) in enumerate(stages):
-                key = (batch.parts[index].group, stage)
+                key = (part.group, stage)
                 self._stage_busy_s[key] = self._stage_busy_s.get(key, 0.0) + end_s - start_s
         self._count("prefill_tokens_total", prefill)
-        self._count("decode_tokens_total", part.decodes.count)
+        self._count("decode_tokens_total", decodes)
         self._count("iterations_total", 1)
         self._count("busy_s_total", elapsed_s)
         self._count("predicted_s_total", batch.predicted_s)
@@ -273,11 +274,14 @@ class EngineCore:
                 at_s=now,
                 elapsed_s=elapsed_s,
                 predicted_s=batch.predicted_s,
-                decodes=part.decodes.count,
-                kv_sum=part.decodes.kv_sum,
+                decodes=decodes,
+                kv_sum=sum(part.decodes.kv_sum for part in batch.parts),
                 ended=[result.request for result in progress if result.finished],
-                chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills],
-                stages=result.stages,
+                chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in chunks],
+                parts=[
+                    (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
+                    for part, stages in zip(batch.parts, result.stages, strict=False)
+                ],
             )
 
     def _count(self, name: str, amount: float) -> None:

@@ -27,7 +27,7 @@ def stage_figure(data: Mapping[str, Any]) -> Figure:
                 busy = max(slot["compute_us"], 0.004 * whole)
                 lane = LANES.index(slot["unit"])
                 axes.barh(lane, busy, left=start, height=0.7, color=COLOURS[0 if slot["unit"] == "array" else 2])
-                if slot["end_us"] - start > 0.09 * whole:
+                if busy > 0.011 * len(slot["operator"]) * whole:
                     axes.text(start + 2, lane, slot["operator"], va="center", fontsize=8, color="white", clip_on=True)
                 own = slot["own_mib"] * (1 << 20) / bandwidth * 1e6
                 ahead = slot["prefetched_mib"] * (1 << 20) / bandwidth * 1e6

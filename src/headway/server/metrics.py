@@ -142,6 +142,15 @@ class _EngineCollector:
             counter = CounterMetricFamily(PREFIX + name, text)
             counter.add_metric((), getattr(stats, field))
             yield counter
+        if stats.stage_busy_s:
+            busy = CounterMetricFamily(
+                PREFIX + "stage_busy_seconds",
+                "Time that a pipeline stage of a KV group computed.",
+                labels=("group", "stage"),
+            )
+            for group, stage, seconds in stats.stage_busy_s:
+                busy.add_metric((str(group), str(stage)), seconds)
+            yield busy
         try:
             info = self._engine.info
         except UnavailableError:

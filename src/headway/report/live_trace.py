@@ -1,0 +1,167 @@
+"""A live run as trace events, for ui.perfetto.dev: a process a KV group, a thread a pipeline stage, a slice a batch.
+
+Read from an event log (`headway serve --event-log FILE`). Beside the stages, one track of requests (arrival to end,
+with their first chunk). Times are microseconds from the log's start, as the format wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+REQUESTS = 0
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One part of one batch on one stage: seconds on the log's clock."""
+
+    batch: int
+    group: int
+    stage: int
+    start_s: float
+    end_s: float
+    decodes: int
+    chunks: tuple[tuple[str, int, int], ...]
+    predicted_s: float
+
+    @property
+    def name(self) -> str:
+        words = f"{self.decodes} decodes"
+        prefill = sum(tokens for _, _, tokens in self.chunks)
+        return f"{prefill} prefill + {words}" if self.chunks else words
+
+
+@dataclass
+class _Life:
+    arrival_s: float
+    prompt: int
+    first_chunk_s: float | None = None
+    end_s: float | None = None
+    error: str = ""
+
+
+@dataclass
+class Timeline:
+    """What stages did, and what became of requests."""
+
+    slices: list[Slice] = field(default_factory=list)
+    requests: dict[str, _Life] = field(default_factory=dict)
+
+    def both_share(self, request: str, group: int = 0) -> float:
+        """While chunks of a request were computed by any stage of a group, the share of the time in which all of them
+        computed: how much its chunks overlap. 0.0 when none did."""
+        chosen = [one for one in self.slices if one.group == group]
+        own = [one for one in chosen if any(name == request for name, _, _ in one.chunks)]
+        if not own:
+            return 0.0
+        begin, end = min(one.start_s for one in own), max(one.end_s for one in own)
+        stages = sorted({one.stage for one in chosen})
+        common: list[Interval] = [(begin, end)]
+        for stage in stages:
+            busy = [(one.start_s, one.end_s) for one in chosen if one.stage == stage]
+            common = _meet(common, sorted(busy))
+        return sum(stop - start for start, stop in common) / (end - begin)
+
+
+def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline:
+    """Gather what a log says of stages. ConfigError when it says nothing of them (another version's)."""
+    told = Timeline()
+    for event in events:
+        kind = event.get("event")
+        if kind == "add":
+            told.requests[event["request"]] = _Life(event["arrival_s"], event["prompt"])
+        elif kind == "abort" and event["request"] in told.requests:
+            life = told.requests[event["request"]]
+            life.end_s, life.error = event["at_s"], "aborted"
+        elif kind == "batch":
+            if "parts" not in event:
+                raise ConfigError("the log's batches do not say when each stage computed: it is of an older version")
+            _add(told, event)
+    return told
+
+
+def live_trace_events(told: Timeline) -> dict[str, Any]:
+    """The JSON object that Perfetto and chrome://tracing load."""
+    times = [one.start_s for one in told.slices] + [life.arrival_s for life in told.requests.values()]
+    zero = min(times, default=0.0)
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [*_names(told), *_batches(told, zero), *_requests(told, zero)],
+    }
+
+
+def _add(told: Timeline, event: Mapping[str, Any]) -> None:
+    for group, decodes, chunks, stages in event["parts"]:
+        held = tuple((name, start, tokens) for name, start, tokens in chunks)
+        for stage, (start_s, end_s) in enumerate(stages):
+            told.slices.append(Slice(event["id"], group, stage, start_s, end_s, decodes, held, event["predicted_s"]))
+        for name, _, _ in held:
+            life = told.requests.get(name)
+            if life is not None and life.first_chunk_s is None and stages:
+                life.first_chunk_s = stages[0][0]
+    for name in event["ended"]:
+        if name in told.requests:
+            told.requests[name].end_s = event["at_s"]
+
+
+def _meet(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    """The intersection of two lists of disjoint, ascending intervals."""
+    result = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            result.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def _names(told: Timeline) -> Iterator[dict[str, Any]]:
+    yield _meta("process_name", REQUESTS, 0, "requests")
+    for group, stage in sorted({(one.group, one.stage) for one in told.slices}):
+        yield _meta("process_name", group + 1, 0, f"group {group}")
+        yield _meta("thread_name", group + 1, stage + 1, f"stage {stage}")
+
+
+def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _batches(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
+    for one in told.slices:
+        chunks = ", ".join(f"{name}[{start}:{start + tokens}]" for name, start, tokens in one.chunks)
+        yield {
+            "ph": "X",
+            "name": one.name,
+            "cat": "prefill" if one.chunks else "decode",
+            "pid": one.group + 1,
+            "tid": one.stage + 1,
+            "ts": _us(one.start_s - zero),
+            "dur": _us(one.end_s - one.start_s),
+            "args": {"batch": one.batch, "chunks": chunks, "predicted_ms": one.predicted_s * 1e3},
+        }
+
+
+def _requests(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
+    last = max((one.end_s for one in told.slices), default=zero)
+    for name, life in told.requests.items():
+        common = {"cat": "request", "id": name, "pid": REQUESTS, "tid": 0, "name": name}
+        yield {**common, "ph": "b", "ts": _us(life.arrival_s - zero), "args": {"prompt": life.prompt}}
+        if life.first_chunk_s is not None:
+            args = {"what": "first chunk"}
+            yield {**common, "ph": "n", "ts": _us(life.first_chunk_s - zero), "args": args}
+        end_s = last if life.end_s is None else life.end_s
+        yield {**common, "ph": "e", "ts": _us(end_s - zero), "args": {"error": life.error}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

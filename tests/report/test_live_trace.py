@@ -1,0 +1,55 @@
+"""An event log of a server as a trace: lanes, overlap of a request's chunks over stages, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.report.live_trace import live_trace_events, timeline
+
+
+def batch(number: int, request: str, start: int, first: float, stages: int = 2) -> dict[str, Any]:
+    """A chunk of 64 that takes 2 s on each of its stages, one after the other."""
+    spans = [(first + 2.0 * stage, first + 2.0 * stage + 2.0) for stage in range(stages)]
+    parts = [(0, 3, [(request, start, 64)], spans)]
+    return {"event": "batch", "id": number, "at_s": spans[-1][1], "predicted_s": 1.9, "ended": [], "parts": parts}
+
+
+def log(*batches: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"event": "add", "request": "long", "arrival_s": 9.0, "prompt": 256}, *batches]
+
+
+def test_chunks_that_follow_each_other_through_the_stages_overlap() -> None:
+    streamed = timeline(log(*(batch(i, "long", 64 * i, 10.0 + 2 * i) for i in range(4))))
+    assert streamed.both_share("long") == pytest.approx(6 / 10)
+    waited = timeline(log(*(batch(i, "long", 64 * i, 10.0 + 4 * i) for i in range(4))))
+    assert waited.both_share("long") == 0.0
+    assert waited.both_share("another") == 0.0
+
+
+def test_the_trace_has_a_lane_a_stage_and_what_became_of_the_request() -> None:
+    end = {**batch(1, "long", 64, 12.0), "ended": ["long"]}
+    events = live_trace_events(timeline(log(batch(0, "long", 0, 10.0), end)))["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"stage 0", "stage 1"}
+    slices = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert slices == [(1, 1e6, 2e6), (2, 3e6, 2e6), (1, 3e6, 2e6), (2, 5e6, 2e6)]
+    assert [(e["ph"], e["ts"]) for e in events if e.get("cat") == "request"] == [("b", 0.0), ("n", 1e6), ("e", 7e6)]
+
+
+def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "events.jsonl", tmp_path / "trace.json"
+    path.write_bytes(b"\n".join(msgspec.json.encode(event) for event in log(batch(0, "long", 0, 10.0))))
+    assert main(["trace", str(path), "--out", str(out)]) == 0
+    assert "2 slices on 2 lanes, 1 requests" in capsys.readouterr().out
+    assert json.loads(out.read_text())["displayTimeUnit"] == "ms"
+    with pytest.raises(ConfigError, match="older version"):
+        timeline([{"event": "batch", "id": 0}])
+    path.write_text("{}")
+    assert main(["trace", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
