@@ -1,0 +1,236 @@
+"""A host beside node 0: joins it, runs the ranks that it is told to run, and looks for it when it is gone. No torch.
+
+It keeps no state of requests, and restarts nothing of its own accord: the engine decides what shall run, and how often.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import time
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from headway.core.errors import ConfigError
+from headway.latency.layout import Layout
+from headway.parallel.host_messages import Ended, FromHost, HostHello, Keep, Kept, Launch, Leave, Leaving, ToHost
+from headway.parallel.network import Endpoint, resolve
+from headway.parallel.rank_config import RankConfig
+from headway.parallel.secret import guard_client
+from headway.worker.launch import end_words, launch
+
+log = logging.getLogger("headway.host")
+
+_ASK_S = 1.0
+_ANEW_S = 5.0
+"""An unanswered connection is made anew after so long: the host may have been cut off, and routes change."""
+_REFUSALS = 3
+"""Handshakes that fail in a row before the token is what is wrong."""
+_TURN_MS = 250
+_GRACE_S = 5.0
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
+
+
+class Host:
+    """`run` returns when node 0 ends in order, or on SIGTERM or SIGINT.
+
+    mine: this host's terms. model, threads: what its ranks load and compute with, whatever node 0's folder is called.
+    patience_s: how long to look for node 0, at first and whenever it is lost.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        token: str,
+        mine: HostHello,
+        layout: Layout,
+        model: str,
+        threads: int | None,
+        patience_s: float,
+    ) -> None:
+        self._endpoint, self._token, self._mine, self._model = endpoint, token, mine, model
+        self._threads = threads or max(1, mine.cores * mine.nodes // layout.accelerators)
+        self._patience_s = patience_s
+        self._context = zmq.Context()
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._ended: dict[int, str] = {}
+        self._session = ""
+        self._lost_s = 0.0
+        self._refusals = 0
+        self._signal: str | None = None
+        self._left = False
+        self._socket: zmq.Socket[Any] | None = None
+
+    def run(self) -> None:
+        """Raises ConfigError when node 0 refuses this host, or does not answer for `patience_s`."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            while not self._left and self._signal is None:
+                self._seek()
+                self._attend()
+            if self._signal is not None:
+                log.info("ending after %s", self._signal)
+                self._say(Leaving(self._mine.run))
+        finally:
+            self._end_all()
+            self._disconnect(linger_ms=500)
+            self._context.term()
+
+    # -- one connection after another ---------------------------------------------------------------------------
+
+    def _seek(self) -> None:
+        """Until node 0 has taken this host, or it is time to end."""
+        self._mine = msgspec.structs.replace(self._mine, run=secrets.token_hex(8))
+        began = time.monotonic()
+        asked_s = anew_s = told_s = 0.0
+        while not self._left and self._signal is None and not self._session:
+            now = time.monotonic()
+            if now - began > self._patience_s:
+                raise ConfigError(f"no server answered at {self._endpoint} within {self._patience_s:g} s")
+            if now - told_s >= 10.0:
+                log.info("looking for node 0 at %s; %.0f s left", self._endpoint, self._patience_s - (now - began))
+                told_s = now
+            if now - anew_s >= _ANEW_S:
+                self._connect()
+                anew_s = now
+            if now - asked_s >= _ASK_S and self._say(self._mine):
+                asked_s = now
+            self._turn()
+
+    def _attend(self) -> None:
+        """Until node 0 is lost, or it is time to end."""
+        if self._session:
+            log.info("joined node 0 at %s as node %d of %d", self._endpoint, self._mine.node, self._mine.nodes)
+        self._heard_s = time.monotonic()
+        while not self._left and self._signal is None and self._session:
+            self._turn()
+            if time.monotonic() - self._heard_s > self._lost_s:
+                log.warning("nothing was heard of node 0 for %g s: ending its workers, looking for it", self._lost_s)
+                self._end_all()
+                self._session = ""
+
+    def _connect(self) -> None:
+        self._disconnect(linger_ms=0)
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+        guard_client(socket, self._token)
+        self._monitor = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(f"tcp://{resolve(self._endpoint.host)}:{self._endpoint.port}")
+
+    def _disconnect(self, linger_ms: int) -> None:
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=linger_ms)
+            self._socket = None
+
+    # -- one turn -----------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Wait for a moment at most; hear node 0, and tell it of processes that have ended."""
+        assert self._socket is not None
+        poller = zmq.Poller()
+        for source in (self._socket, self._monitor, *(process.sentinel for process in self._processes.values())):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(_TURN_MS)
+        while self._monitor.poll(0):
+            self._shake(recv_monitor_message(self._monitor)["event"])
+        if self._reap():
+            self._say(self._kept(0.0))
+        while not self._left:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._hear(_decoder.decode(frame))
+
+    def _shake(self, event: int) -> None:
+        self._refusals = self._refusals + 1 if event & _FAILED else 0
+        if self._refusals >= _REFUSALS:
+            raise ConfigError(
+                f"what listens at {self._endpoint} does not take this host's token: give all hosts the same "
+                "HEADWAY_RDZV_TOKEN (node 0 prints the one that it makes)"
+            )
+
+    def _hear(self, said: ToHost) -> None:
+        if isinstance(said, Keep):
+            self._heard_s = time.monotonic()
+            if said.session != self._session:
+                self._end_all()
+                self._ended.clear()
+                self._session = said.session
+            self._lost_s = said.lost_s
+            self._keep(said.launches)
+            self._say(self._kept(said.sent_s))
+        elif isinstance(said, Leave):
+            log.info("node 0 has ended")
+            self._left = True
+        else:
+            raise ConfigError(said.why)
+
+    def _keep(self, launches: tuple[Launch, ...]) -> None:
+        wanted = {one.serial: one for one in launches}
+        for serial in [serial for serial in self._processes if serial not in wanted]:
+            self._end([self._processes.pop(serial)])
+        self._ended = {serial: why for serial, why in self._ended.items() if serial in wanted}
+        for serial, one in wanted.items():
+            if serial not in self._processes and serial not in self._ended:
+                log.info("starting worker %d", one.rank)
+                self._processes[serial] = launch(one.rank, one.endpoint, self._settings(one))
+
+    def _settings(self, one: Launch) -> bytes:
+        config = msgspec.json.decode(one.settings, type=RankConfig)
+        return msgspec.json.encode(msgspec.structs.replace(config, model=self._model, threads=self._threads))
+
+    def _kept(self, echo_s: float) -> Kept:
+        ended = tuple(Ended(serial, why) for serial, why in self._ended.items())
+        running = tuple((serial, process.pid or 0) for serial, process in self._processes.items())
+        return Kept(self._mine.run, self._session, ended, running, echo_s, time.monotonic())
+
+    def _reap(self) -> bool:
+        """Whether a process has ended by itself."""
+        gone = {serial: process for serial, process in self._processes.items() if process.exitcode is not None}
+        for serial, process in gone.items():
+            assert process.exitcode is not None
+            self._ended[serial] = end_words(process.exitcode)
+            log.info("%s has ended with %s", process.name, self._ended[serial])
+            del self._processes[serial]
+        return bool(gone)
+
+    def _say(self, message: FromHost) -> bool:
+        """Whether it is on its way. Not waited for: what is lost is said again."""
+        assert self._socket is not None
+        try:
+            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
+
+    def _end_all(self) -> None:
+        self._end(list(self._processes.values()))
+        self._processes.clear()
+
+    @staticmethod
+    def _end(processes: list[ForkServerProcess]) -> None:
+        """They hold nothing that is worth an orderly end; those in one wait for peers that are gone."""
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(_GRACE_S)

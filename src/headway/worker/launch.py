@@ -1,0 +1,31 @@
+"""One rank's process on this host: a fork of a server that has torch imported already. No torch here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.context import ForkServerProcess
+
+_PROCESS = "headway.worker.process"
+
+
+def launch(rank: int, endpoint: str, settings: bytes) -> ForkServerProcess:
+    """Start rank `rank`, which will speak to the engine at `endpoint`. `settings`: a RankConfig as JSON."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PROCESS])
+    process = context.Process(target=_run, args=(rank, endpoint, settings), name=f"headway-rank-{rank}")
+    process.start()
+    return process
+
+
+def end_words(code: int) -> str:
+    """How a process ended, from its exit code as multiprocessing has it."""
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+
+
+def _run(rank: int, endpoint: str, settings: bytes) -> None:
+    """In the rank's process."""
+    main: Callable[[int, str, bytes], None] = import_module(_PROCESS).main
+    main(rank, endpoint, settings)
