@@ -118,12 +118,16 @@ class Commit(msgspec.Struct, frozen=True):
     Spans take their turn on every instance of their group in the order in which they were committed. Checked against
     `version`: refused whole when an instance of a group has changed since. beside: they need not wait until requests
     that run on their instances by way of `Enqueue` have ended, and these go on beside them.
+
+    along: spans of other requests that are computed with this one's only span as one batch, on the same group: they
+    begin and end together, and SpanDone comes for each. A batch cannot be preempted.
     """
 
     request: str
     spans: tuple[Span, ...]
     version: int
     beside: bool = False
+    along: tuple[Span, ...] = ()
 
 
 class Hold(msgspec.Struct, frozen=True):

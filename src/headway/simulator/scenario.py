@@ -82,6 +82,10 @@ class ClusterSection(Section):
     pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
     spans: SpansSection = SpansSection()
     backends: Count = Field(default=16, description="receive backends of an instance: KV transfers at a time")
+    masters: Literal["one", "all"] = Field(
+        default="one",
+        description="members of a decoding group that compute linear layers: one all of it, or all a share",
+    )
     network: str | None = Field(default=None, description="link across nodes; null: the accelerator's")
     accelerator: str = Field(default="a100-80gb", description="name of an accelerator (headway.hardware.accelerators)")
     replicas: Count = Field(

@@ -105,15 +105,15 @@ class Actions:
         return chosen
 
     def _commit(self, action: Commit) -> None:
+        if action.along:
+            self._commit_batch(action)
+            return
         journey = self._journey(action.request)
         groups = [self._group(span.group) for span in action.spans]
         stale = [i for group in groups for i in group if self.world.book.changed_at[i] > action.version]
         if stale:
             raise Impossible(f"instance {stale[0]} has changed since version {action.version}")
         at = journey.entries[-1].payload.span.end if journey.entries else action.spans[0].start  # type: ignore[attr-defined]
-        held = {i for i, holder in enumerate(self.lanes.holder) if holder == action.request}
-        for span, group in zip(action.spans, groups, strict=True):
-            if span.start != at or span.end <= span.start:
                 raise Impossible(f"a span of tokens {span.start} to {span.end} does not go on from {at}")
             if held and not held.issuperset(group):
                 raise Impossible("a holder's spans must lie on what it holds")
@@ -137,14 +137,6 @@ class Actions:
         self.world.chunked += len(journey.entries) > 1 and len(journey.entries) - len(action.spans) < 2
 
     def _hold(self, action: Hold) -> None:
-        group = self._group(action.group)
-        if any(holder == action.holder for holder in self.lanes.holder):
-            taken = [i for i in group if not self.lanes.empty(i)]
-            if taken:
-                raise Impossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
-        self.lanes.append(Entry("hold", action.holder, group, None))
-        self._touch(group)
-
     def _release(self, action: Release) -> None:
         for lane in self.lanes.waiting:
             for entry in [e for e in lane if e.kind == "hold" and e.owner == action.holder and not action.group]:
@@ -185,6 +177,14 @@ class Actions:
             self._unstay(journey)
             at = Progress(journey.request.prompt_tokens + len(journey.times), 0)
             self.world.news.append(Paused(action.request, len(journey.entries) - 1, at))
+    def _hold(self, action: Hold) -> None:
+        group = self._group(action.group)
+        if any(holder == action.holder for holder in self.lanes.holder):
+            taken = [i for i in group if not self.lanes.empty(i)]
+            if taken:
+                raise Impossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
+        self.lanes.append(Entry("hold", action.holder, group, None))
+        self._touch(group)
             return
         if entry is None:
             raise Impossible(f"{action.request} does not run")
@@ -230,6 +230,8 @@ class Actions:
         self.transfers.add(self._pieces(action.request, group, action.to, count), self.world.now)
 
     def _reject(self, action: Reject) -> None:
+        if run.along or run.lead is not None:
+            raise Impossible(f"{action.request} is computed in a batch")
         self.world.drop(self._journey(action.request), f"rejected: {action.why}")
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -241,8 +243,6 @@ class Actions:
 
     def _pieces(
         self, request: str, group: tuple[int, ...], to: int, count: int, entry: Entry | None = None
-    ) -> list[Piece]:
-        """One piece a sending instance; its accelerators' cards send together."""
         instances, links = self.world.book.instances, self.world.spec.links
         pieces = []
         for i in group:
@@ -372,6 +372,15 @@ class Actions:
             world.engines[group] = engine
             for i in group:
                 self._on[i].append(engine)
+    def _begun(self, entry: Entry) -> None:
+        """A request's span begins: its KV is announced to whom it will be sent."""
+        journey = self.world.journeys[entry.owner]
+        if journey.scheduled_s is None:
+            journey.scheduled_s = self.world.now
+        to = self._sends.get(entry.owner, {}).pop(entry.payload.index, None)  # type: ignore[attr-defined]
+        if to is not None:
+            self._announce(journey, entry, to, self.world.now)
+
         return engine
 
     def _enter(self, journey: Journey, group: tuple[int, ...], phase: Phase) -> None:
@@ -389,19 +398,16 @@ class Actions:
         for i in group:
             self.load[i] += 1
         self.touch(group, engine)
+    def _untoken(self, entry: Entry) -> None:
+        """A span's tokens no longer wait or run."""
+        span = entry.payload.span  # type: ignore[attr-defined]
+        for i in entry.group:
+            self._tokens[i] -= (span.end - span.start) / len(entry.group)
+
 
     def stayed(self, journey: Journey, track: Track) -> None:
         """A request's stay in a scheduler has ended by itself."""
         for i in journey.group:
-            self.load[i] -= 1
-        self._touch(journey.group)
-        journey.take(track)
-        if journey.left <= 0:
-            self.world.finish(journey)
-        else:
-            self.world.news.append(Prefilled(journey.request.id, journey.group))
-
-    def _unstay(self, journey: Journey, why: str = "moved") -> None:
         """Take a request out of its scheduler, with the tokens that it has."""
         track = journey.track
         if track is None:
@@ -416,12 +422,6 @@ class Actions:
         self.touch(journey.group, engine)
         journey.take(track)
 
-    def pump(self) -> Iterable[tuple[Engine, float, int]]:
-        """Start transfers and batches."""
-        world = self.world
-        for piece in self.transfers.start(world.now, self._computed_s):
-            world.push(piece.done_s, SENT, piece)
-        for index in sorted(self._engines):
             engine = self._engines[index]
             if self._may_run(engine):
                 for at_s, batch in engine.replica.pump(world.now, world.end_s):
@@ -511,3 +511,20 @@ class Actions:
                 for engine in self._on[i]:
                     self._engines.setdefault(engine.index, engine)
         self._stale.clear()
+    def occupy(self, group: Iterable[int], change: int) -> None:
+        """Something begins (+1) or ends (-1) to compute on these instances; overlaps are busy once."""
+        for i in group:
+            was, self._active[i] = self._active[i], self._active[i] + change
+            if not was:
+                self._since[i] = self.world.now
+            elif not self._active[i]:
+                self.world.busy_s[i] += self.world.now - self._since[i]
+
+    def settle_busy(self) -> None:
+        """Count what is still going on up to now."""
+        for i, active in enumerate(self._active):
+            if active:
+                self.world.busy_s[i] += self.world.now - self._since[i]
+                self._since[i] = self.world.now
+
+    # -- what the view shows ------------------------------------------------------------------------------------------

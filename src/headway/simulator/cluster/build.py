@@ -96,7 +96,8 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         latency: LatencyModel = models[head.tp, head.stages]
         if len(group) > 1:
             link = links.inside if len({instance.node for instance in group}) == 1 else links.across
-            latency = ShardedDecode(latency, len(group), shape.layers, link)
+            masters = len(group) if cluster.masters == "all" else 1
+            latency = ShardedDecode(latency, len(group), shape.layers, link, masters)
         return InstanceSpec(
             config=config,
             latency=latency,

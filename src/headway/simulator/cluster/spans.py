@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from headway.core.span import Span
-from headway.latency.groups import GroupLatency, GroupShape
+from headway.latency.groups import GroupLatency, GroupShape, batch_s
 from headway.placement.base import Progress
 from headway.simulator.cluster.balance import exposed_s
+from headway.simulator.cluster.lanes import Entry
 from headway.simulator.cluster.spec import ClusterSpec
 
 
 class SpanRun:
-    """`predicted_s`: of all of it; `factor`: what is really taken over that (noise). `layer`: where it goes on."""
+    """`predicted_s`: of all of it; `factor`: what is really taken over that (noise). `layer`: where it goes on.
 
-    __slots__ = ("began_s", "due_s", "extra_s", "factor", "index", "last", "layer", "predicted_s", "serial", "span")
+    Of a batch one entry is on the lanes; `along` are the others', and theirs have it as `lead`."""
+
+    __slots__ = ("along", "began_s", "due_s", "extra_s", "factor", "index", "last", "layer", "lead", "predicted_s",
+                 "serial", "span")  # fmt: skip
 
     def __init__(self, span: Span, index: int, last: bool, predicted_s: float, factor: float) -> None:
         self.span, self.index, self.last = span, index, last
@@ -24,6 +29,8 @@ class SpanRun:
         self.began_s = -1.0
         self.due_s = math.inf
         self.serial = 0
+        self.along: list[Entry] = []
+        self.lead: Entry | None = None
 
     def left_s(self, layers: int) -> float:
         """Predicted seconds from where it goes on."""
@@ -51,3 +58,9 @@ def predicted_s(spec: ClusterSpec, latency: GroupLatency, span: Span, nodes: int
         return alone_s
     link = spec.links.inside if nodes == 1 else spec.links.across
     return alone_s + exposed_s(spec.shape, link, span.start, len(before), len(span.group), alone_s)
+
+
+def predicted_batch_s(spec: ClusterSpec, spans: Sequence[Span], nodes: int) -> float:
+    """Seconds of the spans of several requests as one batch on their group."""
+    shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
+    return batch_s(spec.spans, ((span.start, span.end - span.start) for span in spans), shape)

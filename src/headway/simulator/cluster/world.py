@@ -203,14 +203,18 @@ class World:
 
     def _span_done(self, entry: Entry) -> None:
         run: SpanRun = entry.payload  # type: ignore[assignment]
-        journey = self.journeys[entry.owner]
         self._count(entry, run, "span")
         self.actions.ended(entry)
-        if run.last:
-            self.token(journey)
-        self.news.append(SpanDone(entry.owner, run.index, run.last))
-        if run.last and journey.left <= 0:
-            self.finish(journey)
+        for member in (entry, *run.along):
+            journey = self.journeys[member.owner]
+            if journey.ended_s is not None:
+                continue
+            last = member.payload.last  # type: ignore[attr-defined]
+            if last:
+                self.token(journey)
+            self.news.append(SpanDone(member.owner, run.index, last))
+            if last and journey.left <= 0:
+                self.finish(journey)
 
     def _span_paused(self, entry: Entry, layer: int) -> None:
         run: SpanRun = entry.payload  # type: ignore[assignment]

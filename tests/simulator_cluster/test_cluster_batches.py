@@ -1,0 +1,140 @@
+"""Prompts of several requests that are computed as one batch on a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from cluster_worlds import PerToken, Scripted, cluster
+
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.hardware.links import LINKS
+from headway.latency.base import Load, load_s
+from headway.latency.groups import GroupShape, batch_s
+from headway.latency.sharded_decode import ShardedDecode
+from headway.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Dropped,
+    Enqueue,
+    Event,
+    Finished,
+    KvReady,
+    Preempt,
+    Refused,
+    SpanDone,
+    Transfer,
+)
+from headway.placement.view import ClusterView
+from headway.simulator.cluster.world import simulate_cluster
+from headway.simulator.faults import small_machine
+from headway.simulator.spec import RunSpec
+from headway.workload import TraceRequest
+
+
+def together(requests: Sequence[Request], view: ClusterView, group: tuple[int, ...]) -> Commit:
+    spans = [Span(request=r, start=0, end=r.prompt_tokens, group=group) for r in requests]
+    return Commit(requests[0].id, (spans[0],), view.version, along=tuple(spans[1:]))
+
+
+def collecting(count: int, more: Sequence[Action] = ()) -> Scripted:
+    """Waits for `count` requests, then computes them together on instances 0 and 1."""
+    there: list[Request] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            there.append(event.request)
+            return [together(there, view, (0, 1)), *more] if len(there) == count else []
+        if isinstance(event, SpanDone):
+            return [Enqueue(event.request, (1,), "decode")]
+        return []
+
+    return Scripted(decide)
+
+
+def test_a_batch_begins_and_ends_together_and_pays_once_what_is_fixed() -> None:
+    policy = collecting(3)
+    work = [TraceRequest(0.0, 1000, 1), TraceRequest(0.1, 400, 2), TraceRequest(0.2, 602, 1)]
+    result = simulate_cluster(cluster(), policy, work, keep_bars=True)
+    # a millisecond a token, two instances, and two of three single tokens saved
+    assert policy.times(SpanDone) == pytest.approx([1.2] * 3)
+    assert [r.token_s[0] for r in result.sim.records] == pytest.approx([1.2] * 3)
+    assert [len(r.token_s) for r in result.sim.records] == [1, 2, 1]
+    assert result.busy_s[0] == pytest.approx(1.0)
+    assert result.spans == 1
+
+
+def test_who_leaves_a_batch_does_not_stop_it() -> None:
+    for patience in (0.5, 0.75):  # both leave; the first alone; with the last one the batch ends
+        policy = collecting(2)
+        work = [TraceRequest(0.0, 1000, 1), TraceRequest(0.3, 1000, 1)]
+        result = simulate_cluster(cluster(), policy, work, RunSpec(timeout_s=patience))
+        assert policy.times(Dropped) == pytest.approx([patience, 0.3 + patience])
+        assert result.busy_s[:2] == pytest.approx((patience, patience))
+    policy = collecting(2)
+    result = simulate_cluster(cluster(), policy, work, RunSpec(timeout_s=1.1))
+    assert [r.error for r in result.sim.records] == ["timeout", None]
+    assert policy.times(SpanDone) == pytest.approx([1.2995])
+
+
+def test_a_batch_is_refused_whole_and_cannot_be_preempted() -> None:
+    there: list[Request] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if not isinstance(event, Arrived):
+            return []
+        there.append(event.request)
+        if len(there) == 1:
+            return []
+        twice = together([there[0], there[0]], view, (0, 1))
+        apart = Commit(
+            there[0].id,
+            (Span(request=there[0], start=0, end=100, group=(0,)),),
+            view.version,
+            along=(Span(request=there[1], start=0, end=100, group=(1,)),),
+        )
+        return [twice, apart, together(there, view, (0, 1)), together(there, view, (0, 1)), Preempt("r1")]
+
+    policy = Scripted(decide)
+    result = simulate_cluster(cluster(), policy, [TraceRequest(0.0, 100, 1), TraceRequest(0.0, 100, 1)])
+    refused = [event for _, event in policy.heard if isinstance(event, Refused)]
+    assert len(refused) == 4
+    assert refused[-1].verb == "preempt"
+    assert len([1 for _, event in policy.heard if isinstance(event, Finished)]) == 2
+    assert result.refused == 4
+
+
+def test_each_request_of_a_batch_is_transferred_by_itself() -> None:
+    there: list[Request] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            there.append(event.request)
+            sends = (Transfer("r0", 4, 0), Transfer("r1", 5, 0))
+            return [together(there, view, (0, 1)), *sends] if len(there) == 2 else []
+        return [Enqueue(event.request, (event.instance,), "decode")] if isinstance(event, KvReady) else []
+
+    policy = Scripted(decide)
+    work = [TraceRequest(0.0, 1000, 3), TraceRequest(0.0, 3000, 3)]
+    result = simulate_cluster(cluster(decode=2), policy, work)
+    assert {(e.request, e.instance) for _, e in policy.heard if isinstance(e, KvReady)} == {("r0", 4), ("r1", 5)}
+    assert [len(r.token_s) for r in result.sim.records] == [3, 3]
+
+
+def test_batches_cost_at_least_their_longest() -> None:
+    group = GroupShape(2)
+    assert batch_s(PerToken(), [(0, 1000)], group) == pytest.approx(0.5)
+    assert batch_s(PerToken(), [(0, 1000), (0, 500)], group) == pytest.approx(0.7495)
+    assert batch_s(PerToken(), [], group) == 0.0
+
+
+def test_several_masters_share_the_rows() -> None:
+    member, link = small_machine(), LINKS["nvlink3"]
+    one, all_four = (ShardedDecode(member, 4, 32, link, masters) for masters in (1, 4))
+    load = Load(64, 64, 64_000)
+    assert load_s(all_four, load) < load_s(one, load)
+    assert np.array_equal(all_four.token_s(1, 9), member.token_s(1, 3)[[0, 0, 0, 0, 1, 1, 1, 1, 2]])
+    assert load_s(all_four, Load(1, 1, 1000)) == load_s(one, Load(1, 1, 1000))
