@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.core.batch import Batch
+from headway.core.errors import LostError
 from headway.core.executor import Emitted, StepResult
 from headway.core.sampling import SamplingParams
 from headway.kv.allocator import BlockTables
@@ -38,13 +39,15 @@ class Resident:
     script: dict[int, int]
     computed: int = 0
     known: int = 0
+    told: int = 0
 
 
 @dataclass
 class FakeExecutor:
     """`script` (request → {position in the output: token}) overrules the model, e.g. with end tokens.
 
-    Each batch takes `step_s` by its own word. With `hold`, results come only as `release` allows."""
+    Each batch takes `step_s` by its own word. With `hold`, results come only as `release` allows. `lose`: the next
+    result is this loss; while not `recovers`, its restart does not end."""
 
     blocks: int = 64
     block_tokens: int = 16
@@ -55,6 +58,8 @@ class FakeExecutor:
     batches: list[Batch] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     closed: int = 0
+    lose: str | None = None
+    recovers: bool = True
 
     def __post_init__(self) -> None:
         self.tables = BlockTables(self.blocks)
@@ -64,11 +69,13 @@ class FakeExecutor:
     waits_on: tuple[object, ...] = ()
     accepts: bool = True
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
         assert request_id not in self.residents
         ids = np.frombuffer(prompt, dtype=np.int32)
         total, size = int(ids.sum(dtype=np.int64)), int(ids.size)
-        self.residents[request_id] = Resident(total, size, self.script.get(request_id, {}), known=size)
+        script = self.script.get(request_id, {})
+        assert list(output) == [script.get(i, next_token(total, size + i)) for i in range(len(output))]
+        self.residents[request_id] = Resident(total, size, script, 0, size + len(output), len(output))
 
     def submit(self, batch: Batch) -> None:
         self.batches.append(batch)
@@ -102,10 +109,26 @@ class FakeExecutor:
         return Emitted(name, token, None)
 
     def result(self, timeout_s: float | None) -> StepResult | None:
+        if self.lose is not None:
+            self.accepts, lost, self.lose = False, self.lose, None
+            raise LostError(lost)
+        self.accepts = self.accepts or self.recovers
         if self.hold and not self.released:
             return None
         self.released -= self.hold
-        return self._done.popleft() if self._done else None
+        done = self._done.popleft() if self._done else None
+        for emitted in [] if done is None else done.emitted:
+            if emitted.request in self.residents:
+                self.residents[emitted.request].told += 1
+        return done
+
+    def recover(self) -> None:
+        """All KV is gone, and all in flight; the restart takes until `result` is called again, and `recovers`."""
+        assert not self.accepts
+        self._done.clear()
+        self.tables = BlockTables(self.blocks)
+        for resident in self.residents.values():
+            resident.computed, resident.known = 0, resident.prompt_tokens + resident.told
 
     def forget(self, request_id: str) -> None:
         del self.residents[request_id]

@@ -49,7 +49,7 @@ class Machine:
     waits_on: tuple[Any, ...] = ()
     accepts = True
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
         """Tokens do not matter here."""
 
     def submit(self, batch: Batch) -> None:
@@ -66,6 +66,9 @@ class Machine:
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         return self.done.popleft() if self.done else None
+
+    def recover(self) -> None:
+        """Never lost."""
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept."""

@@ -45,5 +45,9 @@ class UnavailableError(HeadwayError):
         self.retry_after_s = retry_after_s
 
 
+class LostError(HeadwayError):
+    """Who computes is gone, hung or cut off, and with it all KV and everything in flight (`Executor.recover`)."""
+
+
 class InvariantError(HeadwayError):
     """An internal invariant does not hold (a ledger's `check()`, a plan out of sequence). Always a bug of ours."""

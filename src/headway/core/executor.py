@@ -46,14 +46,20 @@ class Executor(Protocol):
     def accepts(self) -> bool:
         """Whether the next batch would begin at once (stage 0 is free). One made earlier might delay a new request."""
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
-        """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch."""
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+        """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch.
+        `output`: what it has generated already, elsewhere; batches count it as known."""
 
     def submit(self, batch: Batch) -> None:
         """Begin a batch. Requests that its KV operations free and that are `forget`-ed need no further care."""
 
     def result(self, timeout_s: float | None) -> StepResult | None:
-        """The next finished batch, in order; None when none finished within `timeout_s`."""
+        """The next finished batch, in order; None when none finished within `timeout_s`. Only here does a loss come out:
+        raises LostError once, whether batches are in flight or not."""
+
+    def recover(self) -> None:
+        """After a LostError: begin again, without KV and with nothing in flight. Live requests stay admitted, with what
+        they have generated. Until `accepts`, calls of `result` carry the restart on; it may be lost again."""
 
     def forget(self, request_id: str) -> None:
         """The request has ended; its tokens may be dropped once batches in flight are done."""

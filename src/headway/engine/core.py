@@ -7,6 +7,7 @@ time-out); never blocks on a client. No torch, no sockets, no clock of its own.
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -14,14 +15,18 @@ import numpy as np
 
 from headway.core.batch import Batch, Progress
 from headway.core.clock import Clock
-from headway.core.errors import OverloadedError, RequestError, UnavailableError
+from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
 from headway.core.executor import Emitted, Executor, StepResult
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
+from headway.engine.recovery import Restarts
 from headway.latency.recorded import describe
 from headway.scheduling.scheduler import Scheduler
+
+
+log = logging.getLogger("headway.engine")
 
 
 class _Live:
@@ -33,7 +38,7 @@ class _Live:
         self.submit = submit
         self.params: SamplingParams = submit.params
         self.stops = frozenset((*submit.params.stop_token_ids, *(() if submit.params.ignore_eos else eos)))
-        self.emitted = 0
+        self.emitted = len(submit.output)
         self.first_scheduled_s: float | None = None
 
 
@@ -44,7 +49,13 @@ class EngineCore:
     """One engine over one scheduler and one executor. Single-threaded."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, info: EngineInfo, log: Log | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        info: EngineInfo,
+        log: Log | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -57,6 +68,8 @@ class EngineCore:
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
         self._stage_busy_s: dict[tuple[int, int], float] = {}
+        self._restarts = restarts or Restarts(3, "the workers")
+        self._lost_s: float | None = None
         if log is not None:
             ledger = scheduler.ledger
             self._note(
@@ -70,6 +83,11 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and not self._batches
+
+    @property
+    def recovering(self) -> bool:
+        """Whether what executes was lost and has not begun again."""
+        return self._lost_s is not None
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
@@ -87,7 +105,7 @@ class EngineCore:
     def _admit(self, submit: Submit, prompt: memoryview, now: float) -> None:
         if self.draining:
             raise UnavailableError("the server is shutting down and takes no new requests")
-        if self.scheduler.waiting >= self.info.max_queued_requests:
+        if self.scheduler.waiting >= self.info.max_queued_requests and not submit.again:
             raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
         if submit.id in self._live or submit.id in self.scheduler:  # the latter: aborted, and still in a batch
             raise RequestError(f"request id {submit.id!r} is in use", "id")
@@ -104,15 +122,18 @@ class EngineCore:
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}", "prompt")
+        most, told = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)), len(submit.output)
+        if told >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
+            raise RequestError(f"{told} tokens cannot be the output so far of at most {most} tokens", "output")
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,
-            prompt_tokens=int(ids.size),
-            max_output_tokens=min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)),
+            prompt_tokens=int(ids.size) + told,
+            max_output_tokens=most - told,
             slo=submit.slo,
             priority=submit.priority,
         )
-        self.executor.admit(submit.id, prompt, submit.params)
+        self.executor.admit(submit.id, prompt, submit.params, submit.output)
         try:
             self.scheduler.add(Span.whole(request), now)
         except RequestError:
@@ -154,15 +175,40 @@ class EngineCore:
         """
         deltas = self._expire()
         self._fill()
-        if not self._batches:
+        elsewhere = bool(self.executor.waits_on)
+        if not (self._batches or elsewhere):
             return deltas
-        result = self.executor.result(wait_s)
-        while result is not None:
-            deltas.extend(self._update(result))
-            result = self.executor.result(0.0)
-        if self.executor.waits_on:
+        try:
+            result = self.executor.result(wait_s if self._batches or self.recovering else 0.0)
+            while result is not None:
+                deltas.extend(self._update(result))
+                result = self.executor.result(0.0)
+        except LostError as error:
+            self._begin_again(str(error))
+        if self._lost_s is not None and self.executor.accepts:
+            self._count("recovery_s_total", self._clock.now() - self._lost_s)
+            self._lost_s = None
+        if elsewhere:
             self._fill()
         return deltas
+
+    def _begin_again(self, why: str) -> None:
+        """All KV and everything in flight is lost: every request's known tokens will be computed again. Raises
+        GaveUpError when that has happened too often."""
+        now = self._clock.now()
+        self._lost_s = now if self._lost_s is None else self._lost_s
+        lost = 0
+        for event in self.scheduler.lost(0, now):
+            if event.kind in ("finished", "aborted"):
+                self.executor.forget(event.request)
+            lost += event.tokens
+        self._batches.clear()
+        self._count("recoveries_total", 1)
+        self._count("lost_tokens_total", lost)
+        self._note("lost", at_s=now, why=why, tokens=lost)
+        log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
+        self._restarts.spend(now, why)
+        self.executor.recover()
 
     def _fill(self) -> None:
         """Give the executor batches while it would begin them at once."""
@@ -249,6 +295,7 @@ class EngineCore:
             kv_tokens_used=self.scheduler.ledger.used_tokens,
             kv_tokens_total=self.scheduler.ledger.total_tokens,
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
+            recovering=self.recovering,
             **self._stats,  # type: ignore[arg-type]
         )
 

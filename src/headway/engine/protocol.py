@@ -21,7 +21,9 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A new request. The prompt's token ids follow as the next frame (int32, little-endian).
 
-    received_s is `time.monotonic()` when the server had read the request: queueing counts from there.
+    received_s is `time.monotonic()` when the server had read the request: queueing counts from there. `again`: it was
+    accepted before, by an engine that is gone, and `output` is what the client has been told: no limit of a queue
+    refuses it, and its answer goes on from there.
     """
 
     id: str
@@ -31,6 +33,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     slo: Slo = Slo()
     priority: int = 0
     timeout_s: float | None = None
+    again: bool = False
+    output: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +69,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall.
 
-    stage_busy_s: (group, stage, seconds that it computed).
+    stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone and new ones start; lost_tokens:
+    what was in the KV of those that were lost and is computed again.
     """
 
     running: int = 0
@@ -83,6 +88,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_chunk_tokens: int = 0
     last_iteration_s: float = 0.0
     stage_busy_s: tuple[tuple[int, int, float], ...] = ()
+    recoveries_total: int = 0
+    lost_tokens_total: int = 0
+    recovery_s_total: float = 0.0
+    recovering: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):

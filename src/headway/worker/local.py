@@ -22,8 +22,8 @@ class LocalExecutor:
         self.worker = worker
         self._done: deque[StepResult] = deque()
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
-        self.worker.admit(request_id, prompt.nbytes // 4, prompt, params)
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+        self.worker.admit(request_id, prompt.nbytes // 4, prompt, params, output)
 
     def submit(self, batch: Batch) -> None:
         started = time.monotonic()
@@ -35,6 +35,9 @@ class LocalExecutor:
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         return self._done.popleft() if self._done else None
+
+    def recover(self) -> None:
+        """Never called: what is lost here takes the engine with it."""
 
     def forget(self, request_id: str) -> None:
         self.worker.forget(request_id)

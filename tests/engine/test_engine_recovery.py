@@ -1,0 +1,126 @@
+"""The core begins again when what executes is lost: no request ends, none is told a token twice."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from engine_fixtures import INFO, Heard, frame, make_core, run, submit
+from fake_executor import FakeExecutor, answer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import HeadwayError
+from headway.core.sampling import SamplingParams
+from headway.engine.protocol import Submit
+from headway.engine.recovery import GaveUpError, Restarts
+
+PROMPTS = {"a": [5] * 40, "b": [7, 8, 9], "c": list(range(3, 200))}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(losses=st.sets(st.integers(0, 30), max_size=6))
+def test_every_answer_is_that_of_an_undisturbed_run(losses: set[int]) -> None:
+    executor = FakeExecutor(waits_on=("wire",))
+    core = make_core(executor)
+    core._restarts = Restarts(100, "the workers")
+    for name, prompt in PROMPTS.items():
+        assert submit(core, name, prompt, max_tokens=12) is None
+    heard = Heard()
+    for step in range(400):
+        if step in losses:
+            executor.lose = "worker 1 has ended"
+        heard.hear(core.step())
+        core.scheduler.check()
+        if core.idle and step > 30:
+            break
+    assert core.idle and not core.recovering
+    assert heard.tokens == {name: answer(prompt, 12) for name, prompt in PROMPTS.items()}
+    stats = core.stats()
+    assert stats.recoveries_total == len(losses)
+    assert stats.lost_tokens_total > 0 or not losses & {2, 3, 4}
+    assert not executor.residents
+
+
+def test_nothing_is_scheduled_before_the_restart_has_ended_and_the_state_says_so() -> None:
+    executor = FakeExecutor(waits_on=("wire",))
+    core = make_core(executor)
+    assert submit(core, "a", PROMPTS["a"]) is None
+    core.step()
+    executor.lose, executor.recovers = "worker 0 is gone", False
+    core.step()
+    batches = len(executor.batches)
+    for _ in range(5):
+        assert core.step() == []
+        assert core.stats().recovering
+    assert submit(core, "late", PROMPTS["b"]) is None
+    assert len(executor.batches) == batches
+    executor.recovers = True
+    heard = run(core)
+    assert not core.stats().recovering
+    assert heard.tokens["late"] == answer(PROMPTS["b"], 4)
+
+
+def test_requests_that_leave_while_workers_are_gone_are_forgotten() -> None:
+    executor = FakeExecutor(waits_on=("wire",), hold=True)
+    core = make_core(executor)
+    for name in ("gone before", "gone after", "stays"):
+        assert submit(core, name, PROMPTS["a"]) is None
+    core.step(0.0)
+    core.abort("gone before")
+    executor.lose, executor.recovers, executor.hold = "worker 0 is gone", False, False
+    core.step()
+    core.abort("gone after")
+    executor.recovers = True
+    assert run(core).tokens == {"stays": answer(PROMPTS["a"], 4)}
+    assert not executor.residents
+
+
+def test_an_idle_engine_notices_too() -> None:
+    executor = FakeExecutor(waits_on=("wire",))
+    core = make_core(executor)
+    executor.lose = "worker 0 is gone"
+    core.step()
+    assert core.stats().recoveries_total == 1
+
+
+def test_what_is_lost_over_and_over_is_given_up() -> None:
+    executor = FakeExecutor(waits_on=("wire",))
+    core = make_core(executor)
+    core._restarts = Restarts(2, "the workers", window_s=60.0)
+    for _ in range(2):
+        executor.lose = "worker 3 has ended with signal 9"
+        core.step()
+    core._clock.advance(61.0)  # type: ignore[attr-defined]
+    for _ in range(2):
+        executor.lose = "worker 3 has ended with signal 9"
+        core.step()
+    executor.lose = "worker 3 has ended with signal 9"
+    with pytest.raises(GaveUpError, match=r"worker 3 has ended .*; the workers started again 2 times within 60 s"):
+        core.step()
+    assert issubclass(GaveUpError, HeadwayError)
+
+
+def test_a_request_that_was_accepted_before_goes_on_behind_its_output() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor)
+    wanted = answer(PROMPTS["b"], 9)
+    for told in range(9):
+        message = Submit(
+            id="b", prompt_tokens=3, params=SamplingParams(max_tokens=9), received_s=0.0, again=True,
+            output=tuple(wanted[:told]),
+        )  # fmt: skip
+        assert core.submit(message, frame(PROMPTS["b"])) is None
+        assert run(core).tokens["b"] == wanted[told:]
+
+
+def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_outputs_are() -> None:
+    core = make_core(FakeExecutor())
+    for i in range(INFO.max_queued_requests):
+        assert submit(core, f"r{i}", [3]) is None
+    message = Submit(id="late", prompt_tokens=1, params=SamplingParams(max_tokens=2), received_s=0.0)
+    assert core.submit(message, frame([3])).param == "overloaded"  # type: ignore[union-attr]
+    again = msgspec.structs.replace(message, again=True)
+    assert core.submit(again, frame([3])) is None
+    for output in ((4, 5), (-1,), (INFO.vocab_size,)):
+        refused = core.submit(msgspec.structs.replace(again, id="x", output=output), frame([3]))
+        assert refused is not None and refused.param == "output"
