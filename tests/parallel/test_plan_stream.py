@@ -84,7 +84,7 @@ def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() ->
     writer.write(Part(0, DecodeGroup(), (), (KvOp("reserve", "a", 2),)))
     numbers["a"] = 2
     plan = writer.write(Part(0, DecodeGroup(), (), (KvOp("free", "a", 0), KvOp("reserve", "a", 3))))
-    assert plan.ops == ((1, 0), (2, 3))
+    assert plan.ops == ((1, 0, 0), (2, 3, 0))
 
 
 # -- how much travels ------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def damaged(plan: Plan, how: str) -> Plan | None:
     if how == "lost":
         return None
     if how == "blocks":
-        return msgspec.structs.replace(plan, ops=tuple((number, blocks + 1) for number, blocks in plan.ops))
+        return msgspec.structs.replace(plan, ops=tuple((number, blocks + 1, start) for number, blocks, start in plan.ops))
     if how == "members":
         return msgspec.structs.replace(plan, left=(*plan.left, *plan.joined), joined=())
     return msgspec.structs.replace(plan, seq=plan.seq - 1)

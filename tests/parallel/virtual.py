@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.latency.layout import Layout
 from headway.model.loading import load_decoder
 from headway.parallel.executor import ParallelExecutor
+from headway.parallel.group_attention import GroupAttention
 from headway.parallel.messages import FromRank, Stop
 from headway.parallel.place import Place, places
 from headway.parallel.wire import Frame
@@ -101,6 +102,20 @@ class VirtualLinks:
         for reader in self._place.readers:
             self._exchange.box(self._place.rank, reader.rank, "tokens").put(list(tokens))
 
+    def expect_from(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        box = self._exchange.box(self._place.in_group(group).rank, self._place.rank, "peers")
+
+        def wait() -> Tensor:
+            x: Tensor = box.get(timeout=WAIT_S)
+            assert (x.shape, x.dtype) == (shape, dtype)
+            return x
+
+        return wait
+
+    def send_to(self, group: int, x: Tensor) -> None:
+        assert x.is_contiguous()
+        self._exchange.box(self._place.rank, self._place.in_group(group).rank, "peers").put(x.clone())
+
     def close(self) -> None:
         pass
 
@@ -167,6 +182,8 @@ class VirtualWorld:
             links = VirtualLinks(place, exchange)
             group = links if layout.tp > 1 else None
             decoder = load_decoder(folder, dtype, shard=place.shard, group=group)
+            if layout.kvp > 1:
+                decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
             self.workers.append(Worker(decoder, kv_blocks, block_tokens, eos, links))
         self._exchange = exchange
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in places(layout)]

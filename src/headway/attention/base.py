@@ -16,13 +16,16 @@ class Segment(NamedTuple):
     """One request's rows in this iteration's flattened batch.
 
     start: its first row. tokens: its rows, 1 for a decode. past: the tokens of this request whose keys and values are
-    already in the pool. runs: its slots as (first, count), in token order, covering at least past + tokens.
+    already in the pool. runs: its slots as (first, count), in token order, covering at least past + tokens. shared: its
+    keys lie in other pools as well: store the new ones, leave its rows of the answer unset; they are attended apart
+    (`partial`).
     """
 
     start: int
     tokens: int
     past: int
     runs: tuple[tuple[int, int], ...]
+    shared: bool = False
 
 
 class AttentionPlan(Protocol):

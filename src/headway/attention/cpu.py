@@ -68,6 +68,9 @@ class CpuBackend:
         span_runs: list[list[tuple[int, int]]] = []
         by_kernel = self._kernels is not None and pool_fits(pool)
         for segment in segments:
+            if segment.shared:
+                new += _new_runs(segment)
+                continue
             decode = segment.tokens == 1
             whole = decode or by_kernel
             seen = cut_runs(segment.runs, 0, segment.past + (segment.tokens if whole else 0))
@@ -84,10 +87,7 @@ class CpuBackend:
             else:
                 shards = tuple(pool.run_views(first, count) for first, count in seen)
                 (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
-            row = segment.start
-            for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):
-                new.append((row, first, count))
-                row += count
+            new += _new_runs(segment)
         rows = segments[-1].start + segments[-1].tokens
         native = prefill = None
         if self._kernels is not None and single_rows:
@@ -122,6 +122,16 @@ class CpuBackend:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         return attend(q, k, v, causal, compiled=self._kernels is not None)
+
+
+def _new_runs(segment: Segment) -> list[tuple[int, int, int]]:
+    """(first row, first slot, tokens) of each run that its new tokens go to."""
+    new = []
+    row = segment.start
+    for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):
+        new.append((row, first, count))
+        row += count
+    return new
 
 
 def check_cover(segments: Sequence[Segment]) -> None:

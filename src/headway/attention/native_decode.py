@@ -45,14 +45,32 @@ class NativeDecodes:
         """Store the decodes' keys and values and write their rows of out (T, q_heads, dim). Others stay untouched."""
         _, q_heads, dim = q.shape
         kv_heads = k.shape[1]
-        if self._scratch is None:
-            quads = (q_heads // kv_heads + 3) // 4
-            self._scratch = torch.empty(self._tile_count * quads * kv_heads * (4 * dim + 8), dtype=torch.float32)
-            self._scratch_at = self._scratch.data_ptr()
+        self._prepare(q_heads, kv_heads, dim)
         plane = 2 * kv_heads * self._stride
         keys = self._base + 2 * plane * layer
         self._kernels.decode(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(0), k.stride(0), keys, keys + plane,
             self._stride, self._rows, self._slots, self._count, self._tiles, self._edges, q_heads, kv_heads, dim,
-            dim**-0.5, self._scratch_at,
+            dim**-0.5, self._scratch_at, 0,
         )  # fmt: skip
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Partial answers: write the decodes' rows of out (T, q_heads, dim) and lse (T, q_heads), both fp32. All that
+        is read is in the pool."""
+        _, q_heads, dim = q.shape
+        kv_heads = self._pool.kv_heads
+        self._prepare(q_heads, kv_heads, dim)
+        plane = 2 * kv_heads * self._stride
+        keys = self._base + 2 * plane * layer
+        self._kernels.decode(
+            q.data_ptr(), 0, 0, out.data_ptr(), q.stride(0), 0, keys, keys + plane, self._stride, self._rows,
+            self._slots, self._count, self._tiles, self._edges, q_heads, kv_heads, dim, dim**-0.5, self._scratch_at,
+            lse.data_ptr(),
+        )  # fmt: skip
+
+    def _prepare(self, q_heads: int, kv_heads: int, dim: int) -> None:
+        """Make scratch, once an iteration."""
+        if self._scratch is None:
+            quads = (q_heads // kv_heads + 3) // 4
+            self._scratch = torch.empty(self._tile_count * quads * kv_heads * (4 * dim + 8), dtype=torch.float32)
+            self._scratch_at = self._scratch.data_ptr()

@@ -17,27 +17,36 @@ class NativeChunks:
     """One iteration's chunks, worked out for `headway_prefill`.
 
     spans: each chunk's first row in the batch and its rows. shards: its visible slots as runs, its own tokens last.
+    causal: whether that is so and they are masked; by default of all, else a chunk's rows see every slot.
     """
 
     def __init__(
-        self, kernels: Kernels, spans: Sequence[tuple[int, int]], shards: Sequence[Runs], pool: KvPool
+        self,
+        kernels: Kernels,
+        spans: Sequence[tuple[int, int]],
+        shards: Sequence[Runs],
+        pool: KvPool,
+        causal: Sequence[bool] | None = None,
     ) -> None:
         self._kernels = kernels
         self._pool = pool
         self._count = len(spans)
-        self._table = chunk_table([(row, rows, True, runs) for (row, rows), runs in zip(spans, shards, strict=True)])
+        masked = [True] * len(spans) if causal is None else causal
+        self._table = chunk_table([(*span, mask, runs) for span, mask, runs in zip(spans, masked, shards, strict=True)])
         self._chunks = self._table.ctypes.data
         self._runs = self._chunks + 48 * self._count
         self._base, self._stride = pool.data.data_ptr(), pool.slots * pool.head_dim
 
-    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Write the chunks' rows of out (T, q_heads, dim). Their keys and values are in the pool already."""
+    def run(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the chunks' rows of out (T, q_heads, dim). Their keys and values are in the pool already. With lse, (T,
+        q_heads) fp32, answers are partial and out is fp32."""
         heads, dim = self._pool.kv_heads, self._pool.head_dim
         plane = 2 * heads * self._stride
         keys = self._base + 2 * plane * layer
         self._kernels.prefill(
             q.data_ptr(), q.stride(0), q.stride(1), keys, keys + plane, dim, self._stride,
-            out.data_ptr(), out.stride(0), out.stride(1), 0, 0, 0, 0,
+            out.data_ptr(), out.stride(0), out.stride(1), int(out.dtype == torch.float32),
+            0 if lse is None else lse.data_ptr(), 0 if lse is None else lse.stride(0), 1,
             self._chunks, self._count, self._runs, q.shape[1], heads, dim, dim**-0.5,
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ from headway.parallel.messages import (
     ToRank,
 )
 from headway.parallel.place import Place, places
-from headway.parallel.stream import PlanWriter, StreamState, replay
+from headway.parallel.stream import Asks, PlanWriter, StreamState, Told, replay
 from headway.parallel.wire import Frame, RankLostError, Wire
 
 _MOST_RESYNCS = 8
@@ -44,29 +44,32 @@ _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 class _Request:
-    """What the engine keeps of a live request, for ranks that start over."""
+    """What the engine keeps of a live request, for ranks that start over. `heard`, for each group: how many of its
+    output tokens the group knows, as of its last batch that is done."""
 
-    __slots__ = ("number", "output", "params", "prompt")
+    __slots__ = ("heard", "number", "output", "params", "prompt")
 
-    def __init__(self, number: int, prompt: bytes, params: SamplingParams) -> None:
+    def __init__(self, number: int, prompt: bytes, params: SamplingParams, groups: int) -> None:
         self.number = number
         self.prompt = prompt
         self.params = params
         self.output: list[int] = []
+        self.heard = [0] * groups
 
     @property
-    def known(self) -> int:
-        return len(self.prompt) // 4 + len(self.output)
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
 
 
 class _Flight:
     """A plan that not all ranks of its group have carried out."""
 
-    __slots__ = ("batch_id", "names", "part", "plan", "spans", "told", "waiting")
+    __slots__ = ("batch_id", "names", "part", "passed", "plan", "spans", "told", "waiting")
 
-    def __init__(self, batch_id: int, part: Part, plan: Plan, ranks: set[int], stages: int) -> None:
+    def __init__(self, batch_id: int, part: Part, plan: Plan, passed: Told, ranks: set[int], stages: int) -> None:
         self.batch_id = batch_id
         self.part = part
+        self.passed = passed
         self.plan = plan
         self.waiting = ranks
         self.names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
@@ -81,6 +84,7 @@ class _Group:
         self.ranks = ranks
         self.writer = PlanWriter(kv_blocks, numbers)
         self.settled = StreamState(BlockTables(kv_blocks))
+        self.bases: dict[str, int] = {}
         self.seq = 0
         self.flights: deque[_Flight] = deque()
         self.resyncs: dict[int, int] = {}
@@ -114,14 +118,21 @@ class ParallelExecutor:
 
     @property
     def accepts(self) -> bool:
-        """Whether every first stage has carried out all that it was given."""
-        entered = (group.flights[-1].waiting for group in self._groups if group.flights)
-        return not any(self._places[rank].embeds for waiting in entered for rank in waiting)
+        """Whether the first stage of a group has carried out all that it was given."""
+        return bool(self.free)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """See `Executor.free`."""
+        entered = (group.flights[-1].waiting if group.flights else () for group in self._groups)
+        return tuple(
+            index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
+        )
 
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
         """See `Executor.admit`. Who embeds gets the prompt; who samples the settings, and the prompt if they ask it."""
         self._given += 1
-        request = _Request(self._given, bytes(prompt), params)
+        request = _Request(self._given, bytes(prompt), params, len(self._groups))
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
         for place in self._places:
@@ -132,9 +143,10 @@ class ParallelExecutor:
         flights = []
         for part in batch.parts:
             group = self._groups[part.group]
-            plan = group.writer.write(part)
+            passed = self._untold(part)
+            plan = group.writer.write(part, _asks(batch, part.group), passed)
             ranks = {place.rank for place in group.ranks}
-            flight = _Flight(batch.id, part, plan, ranks, self.layout.stages)
+            flight = _Flight(batch.id, part, plan, passed, ranks, self.layout.stages)
             group.flights.append(flight)
             flights.append(flight)
             frame = _encoder.encode(plan)
@@ -158,8 +170,7 @@ class ParallelExecutor:
             self._probe()
             if until_s is not None and time.monotonic() >= until_s:
                 return None
-        _, flights = self._batches.popleft()
-        return self._settle(flights)
+        return self._settle(self._take_finished())
 
     def forget(self, request_id: str) -> None:
         """See `Executor.forget`."""
@@ -203,7 +214,17 @@ class ParallelExecutor:
     # -- what ranks say -----------------------------------------------------------------------------------------
 
     def _finished(self) -> bool:
-        return bool(self._batches) and all(not flight.waiting for flight in self._batches[0][1])
+        return any(map(self._carried_out, self._batches))
+
+    def _carried_out(self, batch: tuple[int, list[_Flight]]) -> bool:
+        """Whether all its ranks are done, and all batches before it in its groups are settled. Groups that share no
+        request run freely: theirs are not in order of submission."""
+        return all(not f.waiting and self._groups[f.part.group].flights[0] is f for f in batch[1])
+
+    def _take_finished(self) -> list[_Flight]:
+        batch = next(filter(self._carried_out, self._batches))
+        self._batches.remove(batch)
+        return batch[1]
 
     def _hear(self, rank: int, frames: list[bytes]) -> None:
         said = _decoder.decode(frames[0])
@@ -243,11 +264,22 @@ class ParallelExecutor:
             group.settled.part_of(flight.plan)
             group.settled.advance(replay(group.settled.tables, flight.plan), flight.part.decodes.kv_sum)
             group.seq = flight.plan.seq
+            index = flight.part.group
+            for number, blocks, start in flight.plan.ops:
+                if start:
+                    group.bases[str(number)] = start
+                elif not blocks:
+                    group.bases.pop(str(number), None)
+            for name, known, tokens in flight.passed:
+                if name in self._requests:
+                    request = self._requests[name]
+                    request.heard[index] = max(request.heard[index], known + len(tokens) - request.prompt_tokens)
             logprobs = flight.told.logprobs or (None,) * len(flight.names)
             for name, token, reported in zip(flight.names, flight.told.tokens, logprobs, strict=True):
                 emitted.append(Emitted(name, token, reported))
                 if name in self._requests:
                     self._requests[name].output.append(token)
+                    self._requests[name].heard[index] += 1
             spans.append(tuple(span for span in flight.spans if span is not None))
         elapsed_s = max(end - start for stages in spans for start, end in stages)
         return StepResult(flights[0].batch_id, emitted, elapsed_s, tuple(spans))
@@ -259,7 +291,7 @@ class ParallelExecutor:
         if count > _MOST_RESYNCS:
             raise RankLostError(place.rank, f"does not follow the plan stream: {said.why}")
         state, tables = group.settled, group.settled.tables
-        known = {str(request.number): request.known for request in self._requests.values()}
+        known = {str(r.number): r.prompt_tokens + r.heard[place.group] for r in self._requests.values()}
         names = dict.fromkeys((*known, *tables.owners()))
         holders = set(tables.owners())
         self._send(
@@ -269,7 +301,8 @@ class ParallelExecutor:
                 said=state.said,
                 check=state.check,
                 requests=tuple(
-                    (int(name), known.get(name, 0), tables.runs(name) if name in holders else ()) for name in names
+                    (int(n), known.get(n, 0), tables.runs(n) if n in holders else (), group.bases.get(n, 0))
+                    for n in names
                 ),
                 groups=tuple((epoch, tuple(map(int, members))) for epoch, members in state.epochs.items()),
             ),
@@ -277,14 +310,33 @@ class ParallelExecutor:
         for flight in group.flights:
             self._send(place.rank, flight.plan)
 
+    def _untold(self, part: Part) -> Told:
+        """What a group has not heard of the requests that it begins to hold: tokens generated in other groups. Nothing
+        of theirs is in flight here, so what has come back is all that there is."""
+        told = []
+        for op in part.kv_ops:
+            request = self._requests.get(op.request)
+            if op.verb == "reserve" and request is not None:
+                heard = request.heard[part.group]
+                if heard < len(request.output):
+                    told.append((op.request, request.prompt_tokens + heard, tuple(request.output[heard:])))
+        return tuple(told)
+
     # -- what ranks hear ----------------------------------------------------------------------------------------
 
     def _introduce(self, place: Place, request: _Request) -> None:
         reads = place.embeds or (place.draws and request.params.repetition_penalty != 1.0)
         params = request.params if place.draws else None
+        request.heard[place.group] = len(request.output)
         message = Admit(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
         frames: list[Frame] = [_encoder.encode(message)]
         self._wire.send(place.rank, [*frames, request.prompt] if reads else frames)
 
     def _send(self, rank: int, message: ToRank) -> None:
         self._wire.send(rank, (_encoder.encode(message),))
+
+
+def _asks(batch: Batch, owner: int) -> Asks:
+    """Which other groups of a batch attend rows of `owner`'s requests, in the order in which they do."""
+    asks = ((part.group, tuple(a.request for a in part.assists if a.owner == owner)) for part in batch.parts)
+    return tuple((group, names) for group, names in asks if names)

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from headway.latency.layout import Layout
 from headway.parallel.place import Place, places
 
-_ROWS, _TOKENS, _LOGITS = 1, 2, 3
+_ROWS, _TOKENS, _LOGITS, _PEERS = 1, 2, 3, 4
 """Tags, so that messages of one kind never meet those of another."""
 
 
@@ -30,6 +30,7 @@ class GlooLinks:
         self._behind = place.at_stage(place.stage + 1).rank if place.stage + 1 < stages else None
         self._group = _tensor_groups(place)
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._answered: deque[tuple[Any, Tensor]] = deque()
         self._most = (stages + 1) * (place.layout.tp + 2)
 
     def sum_(self, x: Tensor) -> Tensor:
@@ -83,9 +84,31 @@ class GlooLinks:
         for reader in self._place.readers:
             self._send(drawn, reader.rank, _TOKENS)
 
+    def expect_from(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """See `PeerLinks.expect_from`."""
+        x = torch.empty(shape, dtype=dtype)
+        work = _asked(x, self._place.in_group(group).rank, _PEERS)
+
+        def wait() -> Tensor:
+            work.wait()
+            return x
+
+        return wait
+
+    def send_to(self, group: int, x: Tensor) -> None:
+        """See `PeerLinks.send_to`. A send is looked at when every peer may have been sent two more layers' messages: the
+        answers to it, or the queries that follow it, have come by then."""
+        work = dist.isend(x, self._place.in_group(group).rank, tag=_PEERS)
+        assert work is not None
+        self._answered.append((work, x))
+        while len(self._answered) > 4 * self._place.layout.kvp:
+            done, _ = self._answered.popleft()
+            done.wait()
+
     def close(self) -> None:
         """Connections end with the process: leaving the group in order would wait for ranks that may be gone."""
         self._sent.clear()
+        self._answered.clear()
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> None:
         """Begin to send. Old sends are only looked at when so many batches have followed that they are long done:

@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headway.model.decoder import TensorGroup
 
 
-class Links(TensorGroup, Protocol):
-    """One rank's connections within its group."""
+class PeerLinks(Protocol):
+    """One rank's connections with the ranks of the same place in other KV groups."""
+
+    def expect_from(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Ask that group's rank for its next message; the result waits for it. Every message is asked for once, in the
+        order of sending."""
+
+    def send_to(self, group: int, x: Tensor) -> None:
+        """Send to that group's rank. `x` is contiguous and must not change afterwards."""
+
+
+class Links(TensorGroup, PeerLinks, Protocol):
+    """One rank's connections."""
 
     def expect_rows(self, rows: int) -> Callable[[], Tensor]:
         """Ask the stage before for its next (rows, hidden); the result waits for them."""

@@ -9,7 +9,7 @@ import msgspec
 
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change of these messages; a rank of another number is refused."""
 
 
@@ -62,21 +62,29 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """One batch for one group: what has changed since the plan before, and nothing that grows with a context.
 
-    forget: requests that have ended. ops: (request, blocks), in order, 0 blocks for free. The decodes are group
-    `epoch`, which is group `base` without `left` and with `joined` at its end (0: nobody). chunks: (request, start,
-    tokens, last). `said` is the rolling checksum of all plans up to this one, `check` that of the states they led to.
+    forget: requests that have ended. ops: (request, blocks, first token held here), in order, 0 blocks for free. The
+    decodes are group `epoch`, which is group `base` without `left` and with `joined` at its end (0: nobody). chunks:
+    (request, start, tokens, last, first token held here). `said` is the rolling checksum of all plans up to this one,
+    `check` that of the states they led to.
+
+    Between KV groups: assists are `core.batch.Assist`s; asks: (guest group, requests), whose rows go there, in the
+    order of the guest's assists; told: (request, tokens known before, tokens), generated in other groups, for a request
+    that this group begins to hold. What it knows of them already is passed over.
     """
 
     seq: int
     forget: tuple[int, ...]
-    ops: tuple[tuple[int, int], ...]
+    ops: tuple[tuple[int, int, int], ...]
     epoch: int
     base: int
     joined: tuple[int, ...]
     left: tuple[int, ...]
-    chunks: tuple[tuple[int, int, int, bool], ...]
+    chunks: tuple[tuple[int, int, int, bool, int], ...]
     said: int = 0
     check: int = 0
+    assists: tuple[tuple[int, int, int, int, int], ...] = ()
+    asks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    told: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
@@ -104,13 +112,14 @@ class Desync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
     """The state of a group after plan `seq`, to start over from; the plans that follow it are sent again.
 
-    requests: (request, known tokens, runs of blocks). groups: (epoch, members), as many as are kept.
+    requests: (request, tokens known to the group, runs of blocks, first token held). groups: (epoch, members), as many
+    as are kept.
     """
 
     seq: int
     said: int
     check: int
-    requests: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+    requests: tuple[tuple[int, int, tuple[tuple[int, int], ...], int], ...]
     groups: tuple[tuple[int, tuple[int, ...]], ...]
 
 

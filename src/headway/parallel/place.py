@@ -55,6 +55,10 @@ class Place:
         """All ranks of this stage of this group, in order."""
         return tuple(Place(self.layout, self.group, self.stage, tp).rank for tp in range(self.layout.tp))
 
+    def in_group(self, group: int) -> Place:
+        """The rank with the same slice of the same stage in another group."""
+        return Place(self.layout, group, self.stage, self.tp)
+
     def at_stage(self, stage: int) -> Place:
         """The rank with the same slice in another stage."""
         return Place(self.layout, self.group, stage, self.tp)

@@ -15,9 +15,15 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Assist, Chunk, DecodeGroup, KvOp, KvVerb, Part
 from headway.kv.allocator import BlockTables, Run
 from headway.parallel.messages import Plan
+
+Asks = tuple[tuple[int, tuple[str, ...]], ...]
+"""(guest group, requests): whose rows of a part other groups attend as well."""
+
+Told = tuple[tuple[str, int, tuple[int, ...]], ...]
+"""(request, tokens known before, tokens): what was generated in other groups, for a group that takes over."""
 
 Runs = list[tuple[Run, ...]]
 """Of each block operation, in order: what the request then holds."""
@@ -66,6 +72,7 @@ class PlanWriter:
         self.said = self.check = 0
         self._numbers = numbers
         self._holders: dict[str, int] = {}
+        self._strays = 0
         self._tables = BlockTables(kv_blocks)
         self._epochs: Epochs[dict[str, int]] = Epochs()
         self._forget: list[int] = []
@@ -74,8 +81,9 @@ class PlanWriter:
         """Tell the ranks with the next plan that a request has ended."""
         self._forget.append(request)
 
-    def write(self, part: Part) -> Plan:
+    def write(self, part: Part, asks: Asks = (), told: Told = ()) -> Plan:
         """The next plan. It is part of the stream from here on, and must be sent."""
+        numbers = self._numbers
         self.seq += 1
         epoch, base, joined, left = self._delta(part.decodes)
         plan = Plan(
@@ -86,7 +94,10 @@ class PlanWriter:
             base=base,
             joined=joined,
             left=left,
-            chunks=tuple((self._numbers[c.request], c.start, c.tokens, c.last) for c in part.prefills),
+            chunks=tuple((numbers[c.request], c.start, c.tokens, c.last, c.base) for c in part.prefills),
+            assists=tuple((self._holders[a.request], a.rows, a.owner, a.start, a.tokens) for a in part.assists),
+            asks=tuple((group, tuple(numbers[name] for name in names)) for group, names in asks),
+            told=tuple((numbers[name], known, tokens) for name, known, tokens in told),
         )
         self._forget.clear()
         self.said = spoken(self.said, plan)
@@ -112,13 +123,16 @@ class PlanWriter:
         epochs.use(epoch, members)
         return epoch, base, joined, left
 
-    def _numbered(self, op: KvOp) -> tuple[int, int]:
-        """An id may be in use again before the blocks of who had it before are freed."""
+    def _numbered(self, op: KvOp) -> tuple[int, int, int]:
+        """An id may be in use again before the blocks of who had it before are freed. Who has ended before its blocks
+        could be given has a number of its own, below 0."""
         if op.verb == "free":
-            return self._holders.pop(op.request), 0
+            return self._holders.pop(op.request), 0, 0
         if op.verb == "reserve":
-            self._holders[op.request] = self._numbers[op.request]
-        return self._holders[op.request], op.blocks
+            if op.request not in self._numbers:
+                self._strays -= 1
+            self._holders[op.request] = self._numbers.get(op.request, self._strays)
+        return self._holders[op.request], op.blocks, op.start
 
 
 class StreamState:
@@ -145,9 +159,10 @@ class StreamState:
                 kept = tuple(name for name in members if name not in gone) if gone else members
                 members = (*kept, *map(str, plan.joined))
             self.epochs.use(plan.epoch, members)
-        ops = tuple(KvOp("grow" if blocks else "free", str(request), blocks) for request, blocks in plan.ops)
-        chunks = tuple(Chunk(str(request), start, tokens, last) for request, start, tokens, last in plan.chunks)
-        return Part(0, DecodeGroup(members, 0, plan.epoch), chunks, ops)
+        ops = tuple(KvOp(_verb(blocks, start), str(request), blocks, start) for request, blocks, start in plan.ops)
+        chunks = tuple(Chunk(str(request), start, tokens, last, base) for request, start, tokens, last, base in plan.chunks)
+        assists = tuple(Assist(str(request), *rest) for request, *rest in plan.assists)
+        return Part(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
 
     def advance(self, runs: Runs, kv_sum: int) -> int:
         """A plan's block operations have given `runs`, and its decodes read `kv_sum` tokens: the checksum that results,
@@ -159,7 +174,7 @@ class StreamState:
 def replay(tables: BlockTables, plan: Plan) -> Runs:
     """Carry out a plan's block operations and return what each request then holds."""
     results: list[tuple[Run, ...]] = []
-    for number, blocks in plan.ops:
+    for number, blocks, _ in plan.ops:
         request = str(number)
         if blocks:
             tables.add(request, blocks)
@@ -168,6 +183,13 @@ def replay(tables: BlockTables, plan: Plan) -> Runs:
             tables.free(request)
             results.append(())
     return results
+
+
+def _verb(blocks: int, start: int) -> KvVerb:
+    """Of an operation as it comes: "reserve" and "grow" add blocks alike, but a new shard begins at `start`."""
+    if not blocks:
+        return "free"
+    return "reserve" if start else "grow"
 
 
 def spoken(said: int, plan: Plan) -> int:

@@ -104,7 +104,10 @@ class Rank:
     def _carry_out(self, plan: Plan, part: Part) -> None:
         worker, state = self._worker, self._state
         try:
-            check = state.advance(worker.replay(part.kv_ops), worker.kv_sum(part.decodes))
+            runs = worker.replay(part.kv_ops)
+            for number, known, tokens in plan.told:
+                worker.hear(str(number), known, tokens)
+            check = state.advance(runs, worker.kv_sum(part.decodes))
         except (InvariantError, KeyError) as error:
             self._halt(plan.seq, f"plan {plan.seq} cannot be replayed: {error}")
             return
@@ -118,7 +121,8 @@ class Rank:
         if plan.seq <= self._done:
             worker.skip(part)
             return
-        emitted = worker.run(part)
+        asks = tuple((group, tuple(map(str, numbers))) for group, numbers in plan.asks)
+        emitted = worker.run(part, asks)
         self._done = plan.seq
         logprobs = tuple(one.logprobs for one in emitted)
         tokens = tuple(one.token for one in emitted)
@@ -132,9 +136,12 @@ class Rank:
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Begin again behind `snapshot.seq`; plans up to the last one that was carried out only move cursors."""
-        held = {str(request): runs for request, _, runs in snapshot.requests if runs}
+        held = {str(request): runs for request, _, runs, _ in snapshot.requests if runs}
+        bases = {str(request): base for request, _, _, base in snapshot.requests if base}
         tables = BlockTables.of(self._worker.tables.allocator.n_blocks, held)
-        self._worker.restore(tables, {str(request): known for request, known, _ in snapshot.requests if known})
+        self._worker.restore(
+            tables, {str(request): known for request, known, _, _ in snapshot.requests if known}, bases
+        )
         self._state = StreamState(tables, snapshot.said, snapshot.check)
         for epoch, members in snapshot.groups:
             self._state.epochs.use(epoch, tuple(map(str, members)))

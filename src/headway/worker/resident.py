@@ -44,6 +44,13 @@ class Resident:
         if self.sampler is not None:
             self.sampler.append(token)
 
+    def hear(self, known: int, tokens: tuple[int, ...]) -> None:
+        """Tokens generated elsewhere, of which `known` were known before. Those that are here already are passed over."""
+        self.known = max(self.known, known + len(tokens))
+        if self._prompt is not None or self.sampler is not None:
+            for token in tokens[self._prompt_tokens + len(self.output) - known :]:
+                self.append(token)
+
     def tokens(self, start: int, count: int) -> Tensor:
         """Tokens [start, start + count) as int64, whether of the prompt or generated."""
         if self._prompt is None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from headway.attention.base import Segment
+from headway.attention.base import AttentionPlan, Segment
+from headway.attention.slots import cut_runs
 from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
 from headway.core.errors import InvariantError
 from headway.core.executor import Emitted
@@ -21,7 +22,9 @@ from headway.core.sampling import SamplingParams
 from headway.kv.allocator import BlockTables, Run
 from headway.model.decoder import Decoder
 from headway.model.sampling import sample
+from headway.parallel.group_attention import Ask, GroupAttention, Visit
 from headway.parallel.links import Links
+from headway.parallel.stream import Asks
 from headway.worker.resident import Resident, sampler_of
 
 
@@ -45,6 +48,7 @@ class Worker:
         self._eos = eos
         self._residents: dict[str, Resident] = {}
         self._slots: dict[str, tuple[Run, ...]] = {}
+        self._bases: dict[str, int] = {}
         self._group: tuple[int, list[Resident]] = (-1, [])
         self._rows: deque[Callable[[], Tensor]] = deque()
         self._drawn: deque[tuple[list[Resident], Callable[[], list[int]]]] = deque()
@@ -73,17 +77,27 @@ class Worker:
         """Drop a request's tokens; its KV goes with the next batch's `free`."""
         self._residents.pop(request_id, None)
 
+    def hear(self, request_id: str, known: int, tokens: tuple[int, ...]) -> None:
+        """Take in what other KV groups have generated of a request, of which `known` tokens were known before."""
+        if self._embeds and not self._draws:
+            while self._residents[request_id].behind:
+                self._hear_tokens()
+        self._residents[request_id].hear(known, tokens)
+
     # -- block tables and cursors -------------------------------------------------------------------------------
 
     def replay(self, ops: tuple[KvOp, ...]) -> list[tuple[Run, ...]]:
         """Carry out a part's KV operations. Returns what each request then holds, as runs of blocks."""
         held: list[tuple[Run, ...]] = []
-        for verb, request, blocks in ((op.verb, op.request, op.blocks) for op in ops):
+        for verb, request, blocks, start in ((op.verb, op.request, op.blocks, op.start) for op in ops):
             if verb == "free":
                 self.tables.free(request)
                 self._slots.pop(request, None)
+                self._bases.pop(request, None)
                 held.append(())
                 continue
+            if start:
+                self._bases[request] = start
             self.tables.add(request, blocks)
             runs = self.tables.runs(request)
             if not runs:
@@ -93,16 +107,20 @@ class Worker:
         return held
 
     def kv_sum(self, group: DecodeGroup) -> int:
-        """KV tokens that a group's next step reads: the sum of its members' cursors."""
-        return sum(resident.known for resident in self._members(group))
+        """KV tokens that a group's next step reads here: the sum of its members' cursors, less what other KV groups
+        hold."""
+        known = sum(resident.known for resident in self._members(group))
+        return known - sum(map(self._base, group.members)) if self._bases else known
 
     def skip(self, part: Part) -> None:
         """Move cursors as `run` would; the part was run before, and its tokens are here or on their way."""
         for resident in self._yielding(part):
             resident.count()
 
-    def restore(self, tables: BlockTables, known: Mapping[str, int]) -> None:
-        """Take over block tables and cursors of a snapshot. Requests that it does not name are dropped."""
+    def restore(self, tables: BlockTables, known: Mapping[str, int], bases: Mapping[str, int] = {}) -> None:  # noqa: B006
+        """Take over block tables and cursors of a snapshot. Requests that it does not name are dropped. bases: the first
+        token held here, where it is not 0."""
+        self._bases = dict(bases)
         self.tables = tables
         self._slots = {name: self._slots_of(tables.runs(name)) for name in tables.owners()}
         self._residents = {name: resident for name, resident in self._residents.items() if name in known}
@@ -114,19 +132,22 @@ class Worker:
 
     def expect(self, part: Part) -> None:
         """Ask the stage before for the rows of a part that is going to be run. In order, and once each."""
-        if not self._embeds:
+        if not self._embeds and part.tokens:
             assert self._links is not None
             self._rows.append(self._links.expect_rows(part.tokens))
 
     @torch.inference_mode()
-    def run(self, part: Part) -> list[Emitted]:
+    def run(self, part: Part, asks: Asks = ()) -> list[Emitted]:
         """Compute one part and draw the tokens that it yields: decodes in group order, then finished prompts. Empty on
-        ranks that do not sample. Its KV operations have been replayed."""
+        ranks that do not sample. Its KV operations have been replayed. asks: whose rows other KV groups attend too."""
+        if not part.tokens:
+            self._visit(part)
+            return []
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         decoding, yielding = self._members(part.decodes), self._yielding(part)
         segments, positions, wanted = self._layout(part, decoding)
         hidden = self._begin(part, decoding)
-        plan = self.decoder.backend.plan(segments, self.pool)
+        plan = self._plan(part, segments, asks)
         hidden = self.decoder.run_layers(hidden, self.decoder.rotary_table(positions), plan)
         if not self._ends:
             assert self._links is not None
@@ -148,7 +169,7 @@ class Worker:
         """Rows of the forward pass: decodes first, then chunks. (segments, positions, rows that yield a token)."""
         positions = [resident.known - 1 for resident in decoding]
         segments = [
-            Segment(row, 1, position, self._slots[name])
+            Segment(row, 1, position - self._base(name), self._slots[name])
             for row, (name, position) in enumerate(zip(part.decodes.members, positions, strict=True))
         ]
         wanted = list(range(len(positions)))
@@ -156,11 +177,38 @@ class Worker:
         places = [torch.tensor(positions, dtype=torch.int64)] if positions else []
         for chunk in part.prefills:
             places.append(torch.arange(chunk.start, chunk.start + chunk.tokens))
-            segments.append(Segment(at, chunk.tokens, chunk.start, self._slots[chunk.request]))
+            segments.append(Segment(at, chunk.tokens, chunk.start - chunk.base, self._slots[chunk.request]))
             at += chunk.tokens
             if chunk.last:
                 wanted.append(at - 1)
         return segments, places[0] if len(places) == 1 else torch.cat(places), wanted
+
+    def _plan(self, part: Part, segments: list[Segment], asks: Asks) -> AttentionPlan:
+        """What attention does in this part, together with other KV groups where requests lie in several."""
+        backend = self.decoder.backend
+        if not (asks or part.assists):
+            return backend.plan(segments, self.pool)
+        assert isinstance(backend, GroupAttention)
+        names = (*part.decodes.members, *(chunk.request for chunk in part.prefills))
+        rows = dict(zip(names, segments, strict=True))
+        asked = [Ask(group, tuple(rows[name] for name in requests)) for group, requests in asks]
+        return backend.share(segments, self.pool, asked, self._visits(part))
+
+    def _visits(self, part: Part) -> list[Visit]:
+        return [Visit(a.owner, a.rows, cut_runs(self._slots[a.request], 0, a.tokens)) for a in part.assists]
+
+    def _visit(self, part: Part) -> None:
+        """A part without rows of its own: attend those of other groups."""
+        backend = self.decoder.backend
+        assert isinstance(backend, GroupAttention)
+        plan = backend.share((), self.pool, (), self._visits(part))
+        for layer in range(self.pool.layers):
+            backend.visit(layer, plan)
+        self.began_s = plan.began_s
+
+    def _base(self, request_id: str) -> int:
+        """The first token of a request that is held here."""
+        return self._bases.get(request_id, 0)
 
     def _begin(self, part: Part, decoding: list[Resident]) -> Tensor:
         """The rows that enter this rank's first layer: embedded tokens, or what the stage before sends."""

@@ -1,7 +1,8 @@
 """Compiled kernels for bf16, built once for the processor at hand, and never required.
 
-For few rows they read each weight and each live key and value once, where a decode step by general kernels spends most
-of its time around the reading; for prefill, attention runs at nearly the speed of a matrix product. Without a C++
+A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
+read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
+nearly that of many. Without a C++
 compiler, or a processor with AVX-512 BF16, `kernels()` is None and everything runs on ATen and oneDNN.
 """
 
@@ -21,7 +22,7 @@ _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "headway_linear": (_P, _P, _F, _N, _P, _P, _P, _P, _I, _I, _I),
     "headway_rotate": (_P, _P, _P, _I, _I, _I, _I, _I),
-    "headway_decode": (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P),
+    "headway_decode": (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P, _P),
     "headway_prefill": (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F),
 }
 

@@ -1,4 +1,4 @@
-// Decode attention of a bf16 decoder: one row a request. Conventions as in few_rows.cpp.
+// Decode attention of a bf16 decoder: one row a request. Conventions as in linear.cpp.
 
 #ifdef __AVX512BF16__
 #include <cmath>
@@ -93,13 +93,15 @@ extern "C" {
 // Decode attention of several requests, one row each: store the new key and value, then attend over the tiles.
 // rows, slots (requests): the row in the batch and the slot to write. tiles (count, 2): first slot and tokens (<= 512);
 // request i owns tiles edges[i]..edges[i+1]. keys, values: one layer of the pool, (kv_heads, slots, dim).
+// With lse, answers are partial: nothing is stored, k and v may be null, out is fp32 and lse (rows, q_heads) is set.
 // scratch: count * ceil(group / 4) * kv_heads * (4 * dim + 8) floats. dim is 32, 64, 96 or 128.
-void headway_decode(const bf16* q, const bf16* k, const bf16* v, bf16* out, i64 q_stride, i64 kv_stride, bf16* keys,
+void headway_decode(const bf16* q, const bf16* k, const bf16* v, void* out, i64 q_stride, i64 kv_stride, bf16* keys,
                     bf16* values, i64 head_stride, const i64* rows, const i64* slots, i64 requests, const i64* tiles,
-                    const i64* edges, i64 q_heads, i64 kv_heads, i64 dim, float scale, float* scratch) {
+                    const i64* edges, i64 q_heads, i64 kv_heads, i64 dim, float scale, float* scratch,
+                    float* lse) {
     const i64 group = q_heads / kv_heads, quads = (group + 3) / 4, count = edges[requests], size = 4 * dim + 8;
     const TileFn run = kTiles[dim / 32 - 1];
-    for (i64 i = 0; i < requests; i++)
+    for (i64 i = 0; !lse && i < requests; i++)
         for (i64 h = 0; h < kv_heads; h++) {
             memcpy(keys + h * head_stride + slots[i] * dim, k + rows[i] * kv_stride + h * dim, dim * sizeof(bf16));
             memcpy(values + h * head_stride + slots[i] * dim, v + rows[i] * kv_stride + h * dim, dim * sizeof(bf16));
@@ -141,8 +143,14 @@ void headway_decode(const bf16* q, const bf16* k, const bf16* v, bf16* out, i64 
                 for (i64 c = 0; c < dim / 16; c++)
                     acc[c] = _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(part + g % 4 * dim + 16 * c), acc[c]);
             }
-            for (i64 c = 0; c < dim / 16; c++)
-                narrow(out + (rows[i] * q_heads + job % q_heads) * dim + 16 * c, _mm512_mul_ps(acc[c], _mm512_set1_ps(1.0f / total)));
+            const i64 at = rows[i] * q_heads + job % q_heads;
+            const __m512 inverse = _mm512_set1_ps(1.0f / total);
+            if (lse) lse[at] = high + std::log(total);
+            for (i64 c = 0; c < dim / 16; c++) {
+                const __m512 x = _mm512_mul_ps(acc[c], inverse);
+                if (lse) _mm512_storeu_ps((float*)out + at * dim + 16 * c, x);
+                else narrow((bf16*)out + at * dim + 16 * c, x);
+            }
         }
     }
 }

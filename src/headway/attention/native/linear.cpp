@@ -1,12 +1,17 @@
-// The few-rows path of a bf16 decoder: linear layers and rotation for up to a handful of rows.
+// Linear layers and rotation of a bf16 decoder, for any number of rows.
 //
 // Called through ctypes by headway.attention.native, which compiles these files for the processor at hand. Nothing here
 // depends on torch: pointers, sizes and strides (in elements) only. Accumulation is fp32; results are rounded to bf16
 // once, where the general path rounds one or two times. Threads are those of the OpenMP runtime already in the process.
+//
+// A weight (n, k) lies in panels of 16 columns of the result, [n / 16][k / 2][16][2]: one vector holds 16 columns and two
+// inputs, as vdpbf16ps takes them. Rows are laid the same way, in blocks of at most 12: [k / 2][rows][2], to be broadcast.
+// An element of the result is the same sum in the same order in any block: it does not depend on the other rows.
 
 #ifndef __AVX512BF16__
 extern "C" int headway_supported() { return 0; }
 #else
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -15,58 +20,61 @@ extern "C" int headway_supported() { return 0; }
 
 namespace {
 
-// Dot products of R weight rows with M input rows (R * M == 16), into sums[r * M + m]. k is a multiple of 32.
-template <int R, int M>
-inline void dots(const bf16* w, const bf16* x, i64 k, float* sums) {
-    __m512 acc[16];
-    for (auto& a : acc) a = _mm512_setzero_ps();
-    for (i64 c = 0; c < k; c += 32) {
-        __m512bh row[R];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            row[r] = pack(w + r * k + c);
-            _mm_prefetch((const char*)(w + r * k + c + R * k), _MM_HINT_T0);
-        }
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++) {
-            __m512bh in = pack(x + m * k + c);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) acc[r * M + m] = _mm512_dpbf16_ps(acc[r * M + m], row[r], in);
-        }
-    }
-    _mm512_storeu_ps(sums, sums16(acc));
-}
-
-constexpr i64 kBlock = 32;
+constexpr i64 kRows = 12;       // in a block: 12 x 2 accumulators
+constexpr i64 kFew = 6;         // blocks up to here take 4 panels at a time
+constexpr i64 kTogether = 240;  // rows that one pass over the weights serves
 
 struct Epilogue {
     const bf16* bias;
     const bf16* residual;
     bf16* out;
     i64 n;
-    // Columns begin .. begin + kBlock (those below end) of row m, from sums.
-    void put(i64 m, i64 begin, i64 end, const float* sums) const {
-        for (i64 c = begin; c < end; c += 16) {
-            __mmask16 live = end - c >= 16 ? __mmask16(0xffff) : __mmask16((1u << (end - c)) - 1);
-            __m512 value = _mm512_loadu_ps(sums + c - begin);
-            if (bias) value = _mm512_add_ps(value, widen(live, bias + c));
-            if (residual) value = _mm512_add_ps(value, widen(live, residual + m * n + c));
-            _mm256_mask_storeu_epi16(out + m * n + c, live, (__m256i)_mm512_cvtneps_pbh(value));
-        }
+    void put(i64 m, i64 c, __m512 value) const {
+        const __mmask16 live = n - c >= 16 ? __mmask16(0xffff) : __mmask16((1u << (n - c)) - 1);
+        if (bias) value = _mm512_add_ps(value, widen(live, bias + c));
+        if (residual) value = _mm512_add_ps(value, widen(live, residual + m * n + c));
+        _mm256_mask_storeu_epi16(out + m * n + c, live, (__m256i)_mm512_cvtneps_pbh(value));
     }
 };
 
-// Output columns begin..end (at most kBlock, at least R) for `rows` rows of x, which is readable up to M rows.
-template <int R, int M>
-void columns(const bf16* w, const bf16* x, i64 k, i64 begin, i64 end, i64 rows, i64 first, const Epilogue& e) {
-    float sums[16], block[M][kBlock];
-    for (i64 col = begin; col < end; col += R) {
-        i64 base = col + R <= end ? col : end - R;
-        dots<R, M>(w + base * k, x, k, sums);
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) block[m][base - begin + r] = sums[r * M + m];
+// R rows from `row` on, C panels from column 16 * `panel` on. x: their block.
+template <int R, int C>
+void tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 panel, const Epilogue& e) {
+    __m512 acc[R * C];
+    for (auto& a : acc) a = _mm512_setzero_ps();
+    w += panel * 16 * k;
+    for (i64 p = 0; p < k / 2; p++) {
+        __m512bh in[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            in[c] = pack(w + c * 16 * k + p * 32);
+            if (R <= kFew) _mm_prefetch((const char*)(w + c * 16 * k + p * 32 + 1024), _MM_HINT_T0);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(int(x[p * R + r]));
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) acc[r * C + c] = _mm512_dpbf16_ps(acc[r * C + c], a, in[c]);
+        }
     }
-    for (i64 m = 0; m < rows; m++) e.put(first + m, begin, end, block[m]);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) e.put(row + r, 16 * (panel + c), acc[r * C + c]);
+}
+
+using TileFn = void (*)(const uint32_t*, const bf16*, i64, i64, i64, const Epilogue&);
+#define ROWS_UP_TO_6(C) tile<1, C>, tile<2, C>, tile<3, C>, tile<4, C>, tile<5, C>, tile<6, C>
+#define ROWS_UP_TO_12(C) ROWS_UP_TO_6(C), tile<7, C>, tile<8, C>, tile<9, C>, tile<10, C>, tile<11, C>, tile<12, C>
+constexpr TileFn kOne[] = {ROWS_UP_TO_12(1)}, kTwo[] = {ROWS_UP_TO_12(2)}, kFour[] = {ROWS_UP_TO_6(4)};
+
+// The panels first .. last - 1 of `rows` rows.
+void panels(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 first, i64 last, const Epilogue& e) {
+    while (first < last) {
+        const i64 left = last - first, taken = left >= 4 && rows <= kFew ? 4 : left >= 2 ? 2 : 1;
+        (taken == 4 ? kFour : taken == 2 ? kTwo : kOne)[rows - 1](x, w, k, row, first, e);
+        first += taken;
+    }
 }
 
 void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* y) {
@@ -79,9 +87,9 @@ void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* y) {
     for (i64 c = 0; c < k; c += 16) narrow(y + c, _mm512_mul_ps(_mm512_mul_ps(widen(x + c), factor), widen(weight + c)));
 }
 
-void swiglu(const bf16* x, i64 k, i64 begin, i64 end, bf16* y) {
+void swiglu(const bf16* x, i64 k, bf16* y) {
     const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
-    for (i64 c = begin; c < end; c += 16) {
+    for (i64 c = 0; c < k; c += 16) {
         __m512 g = widen(x + c);
         __m512 e = exp16(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
         __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
@@ -91,54 +99,62 @@ void swiglu(const bf16* x, i64 k, i64 begin, i64 end, bf16* y) {
     }
 }
 
+// Inputs 32 * piece .. of a block of rows, after the prologue, into their place in the block.
+struct Rows {
+    const bf16 *x, *norm;
+    float eps;
+    int gated;
+    i64 k;
+};
+
+void lay(const Rows& in, i64 row, i64 rows, bf16* scratch, uint32_t* to) {
+    const i64 k = in.k;
+    for (i64 r = 0; r < rows; r++) {
+        const bf16* from = in.x + (row + r) * (in.gated ? 2 * k : k);
+        if (in.gated) swiglu(from, k, scratch), from = scratch;
+        else if (in.norm) normalise(from, in.norm, in.eps, k, scratch), from = scratch;
+        if (rows == 1) memcpy(to, from, k * sizeof(bf16));
+        else
+            for (i64 p = 0; p < k / 2; p++) memcpy(to + p * rows + r, from + 2 * p, 4);
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
 int headway_supported() { return 1; }
 
-// out (rows, n) = prologue(x) W^T + bias + residual. Prologue: RMS norm by `norm`, or SwiGLU of x (rows, 2k), or none.
-// n is at least 16, k a multiple of 32. out may be residual if n is a multiple of 16: the last columns then overlap none.
+// out (rows, n) = prologue(x) W^T + bias + residual, W in panels. Prologue: RMS norm by `norm`, or SwiGLU of x (rows, 2k),
+// or none. k is a multiple of 32. out may be residual.
 void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const bf16* w, const bf16* bias,
                     const bf16* residual, bf16* out, i64 rows, i64 n, i64 k) {
-    static thread_local std::vector<bf16> kept;
-    i64 padded = rows <= 4 ? (rows == 3 ? 4 : rows) : (rows + 7) / 8 * 8;
-    const bf16* ready = x;
-    bf16* scratch = nullptr;
-    if (norm || gated || padded != rows) {
-        if (i64(kept.size()) < padded * k) kept.assign(padded * k, 0);
-        ready = scratch = kept.data();
-    }
+    static thread_local std::vector<uint32_t> kept;
+    const i64 most = std::min(rows, kTogether);
+    if (i64(kept.size()) < most * k / 2) kept.resize(most * k / 2);
+    uint32_t* laid = kept.data();
     const Epilogue e{bias, residual, out, n};
-    const i64 blocks = (n + kBlock - 1) / kBlock;
+    const Rows in{x, norm, eps, gated, k};
+    const i64 count = (n + 15) / 16;
 #pragma omp parallel
     {
-        if (gated) {
-            const i64 piece = 256, pieces = (k + piece - 1) / piece;
+        static thread_local std::vector<bf16> scratch;
+        if (i64(scratch.size()) < k) scratch.resize(k);
+        for (i64 begin = 0; begin < rows; begin += kTogether) {
+            const i64 held = std::min(rows - begin, kTogether), blocks = (held + kRows - 1) / kRows;
 #pragma omp for schedule(static)
-            for (i64 i = 0; i < rows * pieces; i++) {
-                i64 m = i / pieces, begin = i % pieces * piece;
-                swiglu(x + 2 * m * k, k, begin, begin + piece < k ? begin + piece : k, scratch + m * k);
+            for (i64 b = 0; b < blocks; b++) {
+                const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
+                lay(in, begin + first, last - first, scratch.data(), laid + first * k / 2);
             }
-        } else if (scratch) {
+            const i64 wide = held <= kFew ? 4 : 2, groups = (count + wide - 1) / wide;
 #pragma omp for schedule(static)
-            for (i64 m = 0; m < rows; m++) {
-                if (norm) normalise(x + m * k, norm, eps, k, scratch + m * k);
-                else memcpy(scratch + m * k, x + m * k, k * sizeof(bf16));
-            }
-        }
-#pragma omp for schedule(static)
-        for (i64 b = 0; b < blocks; b++) {
-            i64 begin = b * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
-            if (end - begin < 16) begin = end - 16;
-            for (i64 m = 0; m < padded;) {
-                i64 left = rows - m;
-                const bf16* in = ready + m * k;
-                if (padded - m == 1) columns<16, 1>(w, in, k, begin, end, left, m, e), m += 1;
-                else if (padded - m == 2) columns<8, 2>(w, in, k, begin, end, left, m, e), m += 2;
-                else if (padded - m == 4) columns<4, 4>(w, in, k, begin, end, left, m, e), m += 4;
-                else columns<2, 8>(w, in, k, begin, end, left < 8 ? left : 8, m, e), m += 8;
-            }
+            for (i64 g = 0; g < groups; g++)
+                for (i64 b = 0; b < blocks; b++) {
+                    const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
+                    panels(laid + first * k / 2, w, k, begin + first, last - first, wide * g,
+                           std::min(count, wide * (g + 1)), e);
+                }
         }
     }
 }
@@ -146,6 +162,7 @@ void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const
 // Rotate the first `heads` heads of each row in place: pairs (i, i + dim/2), cos and signed sin (rows, dim) as RotaryTable.
 void headway_rotate(bf16* x, const bf16* cos, const bf16* sin, i64 rows, i64 row_stride, i64 heads, i64 head_dim, i64 dim) {
     i64 half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows > 16)
     for (i64 r = 0; r < rows; r++)
         for (i64 h = 0; h < heads; h++) {
             bf16* p = x + r * row_stride + h * head_dim;

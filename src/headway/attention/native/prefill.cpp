@@ -1,4 +1,4 @@
-// Attention of chunks of many rows over the keys and values of a pool. Conventions as in few_rows.cpp.
+// Attention of chunks of many rows over the keys and values of a pool. Conventions as in linear.cpp.
 //
 // The heads that share a KV head are rows too: row r of a chunk's KV head is token r / group, head r % group. A job is up
 // to 384 such rows over one span of keys; long spans are cut where there would be fewer jobs than keep all threads busy,

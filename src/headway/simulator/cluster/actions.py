@@ -28,7 +28,7 @@ from headway.placement.base import (
 from headway.simulator.cluster.engine import Engine
 from headway.simulator.cluster.journey import Journey
 from headway.simulator.cluster.lanes import Entry, Lanes
-from headway.simulator.cluster.spans import SpanRun, predicted_s
+from headway.simulator.cluster.spans import SpanRun, predicted_batch_s, predicted_s
 from headway.simulator.cluster.timeline import Timeline
 from headway.simulator.cluster.transfers import Piece, Transfers
 from headway.simulator.cohorts import Track
@@ -110,10 +110,11 @@ class Actions:
             return
         journey = self._journey(action.request)
         groups = [self._group(span.group) for span in action.spans]
-        stale = [i for group in groups for i in group if self.world.book.changed_at[i] > action.version]
-        if stale:
-            raise Impossible(f"instance {stale[0]} has changed since version {action.version}")
+        self._check_fresh((i for group in groups for i in group), action.version)
         at = journey.entries[-1].payload.span.end if journey.entries else action.spans[0].start  # type: ignore[attr-defined]
+        held = {i for i, holder in enumerate(self.lanes.holder) if holder == action.request}
+        for span, group in zip(action.spans, groups, strict=True):
+            if span.start != at or span.end <= span.start:
                 raise Impossible(f"a span of tokens {span.start} to {span.end} does not go on from {at}")
             if held and not held.issuperset(group):
                 raise Impossible("a holder's spans must lie on what it holds")
@@ -136,7 +137,55 @@ class Actions:
             before = entry
         self.world.chunked += len(journey.entries) > 1 and len(journey.entries) - len(action.spans) < 2
 
+    def _check_fresh(self, instances: Iterable[int], version: int) -> None:
+        for i in instances:
+            if self.world.book.changed_at[i] > version:
+                raise Impossible(f"instance {i} has changed since version {version}")
+
+    def _commit_batch(self, action: Commit) -> None:
+        """One entry on the lanes for all; each request has an entry of its own to be found by."""
+        spans = (*action.spans, *action.along)
+        journeys = [self._journey(span.request.id) for span in spans]
+        group = self._group(spans[0].group)
+        self._check_fresh(group, action.version)
+        names = {journey.request.id for journey in journeys}
+        if len(action.spans) != 1 or len(names) != len(spans) or spans[0].request.id != action.request:
+            raise Impossible("a batch has one span of each of its requests, the first one's first")
+        if any(self.lanes.holder[i] is not None for i in group):
+            raise Impossible("a batch cannot run on instances that are held")
+        for span, journey in zip(spans, journeys, strict=True):
+            if self._group(span.group) != group or journey.entries:
+                raise Impossible("a batch runs on one group, and its requests have no other spans")
+            if not 0 <= span.start < span.end <= journey.request.prompt_tokens:
+                raise Impossible(f"tokens {span.start} to {span.end} are not in {span.request.id}'s prompt")
+        nodes = len({self.lanes.nodes[i] for i in group})
+        seconds, factor = predicted_batch_s(self.world.spec, spans, nodes), self.world.noise.factor()
+        lead: Entry | None = None
+        for span, journey in zip(spans, journeys, strict=True):
+            run = SpanRun(span, 0, span.end == journey.request.prompt_tokens, seconds, factor)
+            entry = Entry("span", journey.request.id, group, run, None, action.beside)
+            journey.entries.append(entry)
+            if lead is None:
+                lead = entry
+                self.lanes.append(lead)
+            else:
+                entry.state, run.lead = "waiting", lead
+                lead.payload.along.append(entry)  # type: ignore[attr-defined]
+            for i in group:
+                self._tokens[i] += (span.end - span.start) / len(group)
+        assert lead is not None
+        self.timeline.extend(lead, self.world.now)
+        self._touch(group)
+
     def _hold(self, action: Hold) -> None:
+        group = self._group(action.group)
+        if any(holder == action.holder for holder in self.lanes.holder):
+            taken = [i for i in group if not self.lanes.empty(i)]
+            if taken:
+                raise Impossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
+        self.lanes.append(Entry("hold", action.holder, group, None))
+        self._touch(group)
+
     def _release(self, action: Release) -> None:
         for lane in self.lanes.waiting:
             for entry in [e for e in lane if e.kind == "hold" and e.owner == action.holder and not action.group]:
@@ -177,18 +226,12 @@ class Actions:
             self._unstay(journey)
             at = Progress(journey.request.prompt_tokens + len(journey.times), 0)
             self.world.news.append(Paused(action.request, len(journey.entries) - 1, at))
-    def _hold(self, action: Hold) -> None:
-        group = self._group(action.group)
-        if any(holder == action.holder for holder in self.lanes.holder):
-            taken = [i for i in group if not self.lanes.empty(i)]
-            if taken:
-                raise Impossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
-        self.lanes.append(Entry("hold", action.holder, group, None))
-        self._touch(group)
             return
         if entry is None:
             raise Impossible(f"{action.request} does not run")
         run: SpanRun = entry.payload  # type: ignore[assignment]
+        if run.along or run.lead is not None:
+            raise Impossible(f"{action.request} is computed in a batch")
         at_s, layer = run.pause_at(self.world.now, self.world.spec.shape.layers)
         if at_s >= run.due_s:
             raise Impossible(f"{action.request} is in its last layer")
@@ -222,16 +265,16 @@ class Actions:
             else:
                 self._sends.setdefault(action.request, {})[action.index] = action.to
             return
-        group = journey.entries[-1].group if journey.entries else journey.group
+        group = journey.group or (journey.entries[-1].group if journey.entries else ())
+        if not group:
+            raise Impossible(f"{action.request} has no KV anywhere")
         shape = self.world.spec.shape
-        count = journey.request.prompt_tokens * shape.kv_bytes_per_token
+        count = (journey.request.prompt_tokens + len(journey.times)) * shape.kv_bytes_per_token
         if action.overlapped:
             count //= shape.layers
         self.transfers.add(self._pieces(action.request, group, action.to, count), self.world.now)
 
     def _reject(self, action: Reject) -> None:
-        if run.along or run.lead is not None:
-            raise Impossible(f"{action.request} is computed in a batch")
         self.world.drop(self._journey(action.request), f"rejected: {action.why}")
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -243,6 +286,8 @@ class Actions:
 
     def _pieces(
         self, request: str, group: tuple[int, ...], to: int, count: int, entry: Entry | None = None
+    ) -> list[Piece]:
+        """One piece a sending instance; its accelerators' cards send together."""
         instances, links = self.world.book.instances, self.world.spec.links
         pieces = []
         for i in group:
@@ -312,9 +357,6 @@ class Actions:
             self._enter(journey, entry.group, phase)
         else:
             run: SpanRun = entry.payload  # type: ignore[assignment]
-            journey = world.journeys[entry.owner]
-            if journey.scheduled_s is None:
-                journey.scheduled_s = world.now
             layers = world.spec.shape.layers
             run.began_s = world.now
             self.occupy(entry.group, 1)
@@ -322,18 +364,32 @@ class Actions:
             run.serial += 1
             world.spans += 1
             world.push(run.due_s, SPAN, ("done", entry, run.serial))
-            to = self._sends.get(entry.owner, {}).pop(run.index, None)
-            if to is not None:
-                self._announce(journey, entry, to, world.now)
+            for other in run.along:
+                other.state = "running"
+                other.payload.began_s, other.payload.due_s = run.began_s, run.due_s  # type: ignore[attr-defined]
+            for member in (entry, *run.along):
+                self._begun(member)
             if self.timeline.started(entry, world.now):
                 self._anew()
+
+    def _begun(self, entry: Entry) -> None:
+        """A request's span begins: its KV is announced to whom it will be sent."""
+        journey = self.world.journeys[entry.owner]
+        if journey.scheduled_s is None:
+            journey.scheduled_s = self.world.now
+        to = self._sends.get(entry.owner, {}).pop(entry.payload.index, None)  # type: ignore[attr-defined]
+        if to is not None:
+            self._announce(journey, entry, to, self.world.now)
 
     def ended(self, entry: Entry) -> None:
         """A span is complete."""
         run: SpanRun = entry.payload  # type: ignore[assignment]
         self.lanes.finish(entry)
-        for i in entry.group:
-            self._tokens[i] -= (run.span.end - run.span.start) / len(entry.group)
+        for member in (entry, *run.along):
+            member.state = "done"
+            self._untoken(member)
+        for other in run.along:
+            self._send_late(other)
         self._touch(entry.group)
         journey = self.world.journeys[entry.owner]
         if len(journey.entries) > run.index + 1:
@@ -341,6 +397,12 @@ class Actions:
         self._send_late(entry)
         if self.timeline.finished(entry, self.world.now):
             self._anew()
+
+    def _untoken(self, entry: Entry) -> None:
+        """A span's tokens no longer wait or run."""
+        span = entry.payload.span  # type: ignore[attr-defined]
+        for i in entry.group:
+            self._tokens[i] -= (span.end - span.start) / len(entry.group)
 
     def _send_late(self, entry: Entry) -> None:
         for piece in self._late.pop(id(entry), ()):
@@ -372,15 +434,6 @@ class Actions:
             world.engines[group] = engine
             for i in group:
                 self._on[i].append(engine)
-    def _begun(self, entry: Entry) -> None:
-        """A request's span begins: its KV is announced to whom it will be sent."""
-        journey = self.world.journeys[entry.owner]
-        if journey.scheduled_s is None:
-            journey.scheduled_s = self.world.now
-        to = self._sends.get(entry.owner, {}).pop(entry.payload.index, None)  # type: ignore[attr-defined]
-        if to is not None:
-            self._announce(journey, entry, to, self.world.now)
-
         return engine
 
     def _enter(self, journey: Journey, group: tuple[int, ...], phase: Phase) -> None:
@@ -398,16 +451,19 @@ class Actions:
         for i in group:
             self.load[i] += 1
         self.touch(group, engine)
-    def _untoken(self, entry: Entry) -> None:
-        """A span's tokens no longer wait or run."""
-        span = entry.payload.span  # type: ignore[attr-defined]
-        for i in entry.group:
-            self._tokens[i] -= (span.end - span.start) / len(entry.group)
-
 
     def stayed(self, journey: Journey, track: Track) -> None:
         """A request's stay in a scheduler has ended by itself."""
         for i in journey.group:
+            self.load[i] -= 1
+        self._touch(journey.group)
+        journey.take(track)
+        if journey.left <= 0:
+            self.world.finish(journey)
+        else:
+            self.world.news.append(Prefilled(journey.request.id, journey.group))
+
+    def _unstay(self, journey: Journey, why: str = "moved") -> None:
         """Take a request out of its scheduler, with the tokens that it has."""
         track = journey.track
         if track is None:
@@ -422,6 +478,12 @@ class Actions:
         self.touch(journey.group, engine)
         journey.take(track)
 
+    def pump(self) -> Iterable[tuple[Engine, float, int]]:
+        """Start transfers and batches."""
+        world = self.world
+        for piece in self.transfers.start(world.now, self._computed_s):
+            world.push(piece.done_s, SENT, piece)
+        for index in sorted(self._engines):
             engine = self._engines[index]
             if self._may_run(engine):
                 for at_s, batch in engine.replica.pump(world.now, world.end_s):
@@ -448,21 +510,35 @@ class Actions:
             journey.door = None
         left = [entry for entry in journey.entries if entry.state != "done"]
         for entry in left:
-            run: SpanRun = entry.payload  # type: ignore[assignment]
-            run.serial += 1
             self._send_late(entry)
-            if entry.state == "running":
-                self.occupy(entry.group, -1)
-            for i in entry.group:
-                self._tokens[i] -= (run.span.end - run.span.start) / len(entry.group)
-            self.lanes.park(entry)
-            self._touch(entry.group)
+            self._leave_span(entry)
         self.transfers.drop(name)
         self._sends.pop(name, None)
         self._paused_s.pop(name, None)
         self._release(Release(name))
         if left:
             self._anew()
+
+    def _leave_span(self, entry: Entry) -> None:
+        """A request that has ended leaves a span; a batch goes on as long as anybody of it is left."""
+        run: SpanRun = entry.payload  # type: ignore[assignment]
+        lead = run.lead
+        if lead is not None:
+            lead.payload.along.remove(entry)  # type: ignore[attr-defined]
+            self._untoken(entry)
+            entry.state = "parked"
+            if lead.payload.along or self.world.journeys[lead.owner].ended_s is None:  # type: ignore[attr-defined]
+                return
+            entry = lead
+            run = entry.payload  # type: ignore[assignment]
+        elif run.along:
+            return
+        run.serial += 1
+        if entry.state == "running":
+            self.occupy(entry.group, -1)
+        self._untoken(entry)
+        self.lanes.park(entry)
+        self._touch(entry.group)
 
     def occupy(self, group: Iterable[int], change: int) -> None:
         """Something begins (+1) or ends (-1) to compute on these instances; overlaps are busy once."""
@@ -511,20 +587,3 @@ class Actions:
                 for engine in self._on[i]:
                     self._engines.setdefault(engine.index, engine)
         self._stale.clear()
-    def occupy(self, group: Iterable[int], change: int) -> None:
-        """Something begins (+1) or ends (-1) to compute on these instances; overlaps are busy once."""
-        for i in group:
-            was, self._active[i] = self._active[i], self._active[i] + change
-            if not was:
-                self._since[i] = self.world.now
-            elif not self._active[i]:
-                self.world.busy_s[i] += self.world.now - self._since[i]
-
-    def settle_busy(self) -> None:
-        """Count what is still going on up to now."""
-        for i, active in enumerate(self._active):
-            if active:
-                self.world.busy_s[i] += self.world.now - self._since[i]
-                self._since[i] = self.world.now
-
-    # -- what the view shows ------------------------------------------------------------------------------------------
