@@ -68,6 +68,7 @@ class FakeExecutor:
 
     waits_on: tuple[object, ...] = ()
     accepts: bool = True
+    free: tuple[int, ...] | None = None
 
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
         assert request_id not in self.residents

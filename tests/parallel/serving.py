@@ -18,7 +18,7 @@ from headway.engine.protocol import EngineInfo, Submit
 from headway.kv.ledger import Ledger
 from headway.latency.base import Load, Seconds
 from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.scheduling.groups import make_scheduler
 
 
 class RowLatency:
@@ -57,9 +57,8 @@ def make_core(
         kv_bytes=4,
     )  # fmt: skip
     config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "reserve_tokens": 8, "min_chunk": 1, **scheduler})
-    return EngineCore(
-        Scheduler(config, RowLatency(), Ledger(blocks * block_tokens, block_tokens)), executor, ManualClock(), info, log
-    )
+    ledgers = [Ledger(blocks * block_tokens, block_tokens) for _ in range(config.kv_parallel)]
+    return EngineCore(make_scheduler(config, RowLatency(), ledgers), executor, ManualClock(), info, log)
 
 
 def serve(core: EngineCore, asks: list[Ask], steps: int = 20_000) -> list[list[int]]:

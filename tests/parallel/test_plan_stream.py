@@ -143,7 +143,7 @@ def damaged(plan: Plan, how: str) -> Plan | None:
     if how == "lost":
         return None
     if how == "blocks":
-        return msgspec.structs.replace(plan, ops=tuple((number, blocks + 1, start) for number, blocks, start in plan.ops))
+        return msgspec.structs.replace(plan, ops=tuple((op[0], op[1] + 1, op[2]) for op in plan.ops))
     if how == "members":
         return msgspec.structs.replace(plan, left=(*plan.left, *plan.joined), joined=())
     return msgspec.structs.replace(plan, seq=plan.seq - 1)

@@ -48,6 +48,7 @@ class Machine:
 
     waits_on: tuple[Any, ...] = ()
     accepts = True
+    free = None
 
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
         """Tokens do not matter here."""

@@ -84,10 +84,8 @@ class Partials:
         own: list[tuple[Tensor, Tensor]] = []
         if reading.masked:
             shards, own = _split(shards, rows)
-        if rows == 1:
-            query = q.reshape(self._pool.kv_heads, heads // self._pool.kv_heads, dim)
-        else:
-            query = q.transpose(0, 1)
+        kv_heads = self._pool.kv_heads
+        query = q.reshape(kv_heads, heads // kv_heads, dim) if rows == 1 else q.transpose(0, 1)
         parts = [attend(query, k, v, False, dtype=torch.float32, compiled=False) for k, v in shards]
         if own:
             k, v = (torch.cat(both, dim=1) for both in zip(*own, strict=True))

@@ -46,6 +46,10 @@ class Executor(Protocol):
     def accepts(self) -> bool:
         """Whether the next batch would begin at once (stage 0 is free). One made earlier might delay a new request."""
 
+    @property
+    def free(self) -> tuple[int, ...] | None:
+        """Of several KV groups, those whose first stage would begin a batch at once. None: all."""
+
     def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
         """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch.
         `output`: what it has generated already, elsewhere; batches count it as known."""

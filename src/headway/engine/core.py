@@ -23,8 +23,7 @@ from headway.core.span import Span
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
 from headway.engine.recovery import Restarts
 from headway.latency.recorded import describe
-from headway.scheduling.scheduler import Scheduler
-
+from headway.scheduling.base import InstanceScheduler
 
 log = logging.getLogger("headway.engine")
 
@@ -50,7 +49,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: InstanceScheduler,
         executor: Executor,
         clock: Clock,
         info: EngineInfo,
@@ -71,7 +70,7 @@ class EngineCore:
         self._restarts = restarts or Restarts(3, "the workers")
         self._lost_s: float | None = None
         if log is not None:
-            ledger = scheduler.ledger
+            ledger = scheduler.ledgers[0]
             self._note(
                 "start",
                 config=asdict(scheduler.config),
@@ -213,12 +212,13 @@ class EngineCore:
     def _fill(self) -> None:
         """Give the executor batches while it would begin them at once."""
         while self.executor.accepts:
-            now = self._clock.now()
-            batch = self.scheduler.schedule(now)
+            now, free = self._clock.now(), self.executor.free
+            batch = self.scheduler.schedule(now, 1, free)
             if batch is None:
                 return
             self._batches[batch.id] = (batch, now)
-            self._note("schedule", id=batch.id, at_s=now)
+            some = free is not None and len(free) < len(self.scheduler.ledgers)
+            self._note("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
 
@@ -292,8 +292,8 @@ class EngineCore:
         return EngineStats(
             running=self.scheduler.running,
             waiting=self.scheduler.waiting,
-            kv_tokens_used=self.scheduler.ledger.used_tokens,
-            kv_tokens_total=self.scheduler.ledger.total_tokens,
+            kv_tokens_used=sum(ledger.used_tokens for ledger in self.scheduler.ledgers),
+            kv_tokens_total=sum(ledger.total_tokens for ledger in self.scheduler.ledgers),
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
             recovering=self.recovering,
             **self._stats,  # type: ignore[arg-type]
@@ -329,6 +329,7 @@ class EngineCore:
                     (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
                     for part, stages in zip(batch.parts, result.stages, strict=False)
                 ],
+                **_between_groups(batch),
             )
 
     def _count(self, name: str, amount: float) -> None:
@@ -337,3 +338,11 @@ class EngineCore:
     def _note(self, kind: str, **fields: object) -> None:
         if self._log is not None:
             self._log(kind, fields)
+
+
+def _between_groups(batch: Batch) -> dict[str, object]:
+    """What the log says of a batch of several KV groups: who joined whom (group, request, first token), and whose rows
+    were attended elsewhere (group, request, rows, owner)."""
+    joins = [(part.group, op.request, op.start) for part in batch.parts for op in part.kv_ops if op.start]
+    assists = [(part.group, a.request, a.rows, a.owner) for part in batch.parts for a in part.assists]
+    return {**({"joins": joins} if joins else {}), **({"assists": assists} if assists else {})}

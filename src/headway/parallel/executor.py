@@ -129,10 +129,11 @@ class ParallelExecutor:
             index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
         )
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams) -> None:
+    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
         """See `Executor.admit`. Who embeds gets the prompt; who samples the settings, and the prompt if they ask it."""
         self._given += 1
         request = _Request(self._given, bytes(prompt), params, len(self._groups))
+        request.output += output
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
         for place in self._places:

@@ -63,7 +63,7 @@ class _Guest:
 
 
 class SharedPlan:
-    """One iteration of one rank. `own`: the plan of its own rows, which attends those that are not shared and stores all.
+    """One iteration of one rank. `own`: the plan of its own rows; it stores all, and attends those not shared.
 
     `began_s`: when the first queries of others had come, for a rank without own rows.
     """

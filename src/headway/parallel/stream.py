@@ -160,7 +160,7 @@ class StreamState:
                 members = (*kept, *map(str, plan.joined))
             self.epochs.use(plan.epoch, members)
         ops = tuple(KvOp(_verb(blocks, start), str(request), blocks, start) for request, blocks, start in plan.ops)
-        chunks = tuple(Chunk(str(request), start, tokens, last, base) for request, start, tokens, last, base in plan.chunks)
+        chunks = tuple(Chunk(str(c[0]), c[1], c[2], c[3], c[4]) for c in plan.chunks)
         assists = tuple(Assist(str(request), *rest) for request, *rest in plan.assists)
         return Part(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
 

@@ -17,6 +17,7 @@ class LocalExecutor:
 
     waits_on: tuple[Any, ...] = ()
     accepts = True
+    free = None
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

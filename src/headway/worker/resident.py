@@ -45,7 +45,7 @@ class Resident:
             self.sampler.append(token)
 
     def hear(self, known: int, tokens: tuple[int, ...]) -> None:
-        """Tokens generated elsewhere, of which `known` were known before. Those that are here already are passed over."""
+        """Tokens generated elsewhere, of which `known` were known before. Those that are here are passed over."""
         self.known = max(self.known, known + len(tokens))
         if self._prompt is not None or self.sampler is not None:
             for token in tokens[self._prompt_tokens + len(self.output) - known :]:

@@ -117,9 +117,9 @@ class Worker:
         for resident in self._yielding(part):
             resident.count()
 
-    def restore(self, tables: BlockTables, known: Mapping[str, int], bases: Mapping[str, int] = {}) -> None:  # noqa: B006
-        """Take over block tables and cursors of a snapshot. Requests that it does not name are dropped. bases: the first
-        token held here, where it is not 0."""
+    def restore(self, tables: BlockTables, known: Mapping[str, int], bases: Mapping[str, int]) -> None:
+        """Take over block tables and cursors of a snapshot. Requests that it does not name are dropped. bases: the
+        first token held here, where it is not 0."""
         self._bases = dict(bases)
         self.tables = tables
         self._slots = {name: self._slots_of(tables.runs(name)) for name in tables.owners()}
