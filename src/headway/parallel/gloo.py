@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from headway.latency.layout import Layout
+from headway.parallel.network import address_towards, interface_of
 from headway.parallel.place import Place, places
 
 _ROWS, _TOKENS, _LOGITS, _PEERS = 1, 2, 3, 4
@@ -127,10 +130,25 @@ def join(rank: int, world: int, store: Store, timeout_s: float) -> None:
 
 
 def rendezvous(host: str, port: int | None, timeout_s: float) -> TCPStore:
-    """The store at which ranks find each other. port None: be the one that keeps it, on a free port."""
+    """The store at which ranks find each other. port None: be the one that keeps it, on a free port of that address
+    only (torch's own socket would listen on all)."""
+    timeout = timedelta(seconds=timeout_s)
+    if port is not None:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
     return TCPStore(
-        host, port or 0, is_master=port is None, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
+
+
+def choose_interface(host: str) -> None:
+    """Have gloo use the network interface through which `host` is reached, unless GLOO_SOCKET_IFNAME names another.
+    Called before `join`; gloo's own choice is whatever this host's name resolves to."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = interface_of(address_towards(host))
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _tensor_groups(mine: Place) -> Any:

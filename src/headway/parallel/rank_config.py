@@ -8,8 +8,9 @@ from headway.latency.layout import Layout
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The same for all ranks. `host` keeps the rendezvous store; `patience_s` bounds how long ranks wait for each other
-    in a collective (a rank that is gone is noticed much sooner by its process)."""
+    """The same for all ranks of a host. `host` is the address of node 0, where the rendezvous store is; `token` is what
+    the engine's socket asks for when it can be reached from other hosts. `patience_s` bounds how long ranks wait for
+    each other in a collective (a rank that is gone is noticed much sooner by its process)."""
 
     model: str
     dtype: str
@@ -23,6 +24,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     stages: int
     kvp: int
     host: str = "127.0.0.1"
+    token: str | None = None
     patience_s: float = 300.0
 
     @property

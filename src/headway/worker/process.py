@@ -20,10 +20,11 @@ from headway.core.errors import HeadwayError
 from headway.model.config import read_config
 from headway.model.fields import read_json
 from headway.model.loading import load_decoder, resolve_dtype
-from headway.parallel.gloo import GlooLinks, join, rendezvous
+from headway.parallel.gloo import GlooLinks, choose_interface, join, rendezvous
 from headway.parallel.messages import PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome
 from headway.parallel.place import place_of
 from headway.parallel.rank_config import RankConfig
+from headway.parallel.secret import guard_client
 from headway.worker.rank import Rank, failure
 from headway.worker.worker import Worker
 
@@ -32,15 +33,17 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
 class ZmqChannel:
-    """`Channel` over a DEALER socket whose identity is the rank's number."""
+    """`Channel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
 
-    def __init__(self, rank: int, endpoint: str) -> None:
+    def __init__(self, rank: int, endpoint: str, token: str | None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        if token is not None:
+            guard_client(self._socket, token)
         self._socket.connect(endpoint)
 
     def receive(self, wait: bool) -> list[memoryview] | None:
@@ -67,7 +70,7 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     config = msgspec.json.decode(settings, type=RankConfig)
     torch.set_num_threads(config.threads)
-    channel = ZmqChannel(rank, endpoint)
+    channel = ZmqChannel(rank, endpoint, config.token)
     code = 0
     try:
         _serve(rank, config, channel)
@@ -93,8 +96,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
         return
     assert isinstance(welcome, Welcome), f"the engine's first word is {welcome!r}"
     store = store or rendezvous(config.host, welcome.store_port, config.patience_s)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and config.host == "127.0.0.1" and Path("/sys/class/net/lo").exists():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    choose_interface(config.host)
     join(rank, config.layout.accelerators, store, config.patience_s)
     path = Path(config.model) / "config.json"
     shape = read_config(read_json(path), config.max_model_len, str(path))

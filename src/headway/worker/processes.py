@@ -1,17 +1,14 @@
-"""Ranks as processes of this host: started by forkserver with torch preloaded, spoken to over ZeroMQ. No torch here.
+"""Ranks as processes: started by forkserver with torch preloaded, spoken to over ZeroMQ. No torch here.
 
 The forkserver imports once and each rank is a fork of it, so that ten ranks start nearly as quickly as one.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
@@ -23,10 +20,12 @@ from headway.core.errors import ConfigError
 from headway.parallel.messages import PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.wire import Frame, RankLostError
+from headway.worker.launch import end_words, launch
+from headway.worker.remote import RemoteProcess
+from headway.worker.rendezvous import Rendezvous
 
 M = TypeVar("M", Hello, Ready)
 
-_PROCESS = "headway.worker.process"
 _GRACE_S = 3.0
 
 _encoder = msgspec.msgpack.Encoder()
@@ -34,9 +33,10 @@ _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 class ProcessWire:
-    """`Wire` to the ranks of `config.layout`, started at construction and ready after `start`."""
+    """`Wire` to the ranks of `config.layout`, started at construction and ready after `start`. `hosts`: where those
+    ranks run that are not on this host."""
 
-    def __init__(self, config: RankConfig) -> None:
+    def __init__(self, config: RankConfig, hosts: Rendezvous | None = None) -> None:
         self._directory = tempfile.mkdtemp(prefix="headway-ranks-")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -44,17 +44,18 @@ class ProcessWire:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        endpoint = f"ipc://{self._directory}/ranks"
-        self._socket.bind(endpoint)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_PROCESS])
+        if hosts is None:
+            endpoint = f"ipc://{self._directory}/ranks"
+            self._socket.bind(endpoint)
+        else:
+            endpoint = hosts.open(self._socket)
         settings = msgspec.json.encode(config)
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[ForkServerProcess | RemoteProcess] = []
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         for rank in range(config.layout.accelerators):
-            process = context.Process(target=_run, args=(rank, endpoint, settings), name=f"headway-rank-{rank}")
-            process.start()
+            remote = None if hosts is None else hosts.launch(rank, endpoint, settings)
+            process = launch(rank, endpoint, settings) if remote is None else remote
             self.processes.append(process)
             self._poller.register(process.sentinel, zmq.POLLIN)
 
@@ -133,8 +134,9 @@ class ProcessWire:
 
     def _check_alive(self) -> None:
         for rank, process in enumerate(self.processes):
-            if process.exitcode is not None:
-                raise RankLostError(rank, f"has ended with {_words(process.exitcode)}")
+            why = _ended(process)
+            if why is not None:
+                raise RankLostError(rank, why)
 
     def _gather(self, kind: type[M]) -> list[M]:
         """One message of that kind from every rank, by rank."""
@@ -152,11 +154,8 @@ class ProcessWire:
         return [told[rank] for rank in sorted(told)]
 
 
-def _run(rank: int, endpoint: str, settings: bytes) -> None:
-    """In the rank's process."""
-    main: Callable[[int, str, bytes], None] = import_module(_PROCESS).main
-    main(rank, endpoint, settings)
-
-
-def _words(code: int) -> str:
-    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+def _ended(process: ForkServerProcess | RemoteProcess) -> str | None:
+    """Why a process is gone, in words that follow 'worker 3'; None while it is there."""
+    if isinstance(process, RemoteProcess):
+        return process.ended
+    return None if process.exitcode is None else f"has ended with {end_words(process.exitcode)}"
