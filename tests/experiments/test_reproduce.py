@@ -17,7 +17,7 @@ from headway.simulator.scenario import parse_scenario
 
 PROMISED = {
     *(f"medha.{name}" for name in ("worked-example", "eq1", "fig1", "fig3b", "fig4", "fig5b", "fig7", "fig9", "fig10",
-                                   "fig12", "fig13", "fig15", "fig16", "fig17", "fig18", "fig19", "fig20",
+                                   "fig11", "fig12", "fig13", "fig15", "fig16", "fig17", "fig18", "fig19", "fig20",
                                    "headlines")),
     *(f"mnemosyne.{name}" for name in ("fig1", "fig5", "fig7", "fig8", "fig14", "fig15", "fig16", "fig17", "fig18",
                                        "fig19", "fig22", "headlines", "amdahl")),

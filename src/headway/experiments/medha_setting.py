@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
@@ -129,9 +130,34 @@ def measure(result: SimResult) -> Measured:
     )
 
 
-def run_point(point: Point) -> Measured:
+@dataclass(frozen=True)
+class Setting:
+    """What a figure's points are made of. make: a point's scenario, from (system, mode, QPS, long share, window), a
+    function of a module; names of systems are of one setting only. latency, told: what a report's source says, beside
+    the scenario of the system that is `shown`."""
+
+    make: Callable[[str, Mode, float, float, float], dict[str, Any]]
+    systems: Mapping[str, Mapping[str, Any]]
+    shown: str
+    latency: str
+    told: str
+
+
+THE_ONE = Setting(
+    make=scenario,
+    systems=SYSTEMS,
+    shown="Medha",
+    latency="fitted: A100 operator profiles (headway.latency, a100-80gb), history measured up to 4,032; longer "
+    "contexts extrapolated",
+    told="Llama-3 8B, 16 A100-80GB, TP8 × 2 stages, ShareGPT-like chats and Medha-SWE longs, Poisson; "
+    f"deadline max(1 s, 5·w); stage target {stage_target_s('paper'):g} s (paper mode) and "
+    f"{stage_target_s('default'):.4g} s (default mode); rho_min 0 (paper mode) and 0.2 (default mode)",
+)
+
+
+def run_point(setting: Setting, point: Point) -> Measured:
     """Simulate."""
-    data = scenario(point.system, point.mode, point.qps, point.long_share, point.window_s)
+    data = setting.make(point.system, point.mode, point.qps, point.long_share, point.window_s)
     return measure(run_scenario(parse_scenario(data), point.seed))
 
 
@@ -139,16 +165,11 @@ _KNOWN: dict[Point, Measured] = {}
 """What this process has simulated: `reproduce all` shares points between figures."""
 
 
-def _point(system: str, mode: Mode, qps: float, share: float, window_s: float, seed: int) -> Point:
-    """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
-    by_time = "chunking" not in SYSTEMS[system]
-    return Point(system, mode if by_time else "default", qps, share, window_s, seed)
-
-
 class Runs:
     """All points of a figure, by (system, mode, qps, share) and seed."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, setting: Setting = THE_ONE) -> None:
+        self.setting = setting
         self.window_s = options.window_s or (QUICK_WINDOW_S if options.quick else WINDOW_S)
         self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
         self.qps = (QPS[0], QPS[2]) if options.quick else QPS
@@ -158,7 +179,7 @@ class Runs:
     def need(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
         """Simulate what is not there yet, in `jobs` processes."""
         points = [
-            _point(system, mode, rate, share, self.window_s, seed)
+            self._point(system, mode, rate, share, seed)
             for system, mode in systems
             for rate in qps
             for share in shares
@@ -166,15 +187,21 @@ class Runs:
         ]
         points = [point for point in dict.fromkeys(points) if point not in _KNOWN]
         jobs = min(self._options.jobs, len(points))
+        run = partial(run_point, self.setting)
         if jobs <= 1:
-            _KNOWN.update((point, run_point(point)) for point in points)
+            _KNOWN.update((point, run(point)) for point in points)
             return
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            _KNOWN.update(zip(points, pool.map(run_point, points), strict=True))
+            _KNOWN.update(zip(points, pool.map(run, points), strict=True))
+
+    def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> Point:
+        """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
+        by_time = "chunking" not in self.setting.systems[system]
+        return Point(system, mode if by_time else "default", qps, share, self.window_s, seed)
 
     def of(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[Measured]:
         """One a seed, in order."""
-        return [_KNOWN[_point(system, mode, qps, share, self.window_s, seed)] for seed in self.seeds]
+        return [_KNOWN[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
 
     def value(
         self, system: str, mode: Mode, qps: float, metric: str, cut: str, share: float = LONG_SHARE
@@ -225,14 +252,13 @@ class Runs:
     def source(self, **more: Any) -> dict[str, Any]:
         """The `source` of a report."""
         return {
-            "latency": "fitted: A100 operator profiles (headway.latency, a100-80gb), history measured up to 4,032; "
-            "longer contexts extrapolated",
-            "scenario": "Llama-3 8B, 16 A100-80GB, TP8 × 2 stages, ShareGPT-like chats and Medha-SWE longs, Poisson; "
-            f"deadline max(1 s, 5·w); stage target {stage_target_s('paper'):g} s (paper mode) and "
-            f"{stage_target_s('default'):.4g} s (default mode); rho_min 0 (paper mode) and 0.2 (default mode)",
+            "latency": self.setting.latency,
+            "scenario": self.setting.told,
             "seeds": list(self.seeds),
             "window_s": self.window_s,
-            "as_scenario_file": scenario("Medha", "default", self.qps[-1], LONG_SHARE, self.window_s),
+            "as_scenario_file": self.setting.make(
+                self.setting.shown, "default", self.qps[-1], LONG_SHARE, self.window_s
+            ),
             **more,
         }
 

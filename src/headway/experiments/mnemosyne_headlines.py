@@ -1,6 +1,6 @@
 """Mnemosyne's headline numbers: 1.75× at chunks of 32, 30 ms TBT at 10M tokens, 30 s TTFT at 2M; 2.4 ExaFLOP, 320 GB.
 
-TBT at 10M rests on KV groups (arithmetic); the rest on a lone prefill of Llama-3 8B over 16 stages of TP8.
+TBT at 10M is that of a request served by KV groups; the rest a lone prefill of Llama-3 8B over 16 stages of TP8.
 """
 
 from __future__ import annotations

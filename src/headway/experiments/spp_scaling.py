@@ -11,6 +11,7 @@ from functools import partial
 
 from headway.experiments.arithmetic import latency_source, machine, static_prefill
 from headway.experiments.base import MODES, Mode, Options, Panel, Report, Row
+from headway.experiments.kvp_served import served_tbt_s
 from headway.experiments.verdicts import at_least, at_most, band, both, judge, order
 from headway.scheduling.config import SchedulerConfig
 from headway.simulator.memory import InfeasibleError, plan_memory
@@ -161,8 +162,7 @@ def overview(options: Options) -> Report:
         return {f"{c // 1_000_000}M": ttft_s("llama-3-8b", 16, c, mode) for c in CONTEXTS}
 
     def gaps(mode: Mode) -> dict[str, float]:
-        m = machine("h100", "llama-3-8b", 8, 4, mode)
-        return {f"{c // 1_000_000}M": m.tbt_s(c, groups=4) for c in CONTEXTS}
+        return {f"{c // 1_000_000}M": served_tbt_s("llama-3-8b", 4, c, 4, mode) for c in CONTEXTS}
 
     rows = [
         judge(

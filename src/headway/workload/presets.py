@@ -29,6 +29,7 @@ AZURE_CONV_OUT = _quantiles(7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000)
 MOONCAKE_IN = _quantiles(891, 894, 901, 974, 2414, 7284, 15694, 27991, 40369, 89868, 124847)
 MOONCAKE_OUT = _quantiles(1, 3, 10, 24, 155, 356, 476, 606, 712, 1168, 2000)
 SWE_IN = LogNormal(14.108, 1.9897, 100_000, 1_000_000)
+SWE_2M_IN = LogNormal(14.801, 1.9897, 200_000, 2_000_000)
 SWE_OUT = LogNormal(6.25, 0.3469)
 
 
@@ -85,6 +86,11 @@ PRESETS: dict[str, Preset] = {
         (Part(1.0, "", MOONCAKE_IN, MOONCAKE_OUT),),
     ),
     "medha-swe": Preset("Medha's long requests, 100K to 1M", _SWE, (Part(1.0, "long", SWE_IN, SWE_OUT),)),
+    "medha-swe-2m": Preset(
+        "Medha's long requests scaled to 2M tokens (its 3D experiments)",
+        f"{_SWE}; prompts twice as long, 200K to 2M",
+        (Part(1.0, "long", SWE_2M_IN, SWE_OUT),),
+    ),
     "medha-mix": Preset(
         "Medha's evaluation: chats and 5% long requests",
         f"chats: {_SHAREGPT}; long: {_SWE}",
