@@ -1,8 +1,9 @@
-"""The model over several worker processes of this host. The engine's own process needs no torch."""
+"""The model over several worker processes, of this host or of several. The engine's own process needs no torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from headway.cli.assemble import Built, eos_ids, kv_blocks
@@ -10,12 +11,15 @@ from headway.core.errors import CheckpointError
 from headway.engine.config import EngineConfig
 from headway.hardware.memory import available_bytes
 from headway.latency.layout import Layout
-from headway.model.config import read_config
+from headway.model.config import DecoderConfig, read_config
 from headway.model.fields import read_json
 from headway.parallel.executor import ParallelExecutor
 from headway.parallel.fit import check_memory, check_shape, need
+from headway.parallel.network import parse_endpoint
 from headway.parallel.rank_config import RankConfig
+from headway.parallel.terms import terms
 from headway.worker.processes import ProcessWire
+from headway.worker.rendezvous import Rendezvous
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -29,32 +33,60 @@ def build_many(config: EngineConfig, layout: Layout) -> Built:
     path = folder / "config.json"
     shape = read_config(read_json(path), config.max_model_len, str(path))
     itemsize = _ITEMSIZE[shape.dtype_for(config.dtype)]
-    available = available_bytes()
     longest = config.max_model_len or min(shape.max_model_len, 2 * config.block_size)
     check_shape(shape, layout)
+    hosts = open_rendezvous(config, layout) if config.nnodes > 1 else None
+    try:
+        return _build(config, layout, shape, itemsize, longest, hosts)
+    except BaseException:
+        if hosts is not None:
+            hosts.close()
+        raise
+
+
+def open_rendezvous(config: EngineConfig, layout: Layout) -> Rendezvous:
+    """Node 0's end of several hosts."""
+    assert config.rdzv_endpoint is not None
+    assert config.rdzv_token is not None
+    mine = terms(0, config.nnodes, layout, config.model)
+    return Rendezvous(
+        parse_endpoint(config.rdzv_endpoint), config.rdzv_token, mine, layout, patience_s=config.rdzv_timeout_s
+    )
+
+
+def _build(
+    config: EngineConfig, layout: Layout, shape: DecoderConfig, itemsize: int, longest: int, hosts: Rendezvous | None
+) -> Built:
+    available, cores = available_bytes(), len(os.sched_getaffinity(0))
+    if hosts is not None:
+        everybody = hosts.gather(_served())
+        available = len(everybody) * min(host.available_bytes for host in everybody)
+        cores *= len(everybody)
     check_memory(shape, layout, itemsize, available, config.kv_cache_bytes, longest)
     wanted = need(shape, layout, itemsize)
     left = max(0, available - wanted.weights - wanted.processes)
     blocks = kv_blocks(config, shape, wanted.kv_per_token * layout.kvp, left)
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // layout.accelerators)
+    threads = config.threads or max(1, cores // layout.accelerators)
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
-    wire = ProcessWire(
-        RankConfig(
-            model=config.model,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            attention_backend=backend,
-            threads=threads,
-            kv_blocks=blocks,
-            block_tokens=config.block_size,
-            eos=eos_ids(folder),
-            tp=layout.tp,
-            stages=layout.stages,
-            kvp=layout.kvp,
-        )
+    ranks = RankConfig(
+        model=config.model,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        attention_backend=backend,
+        threads=threads,
+        kv_blocks=blocks,
+        block_tokens=config.block_size,
+        eos=eos_ids(Path(config.model)),
+        tp=layout.tp,
+        stages=layout.stages,
+        kvp=layout.kvp,
+        host="127.0.0.1" if hosts is None else hosts.address,
+        token=config.rdzv_token if hosts is not None else None,
     )
+    wire = ProcessWire(ranks, hosts)
     ready = wire.start()
     executor = ParallelExecutor(wire, layout, blocks)
+    executor.hosts = hosts
     weights = sum(rank.weights_bytes for rank in ready)
     return Built(
         executor=executor,
@@ -68,3 +100,9 @@ def build_many(config: EngineConfig, layout: Layout) -> Built:
         parameters=weights // itemsize // layout.kvp,
         weights_bytes=weights,
     )
+
+
+def _served() -> Callable[[], bool]:
+    """Whether the process that started this one still lives: without it nobody waits for hosts."""
+    parent = os.getppid()
+    return lambda: os.getppid() == parent

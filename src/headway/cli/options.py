@@ -126,8 +126,9 @@ def print_config(values: Mapping[str, Any]) -> str:
     import yaml
 
     shown = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
-    if shown.get("api_key"):
-        shown["api_key"] = "***"
+    for secret in ("api_key", "rdzv_token"):
+        if shown.get(secret):
+            shown[secret] = "***"
     return str(yaml.safe_dump(shown, sort_keys=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headway.cli import serve_options
+from headway.cli import hosts, serve_options
 from headway.cli.options import Option, add_options, environment, print_config, resolve
 from headway.core.errors import ConfigError
 from headway.engine.numerics import settle
@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     model = model_folder(arguments.model)
     settings = serve_options.server_settings(values)
-    config = serve_options.engine_config(model, values, given)
+    config = hosts.settle_token(serve_options.engine_config(model, values, given), values["node_rank"])
+    if values["node_rank"]:
+        return hosts.run_host(config, values["node_rank"], settings)
     if arguments.dry_run:
         settle()
         from headway.cli.dry_run import report

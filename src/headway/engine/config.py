@@ -23,6 +23,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pipeline_schedule: Literal["stream", "microbatch"] = "stream"
+    nnodes: int = 1
+    rdzv_endpoint: str | None = None
+    rdzv_token: str | None = None
+    rdzv_timeout_s: float = 600.0
     max_queued_requests: int = 1024
     mode: Literal["default", "paper"] = "default"
     scheduler: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from headway.parallel.messages import (
 )
 from headway.parallel.place import Place, places
 from headway.parallel.stream import Asks, PlanWriter, StreamState, Told, replay
-from headway.parallel.wire import Frame, RankLostError, Wire
+from headway.parallel.wire import Frame, Hosts, RankLostError, Wire
 
 _MOST_RESYNCS = 8
 """A rank that asks so often without carrying out a plan in between will not recover."""
@@ -108,6 +108,8 @@ class ParallelExecutor:
             for group in range(layout.kvp)
         ]
         self._batches: deque[tuple[int, list[_Flight]]] = deque()
+        self.hosts: Hosts | None = None
+        """Set where ranks run on several hosts: their clocks differ, and they end with us."""
 
     # -- the executor's contract --------------------------------------------------------------------------------
 
@@ -184,6 +186,8 @@ class ParallelExecutor:
     def close(self) -> None:
         """See `Executor.close`."""
         self._wire.close()
+        if self.hosts is not None:
+            self.hosts.close()
 
     def _probe(self) -> None:
         """After a silence, ask every rank that owes something whether it is there and has all its plans."""
@@ -249,7 +253,8 @@ class ParallelExecutor:
         flight.waiting.remove(place.rank)
         group.resyncs.pop(place.rank, None)
         before = flight.spans[place.stage]
-        span = (said.start_s, said.end_s)
+        ahead_s = 0.0 if self.hosts is None else self.hosts.ahead_s(place.rank)
+        span = (said.start_s + ahead_s, said.end_s + ahead_s)
         flight.spans[place.stage] = span if before is None else (min(before[0], span[0]), max(before[1], span[1]))
         if place.draws:
             flight.told = said

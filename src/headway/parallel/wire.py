@@ -36,6 +36,16 @@ class Wire(Protocol):
         """Tell all ranks to stop, end those that do not, and wait until they are gone."""
 
 
+class Hosts(Protocol):
+    """The hosts that ranks run on, where there are several."""
+
+    def ahead_s(self, rank: int) -> float:
+        """Seconds to add to the clock of that rank's host to have the engine's."""
+
+    def close(self) -> None:
+        """The instance ends, in order, on all of them. After the wire's own `close`."""
+
+
 class Channel(Protocol):
     """A rank's end."""
 
