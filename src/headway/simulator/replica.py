@@ -152,10 +152,13 @@ class Replica:
         for track in ended:
             self._end(track, now, None)
 
-    def prompts_done(self, batch_id: int) -> list[str]:
-        """Requests whose prompt a batch in flight completes; none when it is not in flight."""
+    def prompts(self, batch_id: int) -> list[tuple[str, int, bool]]:
+        """Of each chunk of a batch in flight: the request, the prompt's tokens that are computed with it, and whether
+        these are all. None when it is not in flight."""
         run = self._runs.get(batch_id)
-        return [chunk.request for chunk in run.batch.parts[0].prefills if chunk.last] if run is not None else []
+        if run is None:
+            return []
+        return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in run.batch.parts[0].prefills]
 
     def flying(self, batch_id: int) -> bool:
         """Whether a batch is in flight."""

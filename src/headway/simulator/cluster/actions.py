@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,14 @@ SPAN, STEP, SENT = 0, 1, 2
 FOREVER = float("inf")
 
 
+class Waiting(NamedTuple):
+    """What stands in the lanes of a request on its way to a scheduler: its prompt's tokens, and seconds alone there."""
+
+    phase: Phase
+    tokens: int
+    seconds: float
+
+
 class Impossible(Exception):  # noqa: N818 - caught where it is raised for
     """An action cannot be carried out; says why."""
 
@@ -53,7 +61,7 @@ class Actions:
         self.world = world
         spec = world.spec
         self.lanes = Lanes(instance.node for instance in spec.instances)
-        self.timeline = Timeline(self.lanes, self._left_s)
+        self.timeline = Timeline(self.lanes, self._left_s, self._busy_s)
         self.transfers = Transfers(spec.backends, spec.shape.layers, spec.handshake)
         self.load = [0] * len(spec.instances)
         self._on: list[list[Engine]] = [[] for _ in spec.instances]
@@ -207,17 +215,20 @@ class Actions:
             raise Impossible(f"{action.request} waits for its turn already")
         self._unstay(journey)
         if not action.beside and any(self.lanes.blocked(i, action.request) for i in group):
-            journey.door = Entry("door", action.request, group, action.phase)
+            tokens, seconds = (1, 0.0) if action.phase == "decode" else self._engine(group).work(journey.request)
+            journey.door = Entry("door", action.request, group, Waiting(action.phase, tokens, seconds))
             self.lanes.append(journey.door)
-            for i in group:
-                self._tokens[i] += self._door_tokens(journey, action.phase) / len(group)
-            self._touch(group)
+            self.timeline.extend(journey.door, self.world.now)
+            self._count_door(journey.door, 1)
             return
         self._enter(journey, group, action.phase)
 
-    @staticmethod
-    def _door_tokens(journey: Journey, phase: Phase) -> int:
-        return 1 if phase == "decode" else journey.request.prompt_tokens
+    def _count_door(self, door: Entry, change: int) -> None:
+        """A request waits for its turn (+1), or no longer (-1)."""
+        waiting: Waiting = door.payload  # type: ignore[assignment]
+        for i in door.group:
+            self._tokens[i] += change * waiting.tokens / len(door.group)
+        self._touch(door.group)
 
     def _preempt(self, action: Preempt) -> None:
         journey = self._journey(action.request)
@@ -322,8 +333,16 @@ class Actions:
     # -- spans --------------------------------------------------------------------------------------------------------
 
     def _left_s(self, entry: Entry) -> float:
+        if isinstance(entry.payload, Waiting):
+            return entry.payload.seconds
         run: SpanRun = entry.payload  # type: ignore[assignment]
         return run.left_s(self.world.spec.shape.layers)
+
+    def _busy_s(self, entry: Entry) -> float:
+        """When the prefills are done that its instances' schedulers have, for which an entry waits."""
+        if entry.beside:
+            return 0.0
+        return max((engine.free_at_s for i in entry.group for engine in self._on[i]), default=0.0)
 
     def begin(self) -> bool:
         """Start entries whose turn it is, in order of rank; True when any was."""
@@ -351,10 +370,9 @@ class Actions:
         elif entry.kind == "door":
             journey = world.journeys[entry.owner]
             journey.door = None
-            phase: Phase = entry.payload  # type: ignore[assignment]
-            for i in entry.group:
-                self._tokens[i] -= self._door_tokens(journey, phase) / len(entry.group)
-            self._enter(journey, entry.group, phase)
+            waiting: Waiting = entry.payload  # type: ignore[assignment]
+            self._count_door(entry, -1)
+            self._enter(journey, entry.group, waiting.phase)
         else:
             run: SpanRun = entry.payload  # type: ignore[assignment]
             layers = world.spec.shape.layers
@@ -504,10 +522,9 @@ class Actions:
         self._unstay(journey, "ended")
         if journey.door is not None:
             self.lanes.park(journey.door)
-            self._touch(journey.door.group)
-            for i in journey.door.group:
-                self._tokens[i] -= self._door_tokens(journey, journey.door.payload) / len(journey.door.group)  # type: ignore[arg-type]
+            self._count_door(journey.door, -1)
             journey.door = None
+            self._anew()
         left = [entry for entry in journey.entries if entry.state != "done"]
         for entry in left:
             self._send_late(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.core.request import Request
 from headway.latency.prefill_cache import PrefillCache
 from headway.simulator.cohorts import Track
 from headway.simulator.replica import Replica
@@ -11,7 +12,7 @@ FOREVER = float("inf")
 
 class Engine:
     """`stays`: unfinished requests. free_at_s: when the prefills in it are expected to be done, anchored anew whenever
-    one is; queued: their tokens."""
+    one advances; queued: the tokens of those that are not complete."""
 
     def __init__(self, index: int, group: tuple[int, ...], replica: Replica) -> None:
         self.index, self.group, self.replica = index, group, replica
@@ -27,14 +28,18 @@ class Engine:
         self.replica.add(track, now)
         name, request = track.request.id, track.request
         self.stays[name] = track
-        tokens = request.prompt_tokens - request.cached_tokens
-        seconds = 0.0
-        if tokens > 1:
-            seconds = self._times.remaining_s(request.prompt_tokens, request.cached_tokens)
+        tokens, seconds = self.work(request)
         self._prefills[name] = (tokens, seconds)
         self.queued += tokens
         self._waiting_s += seconds
         self.free_at_s = max(self.free_at_s, now) + seconds
+
+    def work(self, request: Request) -> tuple[int, float]:
+        """Tokens to prefill, and how long they take here, alone."""
+        tokens = request.prompt_tokens - request.cached_tokens
+        if tokens <= 1:
+            return tokens, 0.0
+        return tokens, self._times.remaining_s(request.prompt_tokens, request.cached_tokens)
 
     def drop(self, name: str, now: float, error: str) -> Track | None:
         """The request leaves, at once or when its batch is done; its track, with the tokens that it got."""
@@ -46,8 +51,8 @@ class Engine:
 
     def complete(self, batch: int, now: float) -> list[Track]:
         """A batch is done; the tracks that have ended with it."""
-        for name in self.replica.prompts_done(batch):
-            self._prefilled(name, now)
+        for name, done, last in self.replica.prompts(batch):
+            self._prefilled(name, now) if last else self._advanced(name, done, now)
         before = len(self.replica.tracks)
         self.replica.complete(batch, now)
         if len(self.replica.tracks) == before:
@@ -56,6 +61,16 @@ class Engine:
         for track in ended:
             del self.stays[track.request.id]
         return ended
+
+    def _advanced(self, name: str, done: int, now: float) -> None:
+        """A prompt's first `done` tokens are computed."""
+        if name not in self._prefills:
+            return
+        tokens, seconds = self._prefills[name]
+        left_s = min(seconds, self._times.remaining_s(self.stays[name].request.prompt_tokens, done))
+        self._prefills[name] = (tokens, left_s)
+        self._waiting_s = max(0.0, self._waiting_s - seconds + left_s)
+        self.free_at_s = now + self._waiting_s
 
     def _prefilled(self, name: str, now: float) -> None:
         tokens, seconds = self._prefills.pop(name, (0, 0.0))

@@ -1,4 +1,6 @@
-"""When instances will be free: the committed spans, laid out on an absolute time line as they are predicted to run.
+"""When instances will be free: all that waits in their lanes, laid out on an absolute time line as it is predicted to run.
+
+Spans and requests on their way to a scheduler are laid out in order of rank, behind what schedulers have to prefill.
 
 Extended by each commit; laid out anew when something took longer or shorter than predicted, or left its place, so that
 predictions never drift (with 30% noise, plans on a time line that is not anchored do worse than a fixed ring).
@@ -16,15 +18,19 @@ CLOSE_S = 1e-9
 class Timeline:
     """`free_s[i]`: when all that is committed to instance i is expected to have ended."""
 
-    def __init__(self, lanes: Lanes, predicted_s: Callable[[Entry], float]) -> None:
-        """`predicted_s`: how long an entry is expected to run from its start on."""
+    def __init__(
+        self, lanes: Lanes, predicted_s: Callable[[Entry], float], busy_s: Callable[[Entry], float] = lambda _: 0.0
+    ) -> None:
+        """`predicted_s`: how long an entry is expected to run from its start on; `busy_s`: when what else computes on
+        its instances is expected to have ended."""
         self._lanes = lanes
         self._predicted_s = predicted_s
+        self._busy_s = busy_s
         self.free_s = [0.0] * len(lanes.nodes)
 
     def extend(self, entry: Entry, now: float) -> None:
-        """A span was appended behind everything."""
-        start = max((self.free_s[i] for i in entry.group), default=now)
+        """A span, or a request on its way to a scheduler, was appended behind everything."""
+        start = max(self._busy_s(entry), *(self.free_s[i] for i in entry.group))
         start = max(start, now, entry.after.planned_s if entry.after is not None else now)
         entry.planned_s = start + self._predicted_s(entry)
         for i in entry.group:
@@ -52,9 +58,9 @@ class Timeline:
             run.planned_s = max(run.planned_s, now)
             for i in run.group:
                 free[i] = run.planned_s
-        waiting = {id(entry): entry for lane in lanes.waiting for entry in lane if entry.kind == "span"}
+        waiting = {id(entry): entry for lane in lanes.waiting for entry in lane if entry.kind != "hold"}
         for entry in sorted(waiting.values()):
-            start = max(free[i] for i in entry.group)
+            start = max(self._busy_s(entry), *(free[i] for i in entry.group))
             if entry.after is not None and entry.after.state != "done":
                 start = max(start, entry.after.planned_s)
             entry.planned_s = start + self._predicted_s(entry)

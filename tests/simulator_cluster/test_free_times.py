@@ -1,0 +1,91 @@
+"""When a policy is told that instances will be free: whatever waits there counts, wherever it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from cluster_worlds import Scripted, cluster
+
+from headway.core.span import Span
+from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, Prefilled
+from headway.placement.registry import Surroundings, make_placement
+from headway.placement.view import ClusterView
+from headway.scheduling.config import SchedulerConfig
+from headway.simulator.cluster.spec import ClusterSpec
+from headway.simulator.cluster.world import simulate_cluster
+from headway.workload import TraceRequest
+
+
+def chunked(spec: ClusterSpec, chunking: str, t_target_s: float) -> ClusterSpec:
+    config = SchedulerConfig(
+        policy="srpt", chunking=chunking, long_tokens=1 << 40, long_iterations=0.0, t_target_s=t_target_s
+    )
+    return replace(spec, engine=lambda group: replace(spec.engine(group), config=config))
+
+
+def test_requests_that_wait_behind_a_ring_are_counted() -> None:
+    free: list[float] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if not isinstance(event, Arrived):
+            return []
+        free.append(view.instances[0].free_at_s - view.now_s)
+        request = event.request
+        if request.prompt_tokens > 1000:
+            return [Commit(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
+        return [Enqueue(request.id, (0,), "prefill")]
+
+    prompts = [TraceRequest(0.0, 4000, 1), *(TraceRequest(0.1 * k, 500, 1) for k in range(1, 6))]
+    simulate_cluster(cluster(2), Scripted(decide), prompts)
+    steps = [b - a + 0.1 for a, b in zip(free[1:], free[2:], strict=False)]
+    assert free[1] == pytest.approx(1.9)
+    assert steps == pytest.approx([steps[0]] * 4)
+    assert steps[0] > 0.005
+
+
+def test_fifo_spreads_what_waits_behind_rings() -> None:
+    spec = cluster(4, per_node=4)
+    placement = make_placement(
+        "fifo", Surroundings(latency=spec.spans, shape=spec.shape), {"long_tokens": 2000, "long_sp": 4}
+    )
+    prompts = [TraceRequest(0.0, 20_000, 1), *(TraceRequest(0.1 + 0.01 * k, 400, 1) for k in range(40))]
+    result = simulate_cluster(spec, placement, prompts)
+    assert [use.prefill_tokens for use in result.sim.replicas] == [4000] * 4
+
+
+def test_a_span_is_planned_behind_what_schedulers_have_to_prefill() -> None:
+    seen: list[float] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if not isinstance(event, Arrived):
+            return []
+        request = event.request
+        if request.id == "r0":
+            return [Enqueue(request.id, (0,), "prefill")]
+        seen.append(view.instances[0].free_at_s)
+        if request.id == "r2":
+            return [Enqueue(request.id, (1,), "prefill")]
+        return [Commit(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
+
+    work = [TraceRequest(0.0, 8000, 1), TraceRequest(0.0, 4000, 1), TraceRequest(0.001, 10, 1)]
+    result = simulate_cluster(chunked(cluster(2), "whole", 10.0), Scripted(decide), work)
+    alone_s, both_s = seen
+    assert both_s == pytest.approx(alone_s + 2.0)
+    assert result.sim.records[1].token_s[0] == pytest.approx(both_s, rel=0.01)
+
+
+def test_a_prompt_that_is_half_done_counts_by_half() -> None:
+    free: list[float] = []
+
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Prefilled):
+            free.append(view.instances[0].free_at_s)
+        return [Enqueue(event.request.id, (0,), "prefill")] if isinstance(event, Arrived) else []
+
+    shorts = [TraceRequest(0.05 * k, 10, 2) for k in range(1, 8)]
+    world = chunked(cluster(1), "static:512", 0.055)
+    simulate_cluster(world, Scripted(decide), [TraceRequest(0.0, 16_384, 2), *shorts])
+    assert len(free) == 8
+    assert free[6] < free[0] + 0.1, "each short one that ends would else start the long one's clock anew"
