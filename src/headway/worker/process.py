@@ -21,6 +21,7 @@ from headway.model.config import read_config
 from headway.model.fields import read_json
 from headway.model.loading import load_decoder, resolve_dtype
 from headway.parallel.gloo import GlooLinks, choose_interface, join, rendezvous
+from headway.parallel.group_attention import GroupAttention
 from headway.parallel.messages import PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome
 from headway.parallel.place import place_of
 from headway.parallel.rank_config import RankConfig
@@ -104,6 +105,8 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     backend = make_backend(config.attention_backend)
     group = links if config.tp > 1 else None
     decoder = load_decoder(config.model, config.dtype, config.max_model_len, "cpu", backend, place.shard, group)
+    if config.kvp > 1:
+        decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
     worker = Worker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
     held = decoder.weights.parameters * decoder.dtype.itemsize
     dtype = str(decoder.dtype).removeprefix("torch.")
