@@ -24,6 +24,10 @@ POLICIES: dict[str, tuple[str, str]] = {
     "tetris": ("tetris:Tetris", "chunks on growing groups that fill the gaps between queues (CDSP)"),
     "reservation": ("reservation:Reservation", "some instances for long requests only, the others for short ones only"),
     "priority": ("priority:Priority", "short requests first; a long one when no short one waits on enough instances"),
+    "loongserve": (
+        "loongserve.policy:loongserve",
+        "elastic groups for batches of prompts by dynamic programming, scaled down to decode",
+    ),
     "pecsched": (
         "pecsched.policy:PecSched",
         "short prefills where nobody is, beside long decodes, or in place of long prefills",

@@ -1,0 +1,91 @@
+"""Which prompts are computed together, and on how many instances: LoongServe's dynamic programming (§5.3).
+
+Prompts are ordered by length, longest first, instances by the KV on them; a batch is a run of prompts on a run of
+instances. f[i][k] is the least sum, over the first i prompts on the first k instances, of a prompt's batch's time over
+its own length: f[i][k] = min over j < i, l <= k of f[j][k - l] + T(j..i, l) · Σ 1/length. Instances may stay unused at
+the end. All splits are tried (as vectors); the published code leaves some out by monotonicity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Seconds = Callable[[int, int, int], float]
+"""Seconds of one prompt: (tokens, instances, nodes)."""
+
+
+class Batch(NamedTuple):
+    """Prompts [first, last) on instances [start, stop), both by place in their order."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+def partition(
+    tokens: Sequence[int],
+    room: Sequence[float],
+    nodes: Sequence[int],
+    seconds: Seconds,
+    most: int = 0,
+    max_sp: int = 0,
+) -> list[Batch] | None:
+    """The best split of prompts, longest first, over instances in order. None when KV has no room in any.
+
+    tokens: of each prompt; room: KV tokens that an instance has left; nodes: where it lies. seconds: of a prompt alone;
+    of a batch they add up, but that of a single token counts once. most: prompts a batch; max_sp: instances a batch
+    (0: no limit).
+    """
+    n, count = len(tokens), len(room)
+    if not n or not count:
+        return [] if not n else None
+    widest = min(max_sp or count, count)
+    shapes = sorted(
+        {_shape(nodes, stop - wide, stop) for wide in range(1, widest + 1) for stop in range(wide, count + 1)}
+    )
+    row = {shape: at for at, shape in enumerate(shapes)}
+    alone = np.array([[seconds(t, *shape) for t in tokens] for shape in shapes])
+    fixed = np.array([seconds(1, *shape) for shape in shapes])
+    sums = np.concatenate([np.zeros((len(shapes), 1)), np.cumsum(alone, axis=1)], axis=1)
+    inverse = np.concatenate([[0.0], np.cumsum(1.0 / np.asarray(tokens, dtype=np.float64))])
+    held = np.concatenate([[0.0], np.cumsum(np.asarray(tokens, dtype=np.float64))])
+    left = np.concatenate([[0.0], np.cumsum(np.asarray(room, dtype=np.float64))])
+    best = np.full((n + 1, count + 1), np.inf)
+    best[0, :] = 0.0
+    chosen: dict[tuple[int, int], tuple[int, int]] = {}
+    for k in range(1, count + 1):
+        wide = np.arange(1, min(widest, k) + 1)
+        rows = np.array([row[_shape(nodes, k - int(w), k)] for w in wide])
+        space = left[k] - left[k - wide]
+        for i in range(1, n + 1):
+            low = max(0, i - most) if most else 0
+            j = np.arange(low, i)
+            times = sums[rows, i][None, :] - sums[rows][:, j].T - (i - j - 1)[:, None] * fixed[rows][None, :]
+            costs = times * (inverse[i] - inverse[j])[:, None] + best[j][:, k - wide]
+            costs[(held[i] - held[j])[:, None] > space[None, :]] = np.inf
+            at = int(np.argmin(costs))
+            value = costs.flat[at]
+            if value < best[i, k]:
+                best[i, k] = value
+                chosen[i, k] = (int(j[at // len(wide)]), int(wide[at % len(wide)]))
+    return _read(chosen, n, int(np.argmin(best[n])))
+
+
+def _read(chosen: dict[tuple[int, int], tuple[int, int]], i: int, k: int) -> list[Batch] | None:
+    """Backwards from the end."""
+    found: list[Batch] = []
+    while i:
+        if (i, k) not in chosen:
+            return None
+        j, wide = chosen[i, k]
+        found.append(Batch(j, i, k - wide, k))
+        i, k = j, k - wide
+    return found[::-1]
+
+
+def _shape(nodes: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    return stop - start, len(set(nodes[start:stop]))
