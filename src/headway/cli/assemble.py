@@ -30,7 +30,7 @@ from headway.latency.layout import Layout
 from headway.latency.tables import TableLatency
 from headway.model.config import DecoderConfig
 from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.scheduling.groups import make_scheduler
 from headway.worker import profiling
 
 log = logging.getLogger("headway.engine")
@@ -54,7 +54,7 @@ class Built:
 
 def layout_of(config: EngineConfig) -> Layout:
     """The degrees that the settings ask for."""
-    return Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size)
+    return Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size)
 
 
 def build(config: EngineConfig) -> Built:
@@ -75,6 +75,7 @@ def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
     no profile of this model on this machine is found."""
     layout = layout_of(config)
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
+    fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
     built = build(config)
     try:
@@ -85,17 +86,18 @@ def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
 
 
 def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built) -> EngineCore:
-    ledger = Ledger(built.kv_tokens, config.block_size)
-    scheduler = Scheduler(schedule, latency_model(config, built), ledger)
+    ledgers = [Ledger(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
+    scheduler = make_scheduler(schedule, latency_model(config, built), ledgers)
+    kv_tokens = sum(ledger.total_tokens for ledger in ledgers)
     info = EngineInfo(
         model=model_name(config.model),
         architecture=built.shape.architecture,
         dtype=built.dtype,
         device="cpu",
         layout=layout_of(config).name,
-        max_model_len=min(built.shape.max_model_len, ledger.total_tokens),
+        max_model_len=min(built.shape.max_model_len, kv_tokens),
         vocab_size=built.shape.vocab_size,
-        kv_tokens_total=ledger.total_tokens,
+        kv_tokens_total=kv_tokens,
         kv_block_tokens=config.block_size,
         policy=schedule.policy,
         chunking=schedule.chunking,
@@ -134,19 +136,20 @@ def profile_mark(config: EngineConfig, built: Built) -> str:
     return store.fingerprint(built.mark, built.dtype, processor_name(), built.threads, layout_of(config).name)
 
 
-def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, available: int) -> int:
-    """Blocks of a KV pool in which a token takes `per_token` bytes; `available` bytes are free once weights are there.
+def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, available: int, groups: int = 1) -> int:
+    """Blocks of a KV pool in which a token takes `per_token` bytes, in each of so many KV groups; `available` bytes are
+    free once weights are there.
 
-    Raises ConfigError when it would not hold what was asked for.
+    Raises ConfigError when all groups together would not hold what was asked for.
     """
     asked = config.max_model_len
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
-        budget = min(int(0.5 * available), per_token * (2 * shape.max_model_len + 262_144))
-    blocks = budget // (per_token * config.block_size)
-    tokens = blocks * config.block_size
-    need = asked if asked is not None else min(shape.max_model_len, 2 * config.block_size)
+        budget = min(int(0.5 * available), groups * per_token * (2 * shape.max_model_len + 262_144))
+    blocks = budget // (groups * per_token * config.block_size)
+    tokens = groups * blocks * config.block_size
+    need = asked if asked is not None else min(shape.max_model_len, 2 * groups * config.block_size)
     if tokens < need:
         raise ConfigError(
             f"the KV cache has room for {max(tokens, 0)} tokens ({gib(budget)} at {per_token} bytes a token) and "

@@ -7,7 +7,9 @@ from headway.core.clock import ManualClock
 from headway.engine.config import EngineConfig
 from headway.hardware.memory import available_bytes, gib
 from headway.latency.base import MAX_CHUNK, Load, solve_tokens
+from headway.latency.exchange import Sharded
 from headway.latency.prefill_cache import PrefillCache
+from headway.scheduling.groups import GroupedScheduler
 
 
 def report(config: EngineConfig) -> str:
@@ -20,22 +22,29 @@ def report(config: EngineConfig) -> str:
     size = f"{info.parameters / 1e6:.1f} M parameters"
     cache = f"{gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens ({per_token:,} bytes a token)"
     policy = f"{info.policy}, {info.chunking} chunks, {info.mode} mode, iterations of at most {budget * 1e3:.0f} ms"
+    latency, groups = scheduler.latency, []
+    if isinstance(scheduler, GroupedScheduler):
+        shard = scheduler.shard_tokens
+        latency = Sharded(latency, shard)
+        share = f"{len(scheduler.groups)}, each with {scheduler.ledgers[0].total_tokens:,} of these tokens"
+        groups = [f"KV groups            {share}; of one request a group holds {shard:,}, then another joins"]
     lines = [
         f"model                {info.model}",
         f"architecture         {info.architecture}, {size}, {info.dtype} on {info.device}",
         f"layout               {info.layout}",
         f"weights              {gib(info.weights_bytes)}",
         f"KV cache             {cache}, in blocks of {info.kv_block_tokens}",
+        *groups,
         f"memory available     {gib(available_bytes())}",
         f"longest context      {info.max_model_len:,} tokens, output included",
         f"policy               {policy}",
         "",
         "context so far   next chunk   prompt of this length takes, alone",
     ]
-    times = PrefillCache(scheduler.latency, budget, max(scheduler.config.min_chunk, 16))
+    times = PrefillCache(latency, budget, max(scheduler.config.min_chunk, 16))
     past = 0
     while past < info.max_model_len:
-        chunk, _ = solve_tokens(scheduler.latency, Load(), past, MAX_CHUNK, budget)
+        chunk, _ = solve_tokens(latency, Load(), past, MAX_CHUNK, budget)
         chunk = max(chunk, scheduler.config.min_chunk)
         alone = times.total_s(past)
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")

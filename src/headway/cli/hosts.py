@@ -25,7 +25,8 @@ def settle_token(config: EngineConfig, node: int) -> EngineConfig:
     if config.rdzv_endpoint is None:
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT, an address of node 0 that all can reach")
     endpoint = parse_endpoint(config.rdzv_endpoint)
-    check_nodes(config.nnodes, Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size))
+    degrees = (config.tensor_parallel_size, config.pipeline_parallel_size, config.kv_parallel_size)
+    check_nodes(config.nnodes, Layout(tp=degrees[0], stages=degrees[1], kvp=degrees[2]))
     if config.rdzv_token is not None:
         check_token(config.rdzv_token)
         return config

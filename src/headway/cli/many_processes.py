@@ -65,7 +65,7 @@ def _build(
     check_memory(shape, layout, itemsize, available, config.kv_cache_bytes, longest)
     wanted = need(shape, layout, itemsize)
     left = max(0, available - wanted.weights - wanted.processes)
-    blocks = kv_blocks(config, shape, wanted.kv_per_token * layout.kvp, left)
+    blocks = kv_blocks(config, shape, wanted.kv_per_token, left, layout.kvp)
     threads = config.threads or max(1, cores // layout.accelerators)
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
     ranks = RankConfig(

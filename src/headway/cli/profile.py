@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         threads=values["threads"],
         tensor_parallel_size=values["tensor_parallel_size"],
         pipeline_parallel_size=values["pipeline_parallel_size"],
+        kv_parallel_size=values["kv_parallel_size"],
     )
     built = build(config)
     mark = profile_mark(config, built)

@@ -60,6 +60,20 @@ ENGINE_OPTIONS = (
         "stream",
         "stream: a prompt's next chunk enters when the first stage frees; microbatch: when its last has left all",
     ),
+    Option(
+        "kv_parallel_size",
+        int,
+        1,
+        "KV groups: copies of the model that each serve requests of their own and share the cache of long ones",
+        metavar="K",
+    ),
+    Option(
+        "kv_shard_tokens",
+        tokens,
+        None,
+        "tokens of one request that a KV group holds before another joins; default: what t-target-ms allows a decode",
+        metavar="TOKENS",
+    ),
     Option("nnodes", int, 1, "hosts that the workers are spread over; the same flags are given on each", metavar="N"),
     Option("node_rank", int, 0, "which of them this is; 0 is where clients connect", metavar="R"),
     Option(
@@ -175,6 +189,7 @@ def engine_config(model: str, values: dict[str, Any], given: set[str]) -> Engine
         threads=values["threads"],
         tensor_parallel_size=values["tensor_parallel_size"],
         pipeline_parallel_size=values["pipeline_parallel_size"],
+        kv_parallel_size=values["kv_parallel_size"],
         pipeline_schedule=values["pipeline_schedule"],
         nnodes=values["nnodes"],
         rdzv_endpoint=values["rdzv_endpoint"],

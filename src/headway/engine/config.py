@@ -22,6 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    kv_parallel_size: int = 1
     pipeline_schedule: Literal["stream", "microbatch"] = "stream"
     nnodes: int = 1
     rdzv_endpoint: str | None = None
@@ -34,10 +35,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     event_log: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "kv_cache_bytes", "threads", "tensor_parallel_size", "pipeline_parallel_size"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
+        for name in ("max_model_len", "kv_cache_bytes", "threads", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.kv_parallel_size == 1 and "kv_shard_tokens" in self.scheduler:
+            raise ConfigError("kv-shard-tokens says how KV groups share a request: it needs kv-parallel-size above 1")
         if not 1 <= self.block_size <= 65536:
             raise ConfigError(f"block-size must be between 1 and 65536 tokens, not {self.block_size}")
         if self.max_queued_requests < 1:

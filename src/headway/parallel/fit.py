@@ -59,7 +59,8 @@ def check_memory(
     config: DecoderConfig, layout: Layout, itemsize: int, available: int, kv_bytes: int | None, tokens: int
 ) -> None:
     """Raise ConfigError when weights, and the cache of one request of `tokens` tokens, exceed the memory available to
-    all ranks together (one host), or that request exceeds `kv_bytes`, the memory set aside for caches."""
+    all ranks together (one host), or that request exceeds `kv_bytes`, the memory set aside for the caches of all KV
+    groups: a long request lies in all of them."""
 
     def takes(other: Layout) -> tuple[Need, int]:
         wanted = need(config, other, itemsize)
@@ -68,11 +69,12 @@ def check_memory(
 
     wanted, total = takes(layout)
     cache = wanted.kv_per_token * tokens
-    if kv_bytes is not None and cache * layout.kvp > kv_bytes:
+    if kv_bytes is not None and cache > kv_bytes:
+        over = f"{layout.kvp} groups of " if layout.kvp > 1 else ""
         raise ConfigError(
             f"one request of {tokens} tokens needs {gib(cache)} of KV cache ({wanted.kv_per_token} bytes a token over "
-            f"{layout.tp * layout.stages} workers) in each of {layout.kvp} groups, and --kv-cache-memory gives "
-            f"{gib(kv_bytes)}: give it more or lower --max-model-len"
+            f"{over}{layout.tp * layout.stages} workers) and --kv-cache-memory gives {gib(kv_bytes)}: give it more or "
+            "lower --max-model-len"
         )
     if total > available:
         raise ConfigError(
