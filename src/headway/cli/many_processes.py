@@ -18,6 +18,7 @@ from headway.parallel.fit import check_memory, check_shape, need
 from headway.parallel.network import parse_endpoint
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.terms import terms
+from headway.worker.launch import warm
 from headway.worker.processes import ProcessWire
 from headway.worker.rendezvous import Rendezvous
 
@@ -59,6 +60,7 @@ def _build(
 ) -> Built:
     available, cores = available_bytes(), len(os.sched_getaffinity(0))
     if hosts is not None:
+        warm()
         everybody = hosts.gather(_served())
         available = len(everybody) * min(host.available_bytes for host in everybody)
         cores *= len(everybody)

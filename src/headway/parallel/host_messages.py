@@ -79,7 +79,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
-    """From a host: it was told to end."""
+    """From a host: it ends, as it was told to."""
 
     run: str
 

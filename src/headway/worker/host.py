@@ -23,7 +23,7 @@ from headway.parallel.host_messages import Ended, FromHost, HostHello, Keep, Kep
 from headway.parallel.network import Endpoint, resolve
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.secret import guard_client
-from headway.worker.launch import end_words, launch
+from headway.worker.launch import end_words, launch, warm
 
 log = logging.getLogger("headway.host")
 
@@ -73,6 +73,7 @@ class Host:
 
     def run(self) -> None:
         """Raises ConfigError when node 0 refuses this host, or does not answer for `patience_s`."""
+        warm()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
@@ -81,7 +82,7 @@ class Host:
                 self._attend()
             if self._signal is not None:
                 log.info("ending after %s", self._signal)
-                self._say(Leaving(self._mine.run))
+            self._say(Leaving(self._mine.run))
         finally:
             self._end_all()
             self._disconnect(linger_ms=500)

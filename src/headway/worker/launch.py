@@ -6,15 +6,22 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
 _PROCESS = "headway.worker.process"
 
 
+def warm() -> None:
+    """Have the server import torch, and return at once: for whoever knows that ranks will follow."""
+    forkserver.set_forkserver_preload([_PROCESS])
+    forkserver.ensure_running()
+
+
 def launch(rank: int, endpoint: str, settings: bytes) -> ForkServerProcess:
     """Start rank `rank`, which will speak to the engine at `endpoint`. `settings`: a RankConfig as JSON."""
+    warm()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PROCESS])
     process = context.Process(target=_run, args=(rank, endpoint, settings), name=f"headway-rank-{rank}")
     process.start()
     return process

@@ -30,6 +30,7 @@ log = logging.getLogger("headway.engine")
 BEAT_S = 1.0
 LOST_S = 10.0
 """A host of which nothing was heard for so long is lost (and so is node 0 to its hosts)."""
+_FAREWELL_S = 2.0
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
@@ -174,13 +175,22 @@ class Rendezvous:
                     for node, host in self._hosts.items():
                         self._send(host.name, self._keep(node))
         with self._changed:
-            for host in self._hosts.values():
-                self._send(host.name, Leave())
+            self._dismiss()
             for process in self._processes.values():
                 process.end("was told to end")
             self._processes.clear()
         self._socket.close()
         self._context.term()
+
+    def _dismiss(self) -> None:
+        """Say that it is over until all have understood, for as long as that is worth waiting for."""
+        until_s = time.monotonic() + _FAREWELL_S
+        while self._hosts and time.monotonic() < until_s:
+            for host in self._hosts.values():
+                self._send(host.name, Leave())
+            self._socket.poll(200)
+            while (message := self._receive()) is not None:
+                self._hear(*message)
 
     def _keep(self, node: int) -> Keep:
         launches = (process.launch for process in self._processes.values() if process.node == node)
@@ -202,12 +212,15 @@ class Rendezvous:
             self._send(name, Refused(f"node 0 runs Headway {__version__}, and does not understand this host's"))
             return False
         if isinstance(said, HostHello):
-            return self._greet(name, said, now)
+            return not self._closing and self._greet(name, said, now)
         found = next(((node, host) for node, host in self._hosts.items() if host.hello.run == said.run), None)
         if found is None:
             return False  # it was lost before; it will notice, and join again
         if isinstance(said, Leaving):
-            self._lose(found[0], "which was told to end")
+            del self._hosts[found[0]]
+            if not self._closing:
+                log.warning("host %d has ended", found[0])
+            self._fail(found[0], "which was told to end")
         else:
             self._note(found[1], said, now)
         return False
@@ -255,7 +268,6 @@ class Rendezvous:
         del self._hosts[node]
         log.warning("lost host %d, %s; it can come back within %g s", node, why, self._patience_s)
         self._fail(node, why)
-        self._changed.notify_all()
 
     def _fail(self, node: int, why: str) -> None:
         """End what runs, or should, on that host."""
@@ -263,6 +275,7 @@ class Rendezvous:
         for process in [process for process in self._processes.values() if process.node == node]:
             del self._processes[process.launch.serial]
             process.end(f"was on host {node}, {why}")
+        self._changed.notify_all()
 
     def _drop(self, serial: int) -> None:
         with self._changed:
