@@ -1,7 +1,6 @@
-"""The same decoder layer for an iteration of few rows, by the compiled kernels: decode steps, mostly.
+"""The same decoder layer by the compiled kernels: six calls a layer instead of some thirty.
 
-Six calls a layer instead of some thirty, each weight read once. Results are rounded to bf16 at the same places as the
-general path or fewer, so both agree within bf16's own error.
+Results are rounded to bf16 at the same places as the general path or fewer, so both agree within bf16's own error.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from headway.model.config import DecoderConfig
 from headway.model.linear import Linear
 from headway.model.rope import RotaryTable
 from headway.model.weights import DecoderWeights, LayerWeights
-
-MOST_ROWS = 32
-"""Beyond this, general matrix products are faster."""
 
 
 class _Matrix(NamedTuple):
@@ -40,20 +36,20 @@ class _Layer(NamedTuple):
     down: _Matrix
 
 
-class FewRows:
-    """Made once a decoder by `few_rows_of`; holds addresses into its weights, which the decoder keeps alive."""
+class CompiledLayers:
+    """Made once a decoder by `compiled_layers`; holds addresses into its weights, which the decoder keeps alive."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, native: Kernels) -> None:
         self._config = config
         self._kernels = native
         self._layers = [_addresses(layer) for layer in weights.layers]
-        self._head = _matrix(weights.head) if weights.head and weights.head.plain is not None else None
+        self._head = _matrix(weights.head) if weights.head and weights.head.panels is not None else None
         self._final_norm = weights.final_norm.data_ptr() if weights.final_norm is not None else 0
 
     def layer(
         self, index: int, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, backend: AttentionBackend
     ) -> None:
-        """One layer over hidden (T, hidden_size), T at most MOST_ROWS, contiguous, overwritten with its output."""
+        """One layer over hidden (T, hidden_size), contiguous, overwritten with its output."""
         config, native, layer = self._config, self._kernels, self._layers[index]
         eps, dim = config.rms_eps, config.head_dim
         rows, at = hidden.shape[0], hidden.data_ptr()
@@ -65,7 +61,7 @@ class FewRows:
         cos, sin = rotary
         native.rotate(first, cos.data_ptr(), sin.data_ptr(), rows, out, turned, dim, cos.shape[-1])
         query, key, value = torch.split_with_sizes(heads, (config.q_heads, config.kv_heads, config.kv_heads), 1)
-        mixed = backend.run(index, query, key, value, plan)
+        mixed = backend.run(index, query, key, value, plan).contiguous()
         weight, bias, out, inputs = layer.out
         native.linear(mixed.data_ptr(), 0, eps, 0, weight, bias, at, at, rows, out, inputs)
         weight, bias, out, inputs = layer.gate_up
@@ -87,20 +83,20 @@ class FewRows:
         return logits.float()
 
 
-def few_rows_of(config: DecoderConfig, weights: DecoderWeights) -> FewRows | None:
+def compiled_layers(config: DecoderConfig, weights: DecoderWeights) -> CompiledLayers | None:
     """The fast path of a decoder, or None where its shapes or the machine do not allow one. Once, at construction.
 
-    It needs plain bf16 weights, no head norms (Qwen3), and a rotation of a multiple of 32 dimensions.
+    It needs bf16 weights in panels, no head norms (Qwen3), and a rotation of a multiple of 32 dimensions.
     """
     native = kernels()
     if native is None or config.qk_norm or config.rope.rotary_dim % 32:
         return None
     for layer in weights.layers:
-        if any(part.plain is None for part in (layer.qkv, layer.out, layer.gate_up, layer.down)):
+        if any(part.panels is None for part in (layer.qkv, layer.out, layer.gate_up, layer.down)):
             return None
         if layer.attention_norm.dtype != torch.bfloat16:
             return None
-    return FewRows(config, weights, native)
+    return CompiledLayers(config, weights, native)
 
 
 def _addresses(layer: LayerWeights) -> _Layer:
@@ -115,6 +111,6 @@ def _addresses(layer: LayerWeights) -> _Layer:
 
 
 def _matrix(linear: Linear) -> _Matrix:
-    assert linear.plain is not None
+    assert linear.panels is not None
     bias = 0 if linear.bias is None else linear.bias.data_ptr()
-    return _Matrix(linear.plain.data_ptr(), bias, linear.out_features, linear.in_features)
+    return _Matrix(linear.panels.data_ptr(), bias, linear.out_features, linear.in_features)

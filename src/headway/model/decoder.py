@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from headway.attention.base import AttentionBackend, AttentionPlan, make_backend
 from headway.attention.kv_pool import KvPool
+from headway.model.compiled import compiled_layers
 from headway.model.config import DecoderConfig
-from headway.model.few_rows import MOST_ROWS, few_rows_of
 from headway.model.rope import Rotary, RotaryTable, rotate_
 from headway.model.shard import WHOLE, Shard
 from headway.model.weights import DecoderWeights, LayerWeights
@@ -56,7 +56,7 @@ class Decoder:
         self.fingerprint = fingerprint
         sample = weights.layers[0].attention_norm
         self.dtype, self.device = sample.dtype, sample.device
-        self._few = few_rows_of(self.config, weights) if group is None else None
+        self._compiled = compiled_layers(self.config, weights) if group is None else None
         self.rotary = Rotary(config.rope, config.max_model_len, self.device)
 
     def make_pool(self, slots: int) -> KvPool:
@@ -100,9 +100,9 @@ class Decoder:
         Stopping between layers and going on later is exact: all state is in `hidden` and the pool.
         """
         indices = range(first, len(self.weights.layers) if last is None else last)
-        if self._few is not None and hidden.shape[0] <= MOST_ROWS:
+        if self._compiled is not None:
             for index in indices:
-                self._few.layer(index, hidden, rotary, plan, self.backend)
+                self._compiled.layer(index, hidden, rotary, plan, self.backend)
             return hidden
         for index in indices:
             hidden = self._layer(index, self.weights.layers[index], hidden, rotary, plan)
@@ -113,8 +113,8 @@ class Decoder:
         weights = self.weights
         assert weights.head is not None, "this stage holds no head"
         assert weights.final_norm is not None, "this stage holds no final norm"
-        if self._few is not None and hidden.shape[0] <= MOST_ROWS:
-            logits = self._few.head(hidden)
+        if self._compiled is not None:
+            logits = self._compiled.head(hidden)
             if logits is not None:
                 return logits
         logits = weights.head(self._norm(hidden, weights.final_norm)).float()

@@ -6,39 +6,54 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.attention.native import kernels
+from headway.attention.native import Kernels, kernels
+
+PANEL = 16
+"""Columns of the result in a panel of `headway_linear`."""
 
 
 class Linear:
     """y = x Wᵀ + b. `weight` (out, in) is taken over: keep no reference, or its memory is held twice.
 
-    On CPU the weight is packed for oneDNN, which would otherwise re-lay it at every call: half of the time at 1 to 64
-    rows. The exception is bf16 where the compiled kernels are available: these read the plain layout, and faster still.
-    A packed weight cannot be read in place or cut any more; `plain` is None then.
+    On CPU the weight is laid out once: in panels for the compiled kernel where it runs (bf16), and else for oneDNN,
+    which would otherwise re-lay it at every call, half of the time at 1 to 64 rows.
     """
 
-    __slots__ = ("_packed", "_weight", "bias", "in_features", "out_features")
+    __slots__ = ("_native", "_packed", "_weight", "bias", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._packed = weight.device.type == "cpu" and bool(torch._C._has_mkldnn) and not few_rows_fit(weight)
+        self._native = _kernels_for(weight)
+        self._packed = self._native is None and weight.device.type == "cpu" and bool(torch._C._has_mkldnn)
+        if self._native is not None:
+            weight = _panels(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 8) if self._packed else weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (rows, in), contiguous, in the weight's dtype; returns (rows, out)."""
-        if self._packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        if self._native is not None:
+            out = x.new_empty(x.shape[0], self.out_features)
+            bias = 0 if self.bias is None else self.bias.data_ptr()
+            self._native.linear(
+                x.contiguous().data_ptr(), 0, 0.0, 0, self._weight.data_ptr(), bias, 0, out.data_ptr(),
+                x.shape[0], self.out_features, self.in_features,
+            )  # fmt: skip
             return out
+        if self._packed:
+            packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return packed
         return functional.linear(x, self._weight, self.bias)
 
     @property
-    def plain(self) -> Tensor | None:
-        """The weight (out, in), where it was kept readable."""
-        return None if self._packed else self._weight
+    def panels(self) -> Tensor | None:
+        """The weight as `headway_linear` reads it, where it is laid out so."""
+        return None if self._native is None else self._weight
 
     def dense(self) -> Tensor:
-        """The weight (out, in), readable: unpacked into a copy where it was packed."""
+        """The weight (out, in), readable: unpacked into a copy where it was laid out otherwise."""
+        if self._native is not None:
+            return self._weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return self._weight.to_dense() if self._packed else self._weight
 
     @property
@@ -47,8 +62,15 @@ class Linear:
         return self.out_features * (self.in_features + (self.bias is not None))
 
 
-def few_rows_fit(weight: Tensor) -> bool:
-    """Whether `headway_linear` can run over this weight here."""
+def _kernels_for(weight: Tensor) -> Kernels | None:
+    """The compiled kernels, where they are the fastest for this weight: with AMX oneDNN's are."""
+    fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+    return kernels() if fits and not torch.cpu._is_amx_tile_supported() else None
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """(out, in) to (out / 16, in / 2, 16, 2), the last panel filled up with zeros."""
     rows, inputs = weight.shape
-    shaped = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and inputs % 32 == 0 and rows >= 16
-    return shaped and weight.is_contiguous() and kernels() is not None
+    if rows % PANEL:
+        weight = functional.pad(weight, (0, 0, 0, PANEL - rows % PANEL))
+    return weight.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
