@@ -58,8 +58,8 @@ class Executor(Protocol):
         """Begin a batch. Requests that its KV operations free and that are `forget`-ed need no further care."""
 
     def result(self, timeout_s: float | None) -> StepResult | None:
-        """The next finished batch, in order; None when none finished within `timeout_s`. Only here does a loss come out:
-        raises LostError once, whether batches are in flight or not."""
+        """The next finished batch, in order; None when none finished within `timeout_s`. Raises LostError until
+        `recover`, whether batches are in flight or not; no other method does."""
 
     def recover(self) -> None:
         """After a LostError: begin again, without KV and with nothing in flight. Live requests stay admitted, with what

@@ -69,8 +69,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall.
 
-    stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone and new ones start; lost_tokens:
-    what was in the KV of those that were lost and is computed again.
+    stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone and new ones start.
+    lost_tokens_total: what was in the KV of those that were lost, and is computed again.
     """
 
     running: int = 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from headway.core.batch import Batch, Part
-from headway.core.errors import InvariantError
+from headway.core.errors import InvariantError, LostError
 from headway.core.executor import Emitted, StepResult
 from headway.core.sampling import SamplingParams
 from headway.kv.allocator import BlockTables
@@ -33,6 +34,7 @@ from headway.parallel.messages import (
     ToRank,
 )
 from headway.parallel.place import Place, places
+from headway.parallel.restart import Restart
 from headway.parallel.stream import Asks, PlanWriter, StreamState, Told, replay
 from headway.parallel.wire import Frame, Hosts, RankLostError, Wire
 
@@ -91,22 +93,25 @@ class _Group:
 
 
 class ParallelExecutor:
-    """`Executor` over the ranks behind a wire, all of which are ready."""
+    """`Executor` over the ranks behind a wire, all of which are ready. `rewire` starts new ones, when these are lost,
+    and returns when they are ready; without it nothing recovers."""
 
-    def __init__(self, wire: Wire, layout: Layout, kv_blocks: int) -> None:
+    def __init__(self, wire: Wire, layout: Layout, kv_blocks: int, rewire: Callable[[], Wire] | None = None) -> None:
         self.layout = layout
         self.plans = self.plan_bytes = self.resyncs = 0
         self.probe_s = 1.0
-        self._heard_s = 0.0
+        self.stall_s = 900.0
+        self._heard_s = self._moved_s = 0.0
         self._wire = wire
         self._places = places(layout)
         self._numbers: dict[str, int] = {}
         self._requests: dict[str, _Request] = {}
         self._given = 0
-        self._groups = [
-            _Group(tuple(place for place in self._places if place.group == group), kv_blocks, self._numbers)
-            for group in range(layout.kvp)
-        ]
+        self._kv_blocks = kv_blocks
+        self._groups = self._fresh_groups()
+        self._rewire = rewire
+        self._restart: Restart | None = None
+        self._lost: LostError | None = None
         self._batches: deque[tuple[int, list[_Flight]]] = deque()
         self.hosts: Hosts | None = None
         """Set where ranks run on several hosts: their clocks differ, and they end with us."""
@@ -116,7 +121,7 @@ class ParallelExecutor:
     @property
     def waits_on(self) -> tuple[Any, ...]:
         """See `Executor.waits_on`."""
-        return self._wire.waits_on
+        return self._wire.waits_on if self._restart is None else (self._restart.ready,)
 
     @property
     def accepts(self) -> bool:
@@ -126,6 +131,8 @@ class ParallelExecutor:
     @property
     def free(self) -> tuple[int, ...]:
         """See `Executor.free`."""
+        if self._lost is not None or self._restart is not None:
+            return ()
         entered = (group.flights[-1].waiting if group.flights else () for group in self._groups)
         return tuple(
             index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
@@ -138,8 +145,9 @@ class ParallelExecutor:
         request.output += output
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
-        for place in self._places:
-            self._introduce(place, request)
+        if self._restart is None:
+            for place in self._places:
+                self._introduce(place, request)
 
     def submit(self, batch: Batch) -> None:
         """See `Executor.submit`."""
@@ -156,18 +164,61 @@ class ParallelExecutor:
             self.plans += 1
             self.plan_bytes += len(frame)
             for rank in sorted(ranks):
-                self._wire.send(rank, (frame,))
+                self._put(rank, (frame,))
         self._batches.append((batch.id, flights))
-        self._heard_s = time.monotonic()
+        self._heard_s = self._moved_s = time.monotonic()
 
     def result(self, timeout_s: float | None) -> StepResult | None:
-        """See `Executor.result`. Raises RankLostError when a rank is gone."""
+        """See `Executor.result`."""
+        try:
+            if self._restart is not None:
+                self._take_over(self._restart, timeout_s)
+                return None
+            return self._next(timeout_s)
+        except LostError as error:
+            self._lost = error
+            raise
+
+    def recover(self) -> None:
+        """See `Executor.recover`. The old ranks are gone when it returns; new ones are on their way."""
+        if self._rewire is None:
+            raise self._lost or LostError("these workers cannot be started again")
+        self._wire.kill()
+        self._lost = None
+        self._batches.clear()
+        self._groups = self._fresh_groups()
+        self._restart = Restart(self._rewire)
+
+    def _fresh_groups(self) -> list[_Group]:
+        return [
+            _Group(tuple(place for place in self._places if place.group == group), self._kv_blocks, self._numbers)
+            for group in range(self.layout.kvp)
+        ]
+
+    def _take_over(self, restart: Restart, timeout_s: float | None) -> None:
+        """When the new ranks are ready, tell them of all requests and what they have said so far."""
+        try:
+            wire = restart.wire(timeout_s)
+        except LostError:
+            self._restart = None
+            raise
+        if wire is None:
+            return
+        self._wire, self._restart = wire, None
+        for request in self._requests.values():
+            for place in self._places:
+                self._introduce(place, request)
+
+    def _next(self, timeout_s: float | None) -> StepResult | None:
+        """The next finished batch. Raises RankLostError when a rank is gone."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._finished():
+            if self._lost is not None:
+                raise self._lost
             left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
             message = self._wire.receive(left_s)
             if message is not None:
-                self._heard_s = time.monotonic()
+                self._heard_s = self._moved_s = time.monotonic()
                 self._hear(*message)
                 continue
             self._probe()
@@ -185,6 +236,8 @@ class ParallelExecutor:
 
     def close(self) -> None:
         """See `Executor.close`."""
+        if self._restart is not None:
+            self._restart.abandon()
         self._wire.close()
         if self.hosts is not None:
             self.hosts.close()
@@ -197,6 +250,8 @@ class ParallelExecutor:
         self._heard_s = now
         for group in self._groups:
             for rank in sorted(set().union(*(flight.waiting for flight in group.flights))):
+                if now - self._moved_s > self.stall_s:
+                    raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
                 self._send(rank, Probe(group.writer.seq))
 
     # -- measuring ----------------------------------------------------------------------------------------------
@@ -240,7 +295,8 @@ class ParallelExecutor:
         elif isinstance(said, Desync):
             self._resync(group, place, said)
         elif isinstance(said, Alive):
-            pass
+            if any(rank in flight.waiting and flight.plan.seq <= said.done for flight in group.flights):
+                raise RankLostError(rank, f"has carried out plan {said.done}, and what it said of it was lost")
         elif isinstance(said, Failed):
             raise RankLostError(rank, f"failed: {said.error}")
         else:
@@ -336,10 +392,18 @@ class ParallelExecutor:
         request.heard[place.group] = len(request.output)
         message = Admit(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
         frames: list[Frame] = [_encoder.encode(message)]
-        self._wire.send(place.rank, [*frames, request.prompt] if reads else frames)
+        self._put(place.rank, [*frames, request.prompt] if reads else frames)
 
     def _send(self, rank: int, message: ToRank) -> None:
-        self._wire.send(rank, (_encoder.encode(message),))
+        self._put(rank, (_encoder.encode(message),))
+
+    def _put(self, rank: int, frames: Sequence[Frame]) -> None:
+        """What cannot be sent is noted for `result` to raise: only there may a loss come out."""
+        if self._lost is None:
+            try:
+                self._wire.send(rank, frames)
+            except RankLostError as error:
+                self._lost = error
 
 
 def _asks(batch: Batch, owner: int) -> Asks:

@@ -12,6 +12,9 @@ from headway.core.sampling import SamplingParams, TokenLogprobs
 PROTOCOL = 2
 """Raised with every change of these messages; a rank of another number is refused."""
 
+BEAT = b"beat-"
+"""What the identity of the connection begins with over which a rank's beats come; its number follows."""
+
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A rank's first word. `store_port`: where rank 0 keeps the rendezvous store, 0 from others."""

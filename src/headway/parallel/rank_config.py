@@ -10,7 +10,8 @@ from headway.latency.layout import Layout
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same for all ranks of a host. `host` is the address of node 0, where the rendezvous store is; `token` is what
     the engine's socket asks for when it can be reached from other hosts. `patience_s` bounds how long ranks wait for
-    each other in a collective (a rank that is gone is noticed much sooner by its process)."""
+    each other in a collective (a rank that is gone is noticed much sooner by its process). `timeout_s`: a rank that was
+    not heard of for so long is lost; `start_timeout_s` while it loads."""
 
     model: str
     dtype: str
@@ -26,6 +27,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     token: str | None = None
     patience_s: float = 300.0
+    timeout_s: float = 10.0
+    start_timeout_s: float = 120.0
 
     @property
     def layout(self) -> Layout:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from headway.core.errors import HeadwayError
+from headway.core.errors import LostError
 
 Frame = bytes | memoryview
 
 
-class RankLostError(HeadwayError):
-    """A rank's process has ended, or it has said that it cannot go on."""
+class RankLostError(LostError):
+    """A rank's process has ended or is not heard of any more, or it has said that it cannot go on."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"worker {rank} {why}")
@@ -34,6 +34,9 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """Tell all ranks to stop, end those that do not, and wait until they are gone."""
+
+    def kill(self) -> None:
+        """End all ranks at once, whatever they are doing or waiting for, and wait until they are gone."""
 
 
 class Hosts(Protocol):

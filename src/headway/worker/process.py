@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -20,9 +23,10 @@ from headway.core.errors import HeadwayError
 from headway.model.config import read_config
 from headway.model.fields import read_json
 from headway.model.loading import load_decoder, resolve_dtype
+from headway.parallel.beats import PER_TIMEOUT, Heart
 from headway.parallel.gloo import GlooLinks, choose_interface, join, rendezvous
 from headway.parallel.group_attention import GroupAttention
-from headway.parallel.messages import PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome
+from headway.parallel.messages import BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome
 from headway.parallel.place import place_of
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.secret import guard_client
@@ -33,19 +37,32 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 class ZmqChannel:
     """`Channel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
 
     def __init__(self, rank: int, endpoint: str, token: str | None) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        if token is not None:
-            guard_client(self._socket, token)
-        self._socket.connect(endpoint)
+        self._endpoint, self._token = endpoint, token
+        self._socket = self._connected(b"%d" % rank)
+        self._heart: Heart | None = None
+
+    def live(self, rank: int, every_s: float) -> None:
+        """Begin to send beats, over a connection of their own."""
+        self._heart = Heart(lambda: self._connected(BEAT + b"%d" % rank), b"", every_s)
+
+    def _connected(self, name: bytes) -> zmq.Socket[Any]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, name)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if self._token is not None:
+            guard_client(socket, self._token)
+        socket.connect(self._endpoint)
+        return socket
 
     def receive(self, wait: bool) -> list[memoryview] | None:
         """See `Channel.receive`."""
@@ -61,6 +78,8 @@ class ZmqChannel:
 
     def close(self) -> None:
         """What was sent last still goes out."""
+        if self._heart is not None:
+            self._heart.stop()
         self._socket.close()
         self._context.term()
 
@@ -72,6 +91,7 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
     config = msgspec.json.decode(settings, type=RankConfig)
     torch.set_num_threads(config.threads)
     channel = ZmqChannel(rank, endpoint, config.token)
+    channel.live(rank, config.timeout_s / PER_TIMEOUT)
     code = 0
     try:
         _serve(rank, config, channel)
@@ -120,7 +140,10 @@ def _say(channel: ZmqChannel, message: FromRank) -> None:
 
 
 def _end_with_the_engine() -> None:
-    """The engine holds one end of a pipe for as long as it lives, however it ends."""
+    """The engine holds one end of a pipe for as long as it lives, however it ends. Its forkserver, our parent, ends
+    with it; then the system ends even a rank that is stopped and watches nothing."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is None:
         return

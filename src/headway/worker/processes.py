@@ -17,7 +17,8 @@ import zmq
 
 from headway import __version__
 from headway.core.errors import ConfigError
-from headway.parallel.messages import PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
+from headway.parallel.beats import Pulse
+from headway.parallel.messages import BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.wire import Frame, RankLostError
 from headway.worker.launch import end_words, launch
@@ -27,6 +28,8 @@ from headway.worker.rendezvous import Rendezvous
 M = TypeVar("M", Hello, Ready)
 
 _GRACE_S = 3.0
+_LOOK_S = 0.5
+"""Time between two looks at who is silent."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -34,7 +37,10 @@ _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 class ProcessWire:
     """`Wire` to the ranks of `config.layout`, started at construction and ready after `start`. `hosts`: where those
-    ranks run that are not on this host."""
+    ranks run that are not on this host.
+
+    Each rank sends a beat from a thread of its own: one that is hung or cut off is lost after `config.timeout_s`.
+    """
 
     def __init__(self, config: RankConfig, hosts: Rendezvous | None = None) -> None:
         self._directory = tempfile.mkdtemp(prefix="headway-ranks-")
@@ -44,6 +50,7 @@ class ProcessWire:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that was cut off may be back before that is noticed
         if hosts is None:
             endpoint = f"ipc://{self._directory}/ranks"
             self._socket.bind(endpoint)
@@ -58,6 +65,8 @@ class ProcessWire:
             process = launch(rank, endpoint, settings) if remote is None else remote
             self.processes.append(process)
             self._poller.register(process.sentinel, zmq.POLLIN)
+        self._timeout_s = config.timeout_s
+        self._pulse = Pulse(range(len(self.processes)), config.start_timeout_s, time.monotonic())
 
     @property
     def waits_on(self) -> tuple[Any, ...]:
@@ -79,6 +88,7 @@ class ProcessWire:
             ready = self._gather(Ready)
             if len({one.mark for one in ready}) > 1:
                 raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
+            self._pulse.timeout_s = self._timeout_s
             return ready
         except RankLostError as error:
             self.close()
@@ -104,15 +114,25 @@ class ProcessWire:
         while True:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                return int(name), frames
+                rank = int(name.removeprefix(BEAT))
+                self._pulse.heard(rank, time.monotonic())
+                if not name.startswith(BEAT):
+                    return rank, frames
+                continue
             except zmq.Again:
-                pass
-            left_ms = None if until is None else max(0, round((until - time.monotonic()) * 1000.0))
-            ready = dict(self._poller.poll(left_ms))
+                self._check_silence()
+            left_s = _LOOK_S if until is None else max(0.0, min(_LOOK_S, until - time.monotonic()))
+            ready = dict(self._poller.poll(round(left_s * 1000.0)))
             if self._socket not in ready:
                 self._check_alive()
                 if until is not None and time.monotonic() >= until:
                     return None
+
+    def kill(self) -> None:
+        """See `Wire.kill`."""
+        for process in self.processes:
+            process.kill()
+        self.close()
 
     def close(self) -> None:
         """See `Wire.close`."""
@@ -137,6 +157,11 @@ class ProcessWire:
             why = _ended(process)
             if why is not None:
                 raise RankLostError(rank, why)
+
+    def _check_silence(self) -> None:
+        silent = self._pulse.silent(time.monotonic())
+        if silent is not None:
+            raise RankLostError(silent, f"was not heard of for {self._pulse.timeout_s:g} s: it hangs or is cut off")
 
     def _gather(self, kind: type[M]) -> list[M]:
         """One message of that kind from every rank, by rank."""

@@ -1,0 +1,69 @@
+"""Signs of life: a process says every now and then that it runs, and who listens notices when it no longer does.
+
+A beat tells that the process is scheduled and can be reached, not that it gets on: a long computation is no silence. No
+torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+PER_TIMEOUT = 5
+"""Beats within the time after which a silent process counts as lost."""
+_AWAY_S = 1.0
+
+
+class Heart:
+    """A thread that sends `frame` every `every_s` seconds for as long as the process lives, whatever else it does.
+
+    `connect` makes the thread's own socket and is called in it.
+    """
+
+    def __init__(self, connect: Callable[[], zmq.Socket[Any]], frame: bytes, every_s: float) -> None:
+        self._connect, self._frame, self._every_s = connect, frame, every_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No beat follows; the socket is closed."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        socket = self._connect()
+        while True:
+            socket.send(self._frame)
+            if self._stopped.wait(self._every_s):
+                break
+        socket.close(linger=0)
+
+
+class Pulse:
+    """When each of some processes was last heard of. Times in seconds, of the listener's clock.
+
+    Time in which the listener itself did not look does not count: what was said meanwhile waits in its socket.
+    """
+
+    def __init__(self, who: Iterable[int], timeout_s: float, now: float) -> None:
+        self.timeout_s = timeout_s
+        self._heard_s = dict.fromkeys(who, now)
+        self._looked_s = now
+
+    def heard(self, who: int, now: float) -> None:
+        """Something came from `who`."""
+        self._heard_s[who] = now
+
+    def silent(self, now: float) -> int | None:
+        """Somebody who has been silent for longer than `timeout_s`, if there is one. Called after all that had come was
+        heard, at least once a second."""
+        away_s = now - self._looked_s
+        if away_s > max(_AWAY_S, self.timeout_s / PER_TIMEOUT):
+            for who, heard_s in self._heard_s.items():
+                self._heard_s[who] = min(now, heard_s + away_s)
+        self._looked_s = now
+        return next((who for who, heard_s in self._heard_s.items() if now - heard_s > self.timeout_s), None)

@@ -1,0 +1,137 @@
+"""What can happen to a rank's process, done to real ones; and serving that goes on through it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from serving import Ask, make_core
+
+from headway.core.sampling import SamplingParams
+from headway.engine.core import EngineCore
+from headway.engine.protocol import Submit
+from headway.engine.recovery import Restarts
+from headway.parallel.executor import ParallelExecutor
+from headway.parallel.rank_config import RankConfig
+from headway.worker.processes import ProcessWire
+
+BLOCKS, BLOCK = 128, 8
+TIMEOUT_S = 1.5
+_PIDFD_GETFD = 438
+
+
+def rank_config(folder: Path, tp: int, stages: int, kvp: int = 1) -> RankConfig:
+    return RankConfig(
+        model=str(folder), dtype="auto", max_model_len=None, attention_backend="cpu", threads=1, kv_blocks=BLOCKS,
+        block_tokens=BLOCK, eos=(), tp=tp, stages=stages, kvp=kvp, patience_s=30.0, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+
+
+class World:
+    """Ranks that start again when they are lost. `pids` are those of the newest."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self.config = config
+        self.wires: list[ProcessWire] = []
+        self.executor = ParallelExecutor(self.wire(), config.layout, config.kv_blocks, self.wire)
+
+    def wire(self) -> ProcessWire:
+        wire = ProcessWire(self.config)
+        self.wires.append(wire)
+        wire.start()
+        return wire
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(process.pid or 0) for process in self.wires[-1].processes]
+
+    def core(self, losses: int = 100, **scheduler: Any) -> EngineCore:
+        layout = self.config.layout
+        core = make_core(self.executor, BLOCKS, BLOCK, stages=layout.stages, kv_parallel=layout.kvp, **scheduler)
+        core._restarts = Restarts(losses, "the workers")
+        core.info = msgspec.structs.replace(core.info, max_model_len=BLOCKS * BLOCK)
+        return core
+
+
+@contextmanager
+def world(config: RankConfig) -> Iterator[World]:
+    made = World(config)
+    try:
+        yield made
+    finally:
+        made.executor.close()
+        for wire in made.wires:
+            assert all(not process.is_alive() for process in wire.processes)
+            assert not Path(wire._directory).exists()
+
+
+OnStep = Callable[[dict[str, list[int]]], None]
+
+
+def serve_through(core: EngineCore, asks: list[Ask], on_step: OnStep) -> list[list[int]]:
+    """All answers. `on_step` sees what has been told before every step, and may do harm."""
+    told: dict[str, list[int]] = {str(i): [] for i in range(len(asks))}
+    waiting = dict(enumerate(asks))
+    ended = step = 0
+    while ended < len(asks):
+        for index, ask in list(waiting.items()):
+            if ask.after <= step:
+                del waiting[index]
+                params = SamplingParams(
+                    **{"max_tokens": ask.count, "temperature": 0.0, "ignore_eos": True, **ask.params}
+                )
+                submit = Submit(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
+                refused = core.submit(submit, memoryview(np.array(ask.prompt, dtype=np.int32).tobytes()))
+                assert refused is None, refused
+        on_step(told)
+        for delta in core.step(1.0):
+            assert delta.error is None, delta
+            told[delta.id] += delta.tokens
+            ended += delta.finish is not None
+        core.scheduler.check()
+        step += 1
+    assert core.idle
+    return list(told.values())
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def hang(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def cut(pid: int) -> None:
+    """End every connection of a process, to the engine and to other ranks: both sides see it closed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(entry).startswith("socket:"):
+                    copy = libc.syscall(_PIDFD_GETFD, process, int(entry.name), 0)
+                    if copy < 0 and ctypes.get_errno() == 1:
+                        pytest.skip("this system does not let a test take a child's sockets (pidfd_getfd: EPERM)")
+                    if copy >= 0:
+                        with socket.socket(fileno=copy) as taken:
+                            taken.shutdown(socket.SHUT_RDWR)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(process)
+
+
+FAULTS = {"killed": kill, "hung": hang, "cut off": cut}
