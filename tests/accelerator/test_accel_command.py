@@ -67,8 +67,12 @@ def test_serve_and_capacity(tmp_path: Path) -> None:
     assert all(run["rate"]["finished"] == 40 for run in served["runs"].values())
     again = written(["serve", *small, "--qps", "2"], tmp_path / "b.json")
     assert again == served
-    words = ["capacity", *small, "--ratio", "1.2", "--plot", str(tmp_path / "c.png")]
+    words = ["capacity", *small, "--ratio", "1.2", "--plot", str(tmp_path / "c.png"), "--csv", str(tmp_path / "c.csv")]
     found = written(words, tmp_path / "c.json")
+    rates = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
+    assert [float(rate["qps"]) for rate in rates] == [
+        rate["qps"] for mode in ("packing", "prefetch") for rate in found["modes"][mode]["tried"]
+    ]
     assert found["schema"] == "headway.accel.capacity/1"
     assert found["modes"]["prefetch"]["qps"] > 0.5
 

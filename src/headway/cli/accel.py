@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON ('-': stdout, no tables)")
         if word in ("stage", "sweep", "capacity"):
             sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
-        if word in ("stage", "sweep"):
+        if word != "validate":
             sub.add_argument("--csv", type=Path, metavar="FILE", help="write rows ('-': stdout, no tables)")
         if word == "sweep":
             sub.add_argument(

@@ -10,7 +10,7 @@ from headway.accelerator.timeline import Mode
 from headway.accelerator.work import Work
 from headway.cli.accel import read_data
 from headway.cli.accel_file import Study, read_study, scheduler_of
-from headway.cli.accel_output import write_json
+from headway.cli.accel_output import rows_csv, write, write_json
 from headway.core.errors import ConfigError
 from headway.experiments import packing_prefetch_capacity as service
 from headway.simulator import InstanceSpec, RunSpec, simulate
@@ -69,7 +69,11 @@ def serve(arguments: argparse.Namespace) -> int:
         rate = service.judged(result, qps, at.limits)
         runs[mode] = {"rate": rate.to_json(), "run": run_json(result, at.section.seed)}
     found = {"schema": SERVE_SCHEMA, "setting": study.to_json(), **at.to_json(), "runs": runs}
-    if not write_json(arguments.json, found):
+    quiet = write_json(arguments.json, found)
+    if arguments.csv is not None:
+        rows = [{"schedule": mode, **run["rate"]} for mode, run in runs.items()]
+        quiet = write(arguments.csv, rows_csv(rows)) or quiet
+    if not quiet:
         show(serve_report(found))
     return 0
 
@@ -95,7 +99,11 @@ def capacity(arguments: argparse.Namespace) -> int:
         found["packing_needs_bandwidth_times"] = service.bandwidth_to_match(
             study.setting, at.config, at.kv_tokens, at.draw, at.limits, best["prefetch"], ratio=arguments.ratio
         )
-    if not write_json(arguments.json, found):
+    quiet = write_json(arguments.json, found)
+    if arguments.csv is not None:
+        tried = [{"schedule": mode, **rate} for mode, answer in found["modes"].items() for rate in answer["tried"]]
+        quiet = write(arguments.csv, rows_csv(tried)) or quiet
+    if not quiet:
         show(capacity_report(found))
     if arguments.plot is not None:
         from headway.report.accel_plot import capacity_figure
