@@ -169,6 +169,8 @@ class Replica:
         which to come back instead, or None when nothing is to be cut. For one stage, without kept iterations."""
         for run in self._runs.values():
             times, first = run.cohort.times, len(run.cohort.times) - (run.repeats - 1)
+            if first < 0:  # all of its members have left
+                continue
             done = bisect_right(times, now, first)
             if done >= len(times):
                 continue

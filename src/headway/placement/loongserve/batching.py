@@ -2,8 +2,8 @@
 
 Prompts are ordered by length, longest first, instances by the KV on them; a batch is a run of prompts on a run of
 instances. f[i][k] is the least sum, over the first i prompts on the first k instances, of a prompt's batch's time over
-its own length: f[i][k] = min over j < i, l <= k of f[j][k - l] + T(j..i, l) · Σ 1/length. Instances may stay unused at
-the end. All splits are tried (as vectors); the published code leaves some out by monotonicity.
+its own length: f[i][k] = min over j < i, l <= k of f[j][k - l] + T(j..i, l) · Σ 1/length, or f[i][k - 1]: instances may
+stay unused. All splits are tried (as vectors); the published code leaves some out by monotonicity.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ def partition(
     left = np.concatenate([[0.0], np.cumsum(np.asarray(room, dtype=np.float64))])
     best = np.full((n + 1, count + 1), np.inf)
     best[0, :] = 0.0
-    chosen: dict[tuple[int, int], tuple[int, int]] = {}
+    chosen: dict[tuple[int, int], Batch] = {}
     for k in range(1, count + 1):
         wide = np.arange(1, min(widest, k) + 1)
         rows = np.array([row[_shape(nodes, k - int(w), k)] for w in wide])
         space = left[k] - left[k - wide]
+        best[1:, k] = best[1:, k - 1]
+        chosen.update({(i, k): chosen[i, k - 1] for i in range(1, n + 1) if (i, k - 1) in chosen})
         for i in range(1, n + 1):
             low = max(0, i - most) if most else 0
             j = np.arange(low, i)
@@ -71,19 +73,14 @@ def partition(
             value = costs.flat[at]
             if value < best[i, k]:
                 best[i, k] = value
-                chosen[i, k] = (int(j[at // len(wide)]), int(wide[at % len(wide)]))
-    return _read(chosen, n, int(np.argmin(best[n])))
-
-
-def _read(chosen: dict[tuple[int, int], tuple[int, int]], i: int, k: int) -> list[Batch] | None:
-    """Backwards from the end."""
+                chosen[i, k] = Batch(int(j[at // len(wide)]), i, k - int(wide[at % len(wide)]), k)
     found: list[Batch] = []
+    i, k = n, count
     while i:
         if (i, k) not in chosen:
             return None
-        j, wide = chosen[i, k]
-        found.append(Batch(j, i, k - wide, k))
-        i, k = j, k - wide
+        found.append(chosen[i, k])
+        i, k = found[-1].first, found[-1].start
     return found[::-1]
 
 

@@ -276,7 +276,9 @@ class Pool:
     def _keep(self, prefill: Prefill, begin: list[Request], view: ClusterView) -> tuple[int, ...]:
         """Where paused decodes have KV, and as few more as hold the new one."""
         group = [i for batch in prefill.merged for i in batch.group]
-        need = reserve_of(begin) if self._options.mode != "paper" else sum(r.prompt_tokens + 1 for r in begin)
+        need = reserve_of(begin)
+        if self._options.mode == "paper":  # but each request by itself must fit
+            need = max(sum(r.prompt_tokens + 1 for r in begin), *(reserve_of([r]) for r in begin), 0)
         room = self._room(group) - sum(batch.reserve for batch in prefill.merged)
         for i in prefill.group:
             if i in group:

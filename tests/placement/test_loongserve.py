@@ -1,0 +1,286 @@
+"""LoongServe as a policy: rounds, groups that shrink to decode and grow again, packing, pools, and no token lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.hardware.links import LINKS
+from headway.hardware.models import model
+from headway.latency import eq1
+from headway.latency.groups import GroupShape
+from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, Finished, KvReady, Preempt, Transfer
+from headway.placement.loongserve.greedy import Greedy
+from headway.placement.loongserve.policy import LoongServe, Options, loongserve
+from headway.placement.registry import Surroundings, check_options, make_placement
+from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.simulator.cluster.result import ClusterResult
+from headway.simulator.cluster.spec import ClusterSpec
+from headway.simulator.cluster.world import simulate_cluster
+from headway.simulator.noise import Noise
+from headway.simulator.spec import RunSpec
+from headway.workload import TraceRequest
+from simulator_cluster.cluster_worlds import Scripted, cluster
+
+DEFAULT = RunSpec()
+WAIT = {"wait_steps": 1, "decode_step_s": 0.01}
+
+
+class Ring:
+    """0.1 ms a token, over the group's size, and 5 ms an instance."""
+
+    source = "test"
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        return 0.005 * group.sp + tokens * 1e-4 / group.sp
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        raise NotImplementedError
+
+
+class Watched(Scripted):
+    """Checks after every event what must hold at any time."""
+
+    def __init__(self, policy: LoongServe) -> None:
+        super().__init__(self._decide)
+        self.policy = policy
+        self.done: list[tuple[float, Action]] = []
+
+    def _decide(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        actions = list(self.policy.on_event(event, view))
+        self.done += [(view.now_s, action) for action in actions]
+        for pool in self.policy.pools:
+            groups = [p.group for p in pool.prefills] + [b.group for b in pool.decodes if not b.paused]
+            flat = [i for group in groups for i in group]
+            assert len(flat) == len(set(flat)), "an instance works for two batches"
+            assert set(flat) <= set(pool.ids)
+            names = [r.id for r in pool.pending]
+            names += [name for p in pool.prefills for name in p.open]
+            names += [name for b in pool.decodes for name in b.members]
+            assert len(names) == len(set(names)), "a request is in two places"
+            busy = pool.prefills or pool.decodes or any(b.moving for b in pool.decodes)
+            assert busy or not pool.pending, "prompts wait and nothing runs"
+        return actions
+
+    def next_wakeup(self, now: float) -> float | None:
+        return self.policy.next_wakeup(now)
+
+    def of(self, kind: type) -> list[Any]:
+        return [action for _, action in self.done if type(action) is kind]
+
+
+def world(count: int = 4, **more: Any) -> ClusterSpec:
+    return replace(cluster(count), spans=Ring(), **more)
+
+
+def run(
+    spec: ClusterSpec, work: Sequence[TraceRequest], how: RunSpec = DEFAULT, **options: Any
+) -> tuple[Watched, ClusterResult]:
+    made = loongserve(Surroundings(latency=spec.spans, shape=spec.shape), Options(**options))
+    assert isinstance(made, LoongServe)
+    watched = Watched(made)
+    return watched, simulate_cluster(spec, watched, work, how)
+
+
+def test_one_prompt_takes_what_helps_and_decodes_on_as_few_as_hold_it() -> None:
+    policy, result = run(world(), [TraceRequest(0.0, 8000, 20)])
+    (commit,) = policy.of(Commit)
+    assert commit.spans[0].group == (0, 1, 2, 3)
+    (enqueue,) = policy.of(Enqueue)
+    assert (enqueue.group, enqueue.phase) == ((0,), "decode")
+    assert result.sim.records[0].token_s[0] == pytest.approx(0.22)
+    assert len(result.sim.records[0].token_s) == 20
+    _, result = run(world(), [TraceRequest(0.0, 100, 1)])
+    assert result.sim.records[0].token_s[0] == pytest.approx(0.0125 + 0.0025)  # one instance: 5 ms + 10 ms
+
+
+def test_a_round_is_split_by_length_and_its_gaps_are_filled() -> None:
+    # the long one begins alone on all; while it runs nothing is free; then a batch of what has come
+    work = [TraceRequest(0.0, 40_000, 1), *(TraceRequest(0.1, 400, 1) for _ in range(8)), TraceRequest(0.1, 20_000, 1)]
+    policy, _ = run(world(), work)
+    first, *rest = policy.of(Commit)
+    assert (first.request, len(first.spans[0].group)) == ("r0", 4)
+    long = next(c for c in rest if c.request == "r9")
+    assert not long.along  # nobody shares the long one's batch
+    assert any(c.along for c in rest)
+    begun = [c.request for _, c in policy.done if isinstance(c, Commit)]
+    assert len({at for at, c in policy.done if isinstance(c, Commit)}) == 2, begun
+    single, _ = run(world(), work, prefill="single")
+    assert not any(c.along for c in single.of(Commit))
+
+
+def test_a_round_that_lasts_lets_short_prompts_in() -> None:
+    # 60,000 tokens on at most two instances: two are free for who ends in time, whatever came before it
+    work = [TraceRequest(0.0, 60_000, 1), TraceRequest(0.5, 63_000, 1), TraceRequest(0.6, 2000, 1)]
+    policy, result = run(world(), work, max_sp=2)
+    ends = [r.token_s[0] for r in result.sim.records]
+    assert ends[2] < ends[0] < ends[1]
+    at = {c.request: at for at, c in policy.done if isinstance(c, Commit)}
+    assert (at["r2"], at["r1"]) == (pytest.approx(0.6), pytest.approx(3.01))
+
+
+def test_decodes_grow_when_kv_does() -> None:
+    # eight prompts share the one instance that a long decode has left; with their output they do not fit on it
+    work = [TraceRequest(0.0, 20_000, 20_000), *(TraceRequest(0.5, 7950, 100) for _ in range(8))]
+    options: dict[str, Any] = {
+        "round_s": 100.0,
+        "preempt": False,
+        "migrate": False,
+        "decode_step_s": 0.01,
+        "wait_steps": 50,
+    }
+    policy, result = run(world(2), work, mode="paper", **options)
+    groups = [action.group for action in policy.of(Enqueue)]
+    assert groups == [(0,)] + [(1,)] * 8 + [(0, 1)] * 9  # merged, when KV is nearly out
+    assert [len(r.token_s) for r in result.sim.records] == [20_000] + [100] * 8
+    assert sum(use.preemptions for use in result.sim.replicas) == 0
+    alone, result = run(world(), [TraceRequest(0.0, 63_950, 300)], mode="paper")
+    assert [action.group for action in alone.of(Enqueue)] == [(0, 1)]  # a scheduler takes nobody it cannot ever hold
+    assert len(result.sim.records[0].token_s) == 300
+
+
+def test_decodes_grow_when_they_are_many() -> None:
+    work = [TraceRequest(0.0, 100, 60) for _ in range(12)]
+    policy, result = run(world(), work, decode_batch=3, **WAIT)
+    assert max(len(action.group) for action in policy.of(Enqueue)) > 1
+    assert [len(r.token_s) for r in result.sim.records] == [60] * 12
+
+
+def test_decodes_are_packed_to_free_instances_for_a_prompt() -> None:
+    work = [*(TraceRequest(0.3 * k, 8000, 4000) for k in range(4)), TraceRequest(1.4, 30_000, 1)]
+    policy, result = run(world(), work, preempt=False)
+    moved = policy.of(Transfer)
+    assert moved
+    assert {m.request for m in moved} <= {p.request for p in policy.of(Preempt)}
+    ready = [event for _, event in policy.heard if isinstance(event, KvReady)]
+    assert len(ready) == len(moved)
+    assert len(policy.of(Commit)[-1].spans[0].group) > 1
+    assert [len(r.token_s) for r in result.sim.records] == [4000] * 4 + [1]
+    still, _ = run(world(), work, preempt=False, migrate=False)
+    assert not still.of(Transfer)
+
+
+def test_decodes_are_paused_for_a_prompt_that_gains_more_and_merged_with_it() -> None:
+    work = [TraceRequest(0.0, 30_000, 20_000), TraceRequest(8.0, 12_000, 5)]
+    policy, result = run(world(1), work, decode_step_s=0.001)
+    assert [p.request for p in policy.of(Preempt)] == ["r0"]
+    assert [a.request for a in policy.of(Enqueue)] == ["r0", "r0", "r1"]
+    assert [len(r.token_s) for r in result.sim.records] == [20_000, 5]
+    times = result.sim.records[0].token_s
+    assert max(b - a for a, b in pairwise(times)) == pytest.approx(1.205, abs=0.01)
+    assert result.sim.records[1].token_s[0] < times[-1]  # it did not wait for all of the decode
+    still, _ = run(world(1), work, preempt=False)
+    assert not still.of(Preempt)
+
+
+def test_what_can_never_fit_is_rejected() -> None:
+    _, result = run(world(2), [TraceRequest(0.0, 127_990, 20), TraceRequest(0.0, 1000, 2)])
+    assert "more tokens than" in str(result.sim.records[0].error)
+    assert result.sim.records[1].error is None
+
+
+def test_a_reserved_pool_keeps_short_prompts_from_long_ones() -> None:
+    work = [TraceRequest(0.0, 60_000, 1), TraceRequest(0.01, 60_000, 1), TraceRequest(0.1, 500, 3)]
+    policy, result = run(world(), work, reserved=1)
+    assert [pool.ids for pool in policy.policy.pools] == [(0, 1, 2), (3,)]
+    assert result.sim.records[2].token_s[0] == pytest.approx(0.155)
+    _, alone = run(world(), work)
+    assert alone.sim.records[2].token_s[0] > 1.0
+
+
+@pytest.mark.parametrize("prefill", ["batched", "single", "greedy"])
+def test_disaggregated_decodes_go_to_decode_instances(prefill: str) -> None:
+    spec = replace(cluster(4, decode=2), spans=Ring())
+    heard = Scripted(lambda event, view: inner.on_event(event, view))
+    inner = make_placement("loongserve", Surroundings(latency=Ring(), shape=spec.shape), {"prefill": prefill})
+    work = [TraceRequest(0.05 * k, 3000 + 500 * k, 5) for k in range(12)]
+    result = simulate_cluster(spec, heard, work)
+    assert [len(r.token_s) for r in result.sim.records] == [5] * 12
+    assert sum(isinstance(event, Finished) for _, event in heard.heard) == 12
+    assert {e.instance for _, e in heard.heard if isinstance(e, KvReady)} == {4, 5}
+    assert result.refused == 0
+
+
+def test_greedy_is_tetris_example() -> None:
+    """§2.4: with 1 s of queue everywhere a prompt of 32k takes all 16 instances."""
+    first = [Instance(id=i, node=i // 8, role="prefill", free_at_s=1.0) for i in range(16)]
+    book = ClusterBook(first, Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"]))
+    policy = make_placement(
+        "loongserve", Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b")), {"prefill": "greedy"}
+    )
+    assert isinstance(policy, Greedy)
+    request = Request(id="r0", arrival_s=0.0, prompt_tokens=32_768, max_output_tokens=1)
+    (commit,) = policy.on_event(Arrived(request), ClusterView(book, 0.0))
+    assert isinstance(commit, Commit)
+    assert len(commit.spans[0].group) == 16
+    short = Request(id="r1", arrival_s=0.0, prompt_tokens=4096, max_output_tokens=1)
+    (commit,) = policy.on_event(Arrived(short), ClusterView(book, 0.0))
+    assert isinstance(commit, Commit)
+    assert len(commit.spans[0].group) < 16
+
+
+@given(
+    work=st.lists(
+        st.tuples(
+            st.integers(0, 40), st.sampled_from([50, 700, 3000, 20_000, 90_000]), st.sampled_from([1, 2, 30, 150])
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    mode=st.sampled_from(["paper", "default"]),
+    prefill=st.sampled_from(["batched", "single"]),
+    reserved=st.sampled_from([0, 1]),
+    leave=st.sampled_from([None, 3.0]),
+    noise=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_token_is_lost_or_repeated(
+    work: list[tuple[int, int, int]], mode: str, prefill: str, reserved: int, leave: float | None, noise: float
+) -> None:
+    requests = [TraceRequest(0.1 * at, tokens, output) for at, tokens, output in sorted(work)]
+    how = RunSpec(seed=1, noise=Noise("lognormal", noise) if noise else Noise(), timeout_s=leave)
+    policy, result = run(world(), requests, how, mode=mode, prefill=prefill, reserved=reserved, decode_batch=4, **WAIT)
+    for record, source in zip(result.sim.records, requests, strict=True):
+        if leave is None:
+            assert record.ok or "more tokens than" in str(record.error)
+        if record.ok:
+            assert len(record.token_s) == source.output_tokens
+            assert list(record.token_s) == sorted(set(record.token_s))
+    if leave is None:
+        assert result.refused == 0
+    assert not any(pool.pending or pool.prefills or pool.decodes for pool in policy.policy.pools)
+    again = run(world(), requests, how, mode=mode, prefill=prefill, reserved=reserved, decode_batch=4, **WAIT)[1]
+    assert again.sim.records == result.sim.records
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill": "all"}, "Invalid enum value"),
+        ({"round_s": 0}, "`round_s` must be above 0"),
+        ({"decode_batch": 0}, "`decode_batch` must be at least 1"),
+        ({"reserved": -1}, "`reserved` must be at least 0"),
+        ({"reserved": 2, "prefill": "greedy"}, "batched or single"),
+        ({"speed": 1}, "its options: mode, prefill"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options("loongserve", options)
+
+
+def test_clusters_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must leave one of 4"):
+        run(world(), [TraceRequest(0.0, 10, 1)], reserved=4)
+    spec = world()
+    policy = make_placement("loongserve", Surroundings(latency=Ring(), shape=spec.shape), {"prefill": "greedy"})
+    with pytest.raises(ConfigError, match="needs a cluster of prefill"):
+        simulate_cluster(spec, policy, [TraceRequest(0.0, 10, 1)])
