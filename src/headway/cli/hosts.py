@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import msgspec
@@ -65,5 +66,7 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
         config.threads,
         config.rdzv_timeout_s,
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: host.end())
     host.run()
     return 0

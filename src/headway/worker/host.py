@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
 import time
 from multiprocessing.context import ForkServerProcess
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -42,7 +40,7 @@ _decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
 class Host:
-    """`run` returns when node 0 ends in order, or on SIGTERM or SIGINT.
+    """`run` returns when node 0 ends in order, or after `end`.
 
     mine: this host's terms. model, threads: what its ranks load and compute with, whatever node 0's folder is called.
     patience_s: how long to look for node 0, at first and whenever it is lost.
@@ -60,6 +58,7 @@ class Host:
     ) -> None:
         self._endpoint, self._token, self._mine, self._model = endpoint, token, mine, model
         self._threads = threads or max(1, mine.cores * mine.nodes // layout.accelerators)
+        self._address = f"tcp://{resolve(endpoint.host)}:{endpoint.port}"
         self._patience_s = patience_s
         self._context = zmq.Context()
         self._processes: dict[int, ForkServerProcess] = {}
@@ -67,26 +66,24 @@ class Host:
         self._session = ""
         self._lost_s = 0.0
         self._refusals = 0
-        self._signal: str | None = None
         self._left = False
         self._socket: zmq.Socket[Any] | None = None
 
     def run(self) -> None:
         """Raises ConfigError when node 0 refuses this host, or does not answer for `patience_s`."""
-        warm()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         try:
-            while not self._left and self._signal is None:
+            while not self._left:
                 self._seek()
                 self._attend()
-            if self._signal is not None:
-                log.info("ending after %s", self._signal)
             self._say(Leaving(self._mine.run))
         finally:
             self._end_all()
             self._disconnect(linger_ms=500)
             self._context.term()
+
+    def end(self) -> None:
+        """Have `run` tell node 0 and return, soon. For signal handlers and other threads."""
+        self._left = True
 
     # -- one connection after another ---------------------------------------------------------------------------
 
@@ -95,7 +92,7 @@ class Host:
         self._mine = msgspec.structs.replace(self._mine, run=secrets.token_hex(8))
         began = time.monotonic()
         asked_s = anew_s = told_s = 0.0
-        while not self._left and self._signal is None and not self._session:
+        while not self._left and not self._session:
             now = time.monotonic()
             if now - began > self._patience_s:
                 raise ConfigError(f"no server answered at {self._endpoint} within {self._patience_s:g} s")
@@ -112,9 +109,10 @@ class Host:
     def _attend(self) -> None:
         """Until node 0 is lost, or it is time to end."""
         if self._session:
+            warm()
             log.info("joined node 0 at %s as node %d of %d", self._endpoint, self._mine.node, self._mine.nodes)
         self._heard_s = time.monotonic()
-        while not self._left and self._signal is None and self._session:
+        while not self._left and self._session:
             self._turn()
             if time.monotonic() - self._heard_s > self._lost_s:
                 log.warning("nothing was heard of node 0 for %g s: ending its workers, looking for it", self._lost_s)
@@ -128,7 +126,7 @@ class Host:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
         guard_client(socket, self._token)
         self._monitor = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        socket.connect(f"tcp://{resolve(self._endpoint.host)}:{self._endpoint.port}")
+        socket.connect(self._address)
 
     def _disconnect(self, linger_ms: int) -> None:
         if self._socket is not None:
@@ -220,9 +218,6 @@ class Host:
         return True
 
     # -- ends ---------------------------------------------------------------------------------------------------
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
 
     def _end_all(self) -> None:
         self._end(list(self._processes.values()))
