@@ -1,6 +1,7 @@
 """An engine process on the fake executor: the real service loop, no model. `config.model` says how it behaves.
 
-fake: serves. broken: cannot start, and says why. silent: ends without a word.
+fake: serves. beating: serves, and sends beats. broken: cannot start, and says why. silent: ends without a word. gives
+up: says so soon after it has started.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ def main(endpoint: str, config: EngineConfig) -> int:
     info = msgspec.structs.replace(INFO, max_model_len=2_000_000, max_queued_requests=config.max_queued_requests)
     core = make_core(FakeExecutor(blocks=BLOCKS), info, max_num_seqs=512)
     core._clock = clock
+    if config.model == "beating":
+        service.live(config.worker_timeout_s / 5)
+    if config.model == "gives up":
+        service._send(core.info)
+        service.fail("worker 0 has ended too often")
+        service.close()
+        return 1
     service.run(core)
     service.close()
     return 0

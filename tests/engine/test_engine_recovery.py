@@ -33,7 +33,8 @@ def test_every_answer_is_that_of_an_undisturbed_run(losses: set[int]) -> None:
         core.scheduler.check()
         if core.idle and step > 30:
             break
-    assert core.idle and not core.recovering
+    assert core.idle
+    assert not core.recovering
     assert heard.tokens == {name: answer(prompt, 12) for name, prompt in PROMPTS.items()}
     stats = core.stats()
     assert stats.recoveries_total == len(losses)
@@ -123,4 +124,5 @@ def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_output
     assert core.submit(again, frame([3])) is None
     for output in ((4, 5), (-1,), (INFO.vocab_size,)):
         refused = core.submit(msgspec.structs.replace(again, id="x", output=output), frame([3]))
-        assert refused is not None and refused.param == "output"
+        assert refused is not None
+        assert refused.param == "output"

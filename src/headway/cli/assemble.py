@@ -20,6 +20,7 @@ from headway.core.executor import Executor
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, Log
 from headway.engine.protocol import EngineInfo
+from headway.engine.recovery import Restarts
 from headway.hardware.memory import gib
 from headway.hardware.processor import processor_name
 from headway.kv.ledger import Ledger
@@ -110,7 +111,8 @@ def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built
         kv_bytes=built.kv_bytes,
         eos_token_ids=eos_ids(Path(config.model)),
     )
-    return EngineCore(scheduler, built.executor, clock, info, event_log(config.event_log))
+    restarts = Restarts(config.max_restarts, "the workers")
+    return EngineCore(scheduler, built.executor, clock, info, event_log(config.event_log), restarts)
 
 
 def latency_model(config: EngineConfig, built: Built) -> LatencyModel:

@@ -15,7 +15,9 @@ import msgspec
 
 from headway.core.errors import HeadwayError
 from headway.engine.config import EngineConfig
+from headway.engine.recovery import GaveUpError
 from headway.engine.service import EngineService
+from headway.parallel.beats import PER_TIMEOUT
 
 
 class WallClock:
@@ -31,6 +33,7 @@ def main(endpoint: str, config: EngineConfig) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     clock = WallClock()
     service = EngineService(endpoint, clock)
+    service.live(config.worker_timeout_s / PER_TIMEOUT)
     try:
         from headway.cli.assemble import assemble
 
@@ -42,8 +45,10 @@ def main(endpoint: str, config: EngineConfig) -> int:
     try:
         service.run(core)
     except Exception as error:
-        logging.getLogger("headway.engine").exception("the engine cannot go on")
-        service.fail(f"the engine failed: {error}")
+        gave_up = isinstance(error, GaveUpError)
+        if not gave_up:
+            logging.getLogger("headway.engine").exception("the engine cannot go on")
+        service.fail(str(error) if gave_up else f"the engine failed: {error}", final=gave_up)
         core.executor.close()
         service.close()
         return 1

@@ -23,6 +23,8 @@ from headway.worker.processes import ProcessWire
 from headway.worker.rendezvous import Rendezvous
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_START_S = 120.0
+"""A worker that gives no sign of life for so long while it starts is lost."""
 
 
 def build_many(config: EngineConfig, layout: Layout) -> Built:
@@ -84,10 +86,18 @@ def _build(
         kvp=layout.kvp,
         host="127.0.0.1" if hosts is None else hosts.address,
         token=config.rdzv_token if hosts is not None else None,
+        timeout_s=config.worker_timeout_s,
+        start_timeout_s=_START_S if hosts is None else _START_S + config.rdzv_timeout_s,
     )
     wire = ProcessWire(ranks, hosts)
     ready = wire.start()
-    executor = ParallelExecutor(wire, layout, blocks)
+
+    def rewire() -> ProcessWire:
+        again = ProcessWire(ranks, hosts)
+        again.start()
+        return again
+
+    executor = ParallelExecutor(wire, layout, blocks, rewire)
     executor.hosts = hosts
     weights = sum(rank.weights_bytes for rank in ready)
     return Built(

@@ -99,6 +99,20 @@ ENGINE_OPTIONS = (
         metavar="FILE",
     ),
     Option(
+        "worker_timeout",
+        float,
+        10.0,
+        "seconds without a sign of life after which a worker, or the engine, counts as lost and is started again",
+        metavar="SECONDS",
+    ),
+    Option(
+        "max_restarts",
+        int,
+        3,
+        "restarts of lost workers, or of a lost engine, within a minute; one more loss ends the server's service",
+        metavar="N",
+    ),
+    Option(
         "event_log", _text, None, "write what the scheduler saw and decided to this JSON-lines file", metavar="FILE"
     ),
 )
@@ -200,6 +214,8 @@ def engine_config(model: str, values: dict[str, Any], given: set[str]) -> Engine
         scheduler=scheduler,
         latency_profile=values["latency_profile"],
         event_log=values["event_log"],
+        worker_timeout_s=values["worker_timeout"],
+        max_restarts=values["max_restarts"],
     )
 
 

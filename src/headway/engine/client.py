@@ -1,21 +1,19 @@
-"""The server's end: starts the engine process and speaks to it. The live `EngineClient`."""
+"""The server's end: starts the engine process, speaks to it, and starts it again when it is lost. The live
+`EngineClient`."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
+import logging
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.scratch import ScratchFolder
+from headway.engine.child import EngineChild
 from headway.engine.config import EngineConfig
-from headway.engine.numerics import NUMERICS
 from headway.engine.protocol import (
     Abort,
     Delta,
@@ -23,53 +21,66 @@ from headway.engine.protocol import (
     EngineInfo,
     EngineState,
     EngineStats,
-    Fatal,
     Outputs,
     Submit,
 )
+from headway.engine.recovery import GaveUpError, Restarts
+from headway.engine.totals import carried
 
-_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal)
+log = logging.getLogger("headway.server")
+
 _encoder = msgspec.msgpack.Encoder()
 _LOST = "the engine process has ended unexpectedly; restart the server (its log says why)"
+
+
+class _Stream:
+    """A request that the server has accepted: all that another engine needs to go on with it."""
+
+    __slots__ = ("deltas", "output", "over", "prompt", "submit")
+
+    def __init__(self, submit: Submit, prompt: bytes | memoryview) -> None:
+        self.submit = submit
+        self.prompt = prompt
+        self.output: list[int] = list(submit.output)
+        self.deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.over = False
+
+    def take(self, delta: Delta) -> None:
+        self.output.extend(delta.tokens)
+        self.over = delta.finish is not None
+        self.deltas.put_nowait(delta)
 
 
 class ProcessEngineClient:
     """Spawns the engine at construction (so that it loads while the server imports its own modules) and connects when
     `start` is awaited. One instance per server.
 
+    An engine that dies or hangs is started again, `config.max_restarts` times a minute at most, and gets every request
+    that is not finished, with what its client has been told: streams pause.
     """
 
     def __init__(self, config: EngineConfig, module: str = "headway.cli.engine_process") -> None:
         self._folder = ScratchFolder("headway-engine-")
-        self._endpoint = f"ipc://{self._folder.path}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(self._endpoint)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, self._endpoint],
-            stdin=subprocess.PIPE,
-            env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(config))
-        self._process.stdin.close()
+        self._config, self._module = config, module
+        self._serial = 0
+        self._child = EngineChild(config, module, self._folder.path, 0)
+        self._restarts = Restarts(config.max_restarts, "the engine")
         self._state: EngineState = "starting"
         self._info: EngineInfo | None = None
-        self._stats = EngineStats()
-        self._streams: dict[str, asyncio.Queue[Delta | None]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._stats = self._before = EngineStats()
+        self._streams: dict[str, _Stream] = {}
+        self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._drained = asyncio.Event()
+        self._drains = False
         self.failure: str | None = None
-        """Why the engine could not start, once that is known."""
+        """Why the engine could not start, or cannot go on, once that is known."""
 
     @property
     def state(self) -> EngineState:
-        return self._state
+        if self._drains and self._state != "lost":
+            return "draining"
+        return "recovering" if self._state == "ready" and self._stats.recovering else self._state
 
     @property
     def info(self) -> EngineInfo:
@@ -84,13 +95,13 @@ class ProcessEngineClient:
     @property
     def pid(self) -> int:
         """The engine's process id, for tests and operators."""
-        return self._process.pid
+        return self._child.process.pid
 
     async def start(self) -> EngineInfo:
         """May be awaited by several; all get the same answer."""
         if self._ready is None:
-            ready = self._ready = asyncio.get_running_loop().create_future()
-            self._tasks = [asyncio.create_task(self._listen(ready)), asyncio.create_task(self._watch(ready))]
+            self._ready = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._live(self._ready))
         try:
             return await asyncio.shield(self._ready)
         except ConfigError as error:
@@ -100,17 +111,17 @@ class ProcessEngineClient:
     async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
         if self._state == "lost":
             raise UnavailableError(_LOST)
-        if self._state != "ready":
-            raise UnavailableError(f"the engine is {self._state}", 5.0)
+        if self.state in ("starting", "draining"):
+            raise UnavailableError(f"the engine is {self.state}", 5.0)
         if submit.id in self._streams:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
-        stream: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self._streams[submit.id] = stream
+        stream = self._streams[submit.id] = _Stream(submit, prompt)
         finished = False
         try:
-            await self._socket.send_multipart([_encoder.encode(submit), prompt], copy=False)
+            if self._state == "ready":
+                self._child.send([_encoder.encode(submit), prompt])
             while not finished:
-                delta = await stream.get()
+                delta = await stream.deltas.get()
                 if delta is None:
                     finished = True
                     raise UnavailableError(_LOST)
@@ -120,19 +131,20 @@ class ProcessEngineClient:
                 yield delta
         finally:
             self._streams.pop(submit.id, None)
-            if not finished and self.state != "lost":
-                self._socket.send(_encoder.encode(Abort(submit.id)))
+            if not finished and self._state == "ready":
+                self._child.send([_encoder.encode(Abort(submit.id))])
 
     async def drain(self) -> None:
         if self._state in ("lost", "starting"):
             return
-        self._state = "draining"
-        await self._socket.send(_encoder.encode(Drain()))
+        self._drains = True
+        if self._state == "ready":
+            self._child.send([_encoder.encode(Drain())])
         await self._drained.wait()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(UnavailableError("the server is closing"))
             self._ready.exception()  # seen, should nobody wait for it
@@ -141,16 +153,8 @@ class ProcessEngineClient:
     def end(self) -> None:
         """What `close` does, for callers without an event loop. Harmless when repeated."""
         self._lose()
-        self._socket.close()
-        self._context.destroy(linger=0)
+        self._child.end()
         self._folder.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
 
     @staticmethod
     def _raise(delta: Delta) -> None:
@@ -161,38 +165,84 @@ class ProcessEngineClient:
             raise UnavailableError(message)
         raise RequestError(message, delta.param)
 
-    async def _listen(self, ready: asyncio.Future[EngineInfo]) -> None:
+    # -- one incarnation after another --------------------------------------------------------------------------
+
+    async def _live(self, ready: asyncio.Future[EngineInfo]) -> None:
+        """For as long as there is an engine or hope of one."""
         while True:
-            message = _decoder.decode(await self._socket.recv())
+            listening = asyncio.create_task(self._listen(ready))
+            try:
+                why = f"the engine process {await self._child.gone()}"
+            finally:
+                listening.cancel()
+            words = self._child.words
+            if not ready.done():
+                code = self._child.process.returncode
+                said = f"the engine ended with exit code {code} while starting" if words is None else words.error
+                ready.set_exception(ConfigError(said))
+            elif self._drains and self._child.process.returncode == 0:
+                pass
+            elif words is not None and words.final:
+                self._fail(words.error)
+            elif self._begin_again(why if words is None else words.error):
+                continue
+            self._lose()
+            return
+
+    def _begin_again(self, why: str) -> bool:
+        """False when that has been tried often enough."""
+        try:
+            self._restarts.spend(time.monotonic(), why)
+        except GaveUpError as error:
+            self._fail(str(error))
+            return False
+        log.warning("%s; starting it again, with %d requests", why, len(self._streams))
+        self._state = "recovering"
+        self._stats = self._before = carried(self._stats, EngineStats(engine_restarts_total=1))
+        self._child.end(at_once=True)
+        self._serial += 1
+        config = self._config
+        if config.event_log is not None:  # the log of the one that is gone stays
+            config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self._serial}")
+        self._child = EngineChild(config, self._module, self._folder.path, self._serial)
+        return True
+
+    async def _listen(self, ready: asyncio.Future[EngineInfo]) -> None:
+        child = self._child
+        while True:
+            message = await child.receive()
             if isinstance(message, Outputs):
                 if message.stats is not None:
-                    self._stats = message.stats
+                    self._stats = carried(self._before, message.stats)
                 for delta in message.deltas:
                     stream = self._streams.get(delta.id)
                     if stream is not None:
-                        stream.put_nowait(delta)
+                        stream.take(delta)
             elif isinstance(message, EngineInfo):
+                self._info, self._state = message, "ready"
+                child.ready()
                 if not ready.done():
-                    self._info, self._state = message, "ready"
                     ready.set_result(message)
+                self._resubmit(child)
             else:
-                if not ready.done():
-                    ready.set_exception(ConfigError(message.error))
-                self._lose()
+                child.words = message
+                log.error(message.error)
 
-    async def _watch(self, ready: asyncio.Future[EngineInfo]) -> None:
-        while self._process.poll() is None:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(0.2)  # what it said last may still be on its way
-        if not ready.done():
-            code = self._process.returncode
-            ready.set_exception(ConfigError(f"the engine ended with exit code {code} while starting"))
-        if self._state == "draining" and self._process.returncode == 0:
-            self._drained.set()
-        self._lose()
+    def _resubmit(self, child: EngineChild) -> None:
+        """Hand an engine what an earlier one has not finished."""
+        for stream in self._streams.values():
+            if not stream.over:
+                submit = msgspec.structs.replace(stream.submit, again=True, output=tuple(stream.output))
+                child.send([_encoder.encode(submit), stream.prompt])
+        if self._drains:
+            child.send([_encoder.encode(Drain())])
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        log.error("the engine is lost for good: %s", why)
 
     def _lose(self) -> None:
         self._state = "lost"
         self._drained.set()
         for stream in self._streams.values():
-            stream.put_nowait(None)
+            stream.deltas.put_nowait(None)

@@ -33,6 +33,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: dict[str, Any] = {}
     latency_profile: str = "auto"
     event_log: str | None = None
+    worker_timeout_s: float = 10.0
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
@@ -44,5 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("kv-shard-tokens says how KV groups share a request: it needs kv-parallel-size above 1")
         if not 1 <= self.block_size <= 65536:
             raise ConfigError(f"block-size must be between 1 and 65536 tokens, not {self.block_size}")
+        if self.worker_timeout_s < 1.0:
+            raise ConfigError(f"worker-timeout must be at least 1 s, not {self.worker_timeout_s:g}")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max-restarts must be at least 0, not {self.max_restarts}")
         if self.max_queued_requests < 1:
             raise ConfigError(f"max-queued-requests must be at least 1, not {self.max_queued_requests}")

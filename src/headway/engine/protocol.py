@@ -70,7 +70,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall.
 
     stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone and new ones start.
-    lost_tokens_total: what was in the KV of those that were lost, and is computed again.
+    lost_tokens_total: what was in the KV of those that were lost, and is computed again. engine_restarts_total is the
+    server's own count.
     """
 
     running: int = 0
@@ -92,6 +93,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     lost_tokens_total: int = 0
     recovery_s_total: float = 0.0
     recovering: bool = False
+    engine_restarts_total: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -126,12 +128,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on; the message is fit to be shown to a user."""
+    """The engine cannot start or go on; the message is fit to be shown to a user. `final` false: another engine process
+    may fare better."""
 
     error: str
+    final: bool = True
 
 
-EngineState = Literal["starting", "ready", "draining", "lost"]
+BEATS = "-beats"
+"""What is added to the endpoint to have the one at which the server hears the engine's beats."""
+
+EngineState = Literal["starting", "ready", "recovering", "draining", "lost"]
 
 
 class EngineClient(Protocol):
@@ -142,7 +149,8 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """'lost' when the engine process has died or stopped answering: /health then says so."""
+        """'recovering' while workers or the engine process are lost and new ones start: what was accepted goes on, and
+        new requests wait. 'lost' when that was given up: /health then says so."""
 
     @property
     def info(self) -> EngineInfo:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import zmq
 
 from headway.core.clock import Clock
 from headway.engine.core import EngineCore
-from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit
+from headway.engine.protocol import BEATS, Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit
+from headway.parallel.beats import Heart
 
 _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
@@ -36,23 +38,26 @@ class EngineService:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._heart: Heart | None = None
         self._parent = os.getppid()
         self._stats_sent_s = 0.0
 
-    def fail(self, error: str) -> None:
-        """The engine cannot start, or go on."""
-        self._send(Fatal(error))
+    def live(self, every_s: float) -> None:
+        """Begin to send beats, from a thread of their own: a long iteration is no silence."""
+        self._heart = Heart(self._beats, b"", every_s)
+
+    def fail(self, error: str, final: bool = True) -> None:
+        """The engine cannot start, or go on (`final` false: a new one might)."""
+        self._send(Fatal(error, final))
 
     def run(self, core: EngineCore) -> None:
         """Announce readiness and serve until drained."""
         self._send(core.info)
         gc.collect()
         gc.freeze()  # the model is here to stay: collections need not walk it
-        was_idle = False
-        elsewhere = core.executor.waits_on
-        poller = zmq.Poller()
-        for readable in (self._socket, *elsewhere):
-            poller.register(readable, zmq.POLLIN)
+        was_idle = was_recovering = False
+        elsewhere, poller = core.executor.waits_on, self._poller(core)
         while os.getppid() == self._parent:
             if (core.idle and not core.draining) or (elsewhere and not core.idle):
                 poller.poll(_IDLE_POLL_MS)
@@ -62,7 +67,10 @@ class EngineService:
                 core.scheduler.check()
             now = self._clock.now()
             due = now - self._stats_sent_s >= _STATS_EVERY_S or (core.idle and not was_idle)
-            was_idle = core.idle
+            due = due or core.recovering != was_recovering
+            was_idle, was_recovering = core.idle, core.recovering
+            if elsewhere and core.executor.waits_on != elsewhere:
+                elsewhere, poller = core.executor.waits_on, self._poller(core)
             if deltas or due:
                 stats = core.stats() if due else None
                 self._stats_sent_s = now if due else self._stats_sent_s
@@ -71,8 +79,21 @@ class EngineService:
                 break
 
     def close(self) -> None:
+        if self._heart is not None:
+            self._heart.stop()
         self._socket.close()
         self._context.term()
+
+    def _beats(self) -> zmq.Socket[Any]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.connect(self._endpoint + BEATS)
+        return socket
+
+    def _poller(self, core: EngineCore) -> zmq.Poller:
+        poller = zmq.Poller()
+        for readable in (self._socket, *core.executor.waits_on):
+            poller.register(readable, zmq.POLLIN)
+        return poller
 
     def _receive(self, core: EngineCore) -> Iterable[Delta]:
         deltas: list[Delta] = []

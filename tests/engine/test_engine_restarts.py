@@ -1,0 +1,141 @@
+"""An engine process that is killed or hangs: the server starts another, and streams go on where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from fake_executor import answer
+
+from headway.core.errors import UnavailableError
+from headway.core.sampling import SamplingParams
+from headway.engine.client import ProcessEngineClient
+from headway.engine.config import EngineConfig
+from headway.engine.protocol import Delta, EngineStats, Submit
+from headway.engine.totals import carried
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def go(test: Callable[[ProcessEngineClient], Awaitable[None]], model: str = "fake", **fields: float) -> None:
+    async def bounded() -> None:
+        client = ProcessEngineClient(EngineConfig(model=model, **fields), module="fake_engine_process")  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(60):
+                await client.start()
+                await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(bounded())
+
+
+def stream(client: ProcessEngineClient, name: str, prompt: list[int], count: int) -> AsyncIterator[Delta]:
+    params = SamplingParams(max_tokens=count)
+    return client.generate(
+        Submit(id=name, prompt_tokens=len(prompt), params=params, received_s=time.monotonic()),
+        array("i", prompt).tobytes(),
+    )
+
+
+async def tokens(deltas: AsyncIterator[Delta], some: int = 10**9) -> list[int]:
+    told: list[int] = []
+    while len(told) < some:
+        try:
+            told += (await anext(deltas)).tokens
+        except StopAsyncIteration:
+            break
+    return told
+
+
+async def recovered(client: ProcessEngineClient) -> None:
+    while client.state != "ready":
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_where_they_were(fault: signal.Signals) -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        prompts = {f"r{i}": [i, 2 * i + 1] * (1 + i) for i in range(8)}
+        streams = {name: stream(client, name, prompt, 3_000) for name, prompt in prompts.items()}
+        told = {name: await tokens(one, 3) for name, one in streams.items()}
+        counted = client.stats.decode_tokens_total
+        pid = client.pid
+        os.kill(pid, fault)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        assert client.state == "recovering"
+        late = asyncio.create_task(tokens(stream(client, "late", [9], 5)))
+        gone = stream(client, "left", [8], 10**6)
+        leaving = asyncio.create_task(anext(gone))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        leaving.cancel()
+        for name, one in streams.items():
+            told[name] += await tokens(one)
+            assert told[name] == answer(prompts[name], 3_000), name
+        assert await late == answer([9], 5)
+        assert client.pid != pid
+        await client.drain()
+        assert client.stats.engine_restarts_total == 1
+        assert client.stats.decode_tokens_total >= counted
+
+    go(test, model="beating", worker_timeout_s=1.0)
+
+
+def test_draining_goes_on_after_a_restart() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 3_000)
+        told = await tokens(one, 2)
+        draining = asyncio.create_task(client.drain())
+        await asyncio.sleep(0.01)
+        os.kill(client.pid, signal.SIGKILL)
+        assert told + await tokens(one) == answer([1, 2], 3_000)
+        await draining
+        with pytest.raises(UnavailableError):
+            await tokens(stream(client, "late", [1], 1))
+
+    go(test)
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 10**7)
+        for _ in range(2):
+            await tokens(one, 2)
+            os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="ended unexpectedly"):
+            await tokens(one)
+        assert client.state == "lost"
+        assert "the engine started again 1 times within 60 s" in (client.failure or "")
+
+    go(test, max_restarts=1)
+
+
+def test_what_a_dying_engine_says_for_good_is_believed() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        with pytest.raises(UnavailableError):
+            await tokens(stream(client, "a", [1, 2], 10**7))
+        assert client.state == "lost"
+        assert client.failure == "worker 0 has ended too often"
+        assert client.stats.engine_restarts_total == 0
+
+    go(test, model="gives up")
+
+
+def test_counters_never_fall() -> None:
+    one = EngineStats(iterations_total=5, running=3, kv_tokens_total=64, stage_busy_s=((0, 0, 1.5),))
+    base = carried(one, EngineStats(engine_restarts_total=1))
+    two = carried(base, EngineStats(iterations_total=2, running=1, kv_tokens_total=64, stage_busy_s=((0, 0, 1.0),)))
+    assert (two.iterations_total, two.running, two.kv_tokens_total, two.engine_restarts_total) == (7, 1, 64, 1)
+    assert two.stage_busy_s == ((0, 0, 2.5),)
