@@ -25,6 +25,7 @@ from headway.engine.protocol import Submit
 from headway.latency.layout import Layout
 from headway.model.loading import load_decoder
 from headway.parallel.messages import Plan, ToRank
+from headway.report.live_trace import live_trace_events, timeline
 from headway.worker.local import LocalExecutor
 from headway.worker.worker import Worker
 
@@ -139,6 +140,14 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
         if any(name != "0" for name, _, _ in chunks)
     }
     assert homes == {0, 1}
+    trace = timeline(told.events)
+    assert [(join.request, join.start) for join in trace.joins] == [("0", 72)]
+    (join,) = (event for event in live_trace_events(trace)["traceEvents"] if event["ph"] == "i")
+    slices = [one for one in trace.slices if any(name == "0" for name, _, _ in one.chunks)]
+    assert join["name"] == f"group {trace.joins[0].group} joins 0"
+    assert {one.group for one in slices} == {0, 1}
+    assert trace.joins[0].at_s == min(one.start_s for one in slices if one.group == trace.joins[0].group)
+    assert any(one.assisted for one in trace.slices)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,5 @@
-"""A live run as trace events, for ui.perfetto.dev: a process a KV group, a thread a pipeline stage, a slice a batch.
+"""A live run as trace events, for ui.perfetto.dev: a process a KV group, a thread a pipeline stage, a slice a batch, an
+instant where a KV group joins a request.
 
 Read from an event log (`headway serve --event-log FILE`). Beside the stages, one track of requests (arrival to end,
 with their first chunk). Times are microseconds from the log's start, as the format wants.
@@ -29,12 +30,15 @@ class Slice:
     decodes: int
     chunks: tuple[tuple[str, int, int], ...]
     predicted_s: float
+    assisted: int = 0
+    """Rows of other groups' requests that it attended."""
 
     @property
     def name(self) -> str:
         words = f"{self.decodes} decodes"
         prefill = sum(tokens for _, _, tokens in self.chunks)
-        return f"{prefill} prefill + {words}" if self.chunks else words
+        own = f"{prefill} prefill + {words}" if self.chunks else words
+        return f"{own} + {self.assisted} assisted" if self.assisted else own
 
 
 @dataclass
@@ -46,12 +50,23 @@ class _Life:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Joined:
+    """A group took over a request from token `start` on."""
+
+    group: int
+    request: str
+    start: int
+    at_s: float
+
+
 @dataclass
 class Timeline:
     """What stages did, and what became of requests."""
 
     slices: list[Slice] = field(default_factory=list)
     requests: dict[str, _Life] = field(default_factory=dict)
+    joins: list[Joined] = field(default_factory=list)
 
     def both_share(self, request: str, group: int = 0) -> float:
         """While chunks of a request were computed by any stage of a group, the share of the time in which all of them
@@ -92,15 +107,33 @@ def live_trace_events(told: Timeline) -> dict[str, Any]:
     zero = min(times, default=0.0)
     return {
         "displayTimeUnit": "ms",
-        "traceEvents": [*_names(told), *_batches(told, zero), *_requests(told, zero)],
+        "traceEvents": [*_names(told), *_batches(told, zero), *_joins(told, zero), *_requests(told, zero)],
     }
 
 
 def _add(told: Timeline, event: Mapping[str, Any]) -> None:
+    assisted: dict[int, int] = {}
+    for group, _, rows, _ in event.get("assists", ()):
+        assisted[group] = assisted.get(group, 0) + rows
+    begun = {group: stages[0][0] for group, _, _, stages in event["parts"] if stages}
+    for group, request, start in event.get("joins", ()):
+        told.joins.append(Joined(group, request, start, begun.get(group, event["at_s"])))
     for group, decodes, chunks, stages in event["parts"]:
         held = tuple((name, start, tokens) for name, start, tokens in chunks)
         for stage, (start_s, end_s) in enumerate(stages):
-            told.slices.append(Slice(event["id"], group, stage, start_s, end_s, decodes, held, event["predicted_s"]))
+            told.slices.append(
+                Slice(
+                    event["id"],
+                    group,
+                    stage,
+                    start_s,
+                    end_s,
+                    decodes,
+                    held,
+                    event["predicted_s"],
+                    assisted.get(group, 0),
+                )
+            )
         for name, _, _ in held:
             life = told.requests.get(name)
             if life is not None and life.first_chunk_s is None and stages:
@@ -148,6 +181,19 @@ def _batches(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
             "ts": _us(one.start_s - zero),
             "dur": _us(one.end_s - one.start_s),
             "args": {"batch": one.batch, "chunks": chunks, "predicted_ms": one.predicted_s * 1e3},
+        }
+
+
+def _joins(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
+    for join in told.joins:
+        yield {
+            "ph": "i",
+            "s": "t",
+            "name": f"group {join.group} joins {join.request}",
+            "pid": join.group + 1,
+            "tid": 1,
+            "ts": _us(join.at_s - zero),
+            "args": {"from_token": join.start},
         }
 
 
