@@ -62,7 +62,7 @@ class Context:
     def info(self) -> EngineInfo:
         """The engine's description; raises UnavailableError unless it is ready to take requests."""
         match self.engine.state:
-            case "ready":
+            case "ready" | "recovering":  # what comes meanwhile waits
                 return self.engine.info
             case "draining":
                 raise UnavailableError("the server is finishing what it has and takes nothing new", 5.0)

@@ -40,8 +40,12 @@ _HISTOGRAMS = {
 }
 _ENGINE_COUNTERS = {
     "num_preemptions": ("Requests put back by the engine.", "preemptions_total"),
-    "recomputed_tokens": ("Tokens computed again after a preemption or a failure.", "recomputed_tokens_total"),
+    "recomputed_tokens": ("Tokens computed again after a preemption.", "recomputed_tokens_total"),
     "prefill_tokens_computed": ("Prompt tokens computed.", "prefill_tokens_total"),
+    "recoveries": ("Times that workers were lost and started again.", "recoveries_total"),
+    "recovery_seconds": ("Time from losses being noticed until new workers were ready.", "recovery_s_total"),
+    "lost_tokens": ("Tokens in the KV of lost workers, which are computed again.", "lost_tokens_total"),
+    "engine_restarts": ("Times that the engine process was lost and started again.", "engine_restarts_total"),
     "decode_tokens_computed": ("Output tokens computed.", "decode_tokens_total"),
     "iterations": ("Iterations of the engine.", "iterations_total"),
     "busy_seconds": ("Time spent in iterations.", "busy_s_total"),

@@ -34,16 +34,27 @@ async def models(request: Request) -> Response:
 
 @router.get("/health", response_model=None, summary="Live: 503 only when the engine is lost for good")
 async def health(request: Request) -> Response:
-    """For a liveness probe: while starting or draining the process is well."""
-    state = context(request).engine.state
-    return json_response({"status": state}, 503 if state == "lost" else 200)
+    """For a liveness probe: while starting, recovering or draining the process is well. `recoveries` counts losses of
+    workers, `engine_restarts` those of the engine's own process, since the server started."""
+    engine = context(request).engine
+    stats = engine.stats
+    content = {
+        "status": engine.state,
+        "recoveries": stats.recoveries_total,
+        "engine_restarts": stats.engine_restarts_total,
+    }
+    return json_response(content, 503 if engine.state == "lost" else 200)
 
 
 @router.get("/ready", response_model=None, summary="Ready: 200 when new requests are taken, 503 otherwise")
 async def ready(request: Request) -> Response:
-    """For a readiness probe or a load balancer."""
+    """For a readiness probe or a load balancer. While workers or the engine start again it says so: requests that come
+    all the same wait until they have."""
     try:
-        context(request).info()
+        server = context(request)
+        server.info()
+        if server.engine.state == "recovering":
+            raise UnavailableError("workers are lost and start again; what was accepted goes on afterwards", 1.0)
     except UnavailableError as error:
         return error_response(as_api_error(error))
     return json_response({"status": "ready"})
