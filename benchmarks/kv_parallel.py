@@ -1,0 +1,164 @@
+"""Decode attention over one long context in one process and over KV groups, a process with one thread each.
+
+    python -m benchmarks.kv_parallel [--tokens 65536] [--groups 2] [--layers 4] [--dtype bfloat16] [--json FILE]
+
+One request's next token, through `layers` layers of attention with the shape of Llama-3-8B. K1: one process holds the
+whole context, the others wait. Local: each of K processes attends over its share, all at the same time; what counts is
+the slowest. Merged: the live exchange of a KV group over gloo, layer by layer: the query goes out, partial answers come
+back and are merged; as its owner sees it. The three take turns, so that noise hits all. Medians, and ratios to K1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.attention.base import Segment
+from headway.attention.cpu import CpuBackend
+from headway.attention.kv_pool import KvPool
+from headway.attention.native import kernels
+from headway.attention.partial import Partials, Reading
+from headway.latency.layout import Layout
+from headway.parallel.gloo import GlooLinks, choose_interface, join, rendezvous
+from headway.parallel.group_attention import Ask, GroupAttention, Visit
+from headway.parallel.place import place_of
+
+HOST = "127.0.0.1"
+
+
+def work(rank: int, ports: Queue[int], results: Queue[list[float]], args: argparse.Namespace) -> None:
+    """One process: group `rank`. The last group owns the request's row, and has the whole context for K1 as well."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    choose_interface(HOST)
+    if rank == 0:
+        store = rendezvous(HOST, None, 60.0)
+        for _ in range(args.groups - 1):
+            ports.put(store.port)
+    else:
+        store = rendezvous(HOST, ports.get(), 60.0)
+    join(rank, args.groups, store, 60.0)
+    with torch.inference_mode():
+        times = measure(rank, args)
+    if rank == args.groups - 1:
+        results.put([statistics.median(column) for column in zip(*times, strict=True)])
+    dist.barrier()
+    os._exit(0)
+
+
+def measure(rank: int, args: argparse.Namespace) -> list[tuple[float, float, float]]:
+    """Seconds of (K1, local, merged) for each turn but the first."""
+    groups, owner = args.groups, args.groups - 1
+    dtype = getattr(torch, args.dtype)
+    share = args.tokens // groups
+    slots = args.tokens + 1 if rank == owner else share
+    pool = KvPool(args.layers, args.kv_heads, slots, args.dim, dtype)
+    for plane in pool.data.flatten(0, 1):
+        plane.normal_()
+    heads = args.q_heads + 2 * args.kv_heads
+    rows = torch.randn(1, heads, args.dim).to(dtype)
+    q, k, v = torch.split_with_sizes(rows, (args.q_heads, args.kv_heads, args.kv_heads), 1)
+    links = GlooLinks(place_of(Layout(kvp=groups), rank), 1, dtype)
+    shared = GroupAttention(CpuBackend(), links, args.q_heads)
+    whole = Segment(0, 1, args.tokens, ((0, slots),))
+    own = Segment(0, 1, args.tokens - share * owner, ((share * owner, slots - share * owner),))
+    reading = Reading(0, 1, own.runs if rank == owner else ((0, share),), rank == owner)
+
+    def one() -> None:
+        if rank == owner:
+            plan = shared.plan([whole], pool)
+            for layer in range(args.layers):
+                shared.run(layer, q, k, v, plan)
+
+    def local() -> None:
+        partials = Partials([reading], pool, kernels())
+        for layer in range(args.layers):
+            partials.run(layer, q)
+
+    def merged() -> None:
+        if rank == owner:
+            plan = shared.share([own], pool, [Ask(group, (own,)) for group in range(owner)], ())
+            for layer in range(args.layers):
+                shared.run(layer, q, k, v, plan)
+        else:
+            plan = shared.share((), pool, (), [Visit(owner, 1, [(0, share)])])
+            for layer in range(args.layers):
+                shared.visit(layer, plan)
+
+    turns = [(clock(one), clock(local, slowest=True), clock(merged)) for _ in range(args.repeats + 1)]
+    return turns[1:]
+
+
+def clock(call: Callable[[], None], slowest: bool = False) -> float:
+    """Seconds from a common start, of this process or of the slowest."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    if slowest:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """One process a group; the owner's medians."""
+    context = multiprocessing.get_context("spawn")
+    ports: Any = context.Queue()
+    results: Any = context.Queue()
+    processes = [context.Process(target=work, args=(rank, ports, results, args)) for rank in range(args.groups)]
+    for process in processes:
+        process.start()
+    one, local, merged = results.get(timeout=600)
+    for process in processes:
+        process.join()
+    return {
+        "schema": "headway.benchmark.kv-parallel.v1",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "shape": vars(args) | {"json": None},
+        "k1_s": one,
+        "local_s": local,
+        "merged_s": merged,
+        "local_ratio": local / one,
+        "merged_ratio": merged / one,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--q-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    told = run(args)
+    kv = 2 * args.layers * args.kv_heads * args.dim * args.tokens * (2 if args.dtype == "bfloat16" else 4)
+    name = f"K{args.groups}"
+    print(f"{args.tokens} tokens, {args.layers} layers, {args.dtype}, {kv / 2**20:.0f} MiB of keys and values")
+    print(f"K1      {told['k1_s'] * 1e3:8.2f} ms   {kv / told['k1_s'] / 1e9:.1f} GB/s")
+    print(f"{name} local  {told['local_s'] * 1e3:6.2f} ms   {told['local_ratio']:.2f} of K1")
+    print(f"{name} merged {told['merged_s'] * 1e3:6.2f} ms   {told['merged_ratio']:.2f} of K1")
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=1, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
