@@ -2,7 +2,10 @@
 
 The paper normalises to 25 times the light-load latency and does not say whose; here it is Tetris's own at 0.1 requests
 a second, for P50 and P99 apart. The 25× crossing lies past the knee, where it depends on how long a run is, so 5×
-stands beside it. LoongServe's rows appear once its policy is known to the registry.
+stands beside it.
+
+`LoongServe disaggregated` is what Tetris §2.4 and §7.1 describe: each request by itself, when it arrives, on the group
+that ends it first. What LoongServe published schedules in rounds by dynamic programming: `loongserve` below compares.
 """
 
 from __future__ import annotations
@@ -11,19 +14,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.experiments.base import Options, Panel, Report, Row
-from headway.experiments.tetris_setting import SYSTEMS, Runs
+from headway.experiments.tetris_setting import Runs
 from headway.experiments.verdicts import band, judge_same, order
-from headway.placement.registry import POLICIES
+from headway.metrics import definitions
+from headway.metrics.quantiles import percentiles
+from headway.simulator.build import run_scenario
+from headway.simulator.scenario import parse_scenario
 
 NOISE = 0.3
+VARIANTS = (
+    "Fixed-SP16", "LoongServe disaggregated", "LoongServe, rounds", "LoongServe, batches", "Fixed-SP8", "Tetris",
+)  # fmt: skip
+VARIANT_REQUESTS = 1000
 NOISY_LOADS: Mapping[str, tuple[float, ...]] = {"short": (4.0,), "medium": (3.0,), "long": (1.75,)}
 
 
 def systems(cluster: str) -> list[str]:
     """Those compared, worst first as the paper has them for the 8B."""
     names = ["Fixed-SP16", "LoongServe disaggregated", "Fixed-SP8", "Tetris"]
-    known = [name for name in names if name in SYSTEMS and SYSTEMS[name].policy in POLICIES]
-    return known if cluster == "8b" else [name for name in known if name != "Fixed-SP16"]
+    return names if cluster == "8b" else names[1:]
 
 
 def fig8(options: Options) -> Report:
@@ -134,6 +143,77 @@ def noise(options: Options) -> Report:
                 )
             )
     return Report(source=runs.source(noise="lognormal, 0.3"), rows=tuple(rows))
+
+
+def loongserve(options: Options) -> Report:
+    """LoongServe three ways beside fixed sizes and Tetris; and the one whose instances decode too."""
+    runs, rows = Runs(options, "8b", VARIANT_REQUESTS, every=2), []
+    runs.seeds = runs.seeds[:1]
+    runs.need(VARIANTS)
+    for workload in runs.workloads:
+        for times in (5.0, 25.0):
+            at = {name: runs.crossing(name, workload, times) for name in VARIANTS}
+            found = {name: rps for name, rps in at.items() if rps is not None}
+            what = f"8B, {workload}: requests/s where P50 TTFT exceeds {times:g}× light load"
+            for name in VARIANTS[1:4]:
+                mine = {key: found[key] for key in ("Fixed-SP16", name, "Fixed-SP8", "Tetris") if key in found}
+                rising = order("rises in this order", lambda v: len(v) == 4 and list(v.values()) == sorted(v.values()))
+                rows.append(judge_same(f"{what} ({name})", "SP16 < LoongServe < SP8 < Tetris", rising, mine))
+    rows += _unified(options)
+    panels = tuple(_panel(runs, list(VARIANTS), "8b", workload) for workload in runs.workloads)
+    return Report(
+        source=runs.source(decodes="fitted A100 profiles", as_scenario_file=unified("pool")),
+        rows=tuple(rows),
+        panels=panels,
+    )
+
+
+def unified(which: str, requests: int = 300) -> dict[str, Any]:
+    """Medium lengths at 2 requests/s on four nodes, as a scenario: `pool`: LoongServe over all 32 instances of TP1, on
+    which requests decode too; `apart`: its rounds on 16, and two decode instances of TP8."""
+    pool = [{"role": "mixed", "count": 32, "tp": 1, "per_node": 8}]
+    apart = [{"role": "prefill", "count": 16, "tp": 1, "per_node": 8}, {"role": "decode", "count": 2, "tp": 8}]
+    return {
+        "name": f"LoongServe, {which}, Llama-3 8B, medium",
+        "cluster": {
+            "accelerator": "a100-80gb",
+            "placement": "loongserve",
+            "options": {"prefill": "single", "max_sp": 16},
+            "pools": pool if which == "pool" else apart,
+            "spans": {"source": "tetris-table1"},
+            "masters": "all",
+        },
+        "model": "llama-3-8b",
+        "latency": {"source": "fitted"},
+        "workload": {"preset": "tetris-medium", "qps": 2.0, "requests": requests, "arrivals": "poisson"},
+    }
+
+
+def _unified(options: Options) -> list[Row]:
+    found: dict[str, tuple[float, float]] = {}
+    for which in ("pool", "apart"):
+        records = run_scenario(parse_scenario(unified(which, 30 if options.quick else 300)), 0).records
+        records = records[len(records) // 10 :]
+        ttft = percentiles(definitions.ttft_s(record) for record in records)["p50"]
+        tpot = percentiles(definitions.tpot_s(record) for record in records)["p50"]
+        found[which] = (ttft or 0.0, tpot or 1.0)
+    one, other = found["pool"], found["apart"]
+    return [
+        judge_same(
+            "8B, medium, 2/s: median TTFT of LoongServe apart from decodes over that of one pool of all instances",
+            "marginal gains of one pool",
+            band(1.0, 1.5),
+            other[0] / one[0],
+            "Rounds in both; one pool has twice the instances to prefill on, less those that decode.",
+        ),
+        judge_same(
+            "8B, medium, 2/s: median TPOT of one pool (TP1) over decode instances of TP8",
+            "1.55× to 1.67×",
+            band(1.2, 2.2),
+            one[1] / other[1],
+            "Decode batches are packed on few instances; TP8 reads weights eight times as fast.",
+        ),
+    ]
 
 
 def _critical(runs: Runs, workload: str) -> float:

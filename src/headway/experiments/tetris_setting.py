@@ -70,6 +70,9 @@ class System(NamedTuple):
 SYSTEMS: dict[str, System] = {
     "Fixed-SP16": System("fixed-sp", (("sp", 16),)),
     "Fixed-SP8": System("fixed-sp", (("sp", 8),)),
+    "LoongServe disaggregated": System("loongserve", (("prefill", "greedy"),)),
+    "LoongServe, rounds": System("loongserve", (("prefill", "single"),)),
+    "LoongServe, batches": System("loongserve"),
     "Tetris": System("tetris", (), True),
     "Tetris, single chunk": System("tetris", (("single_chunk", True),), True),
     "Tetris, open loop": System("tetris", (("anchored", False),), True),
@@ -178,16 +181,17 @@ def measured(points: Iterable[Point], jobs: int) -> dict[Point, Measured]:
 class Runs:
     """Points of the setting, medians over seeds."""
 
-    def __init__(self, options: Options, cluster: str) -> None:
-        self.cluster, self.options = cluster, options
-        self.requests = 60 if options.quick else REQUESTS
+    def __init__(self, options: Options, cluster: str, requests: int = REQUESTS, every: int = 1) -> None:
+        """`every`: which rates of the grid."""
+        self.cluster, self.options, self._every = cluster, options, every
+        self.requests = 60 if options.quick else requests
         self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
         self.workloads = WORKLOADS[1:2] if options.quick else WORKLOADS
 
     def loads(self, workload: str) -> tuple[float, ...]:
         """The grid of rates."""
         loads = LOADS[self.cluster, workload]
-        return loads[1 : len(loads) : 4] if self.options.quick else loads
+        return loads[1 : len(loads) : 4] if self.options.quick else loads[:: self._every]
 
     def rates(self, workload: str) -> tuple[tuple[float, float], ...]:
         """The profiled table of improvement rates."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from headway.core.request import Request
 from headway.core.span import Span, Strategy
@@ -21,7 +21,12 @@ def by_free_time(view: ClusterView, able: Iterable[int]) -> dict[int, list[int]]
 def first_free_group(view: ClusterView, able: Iterable[int], size: int) -> tuple[int, ...]:
     """`size` instances on as few nodes as can be: of the single nodes that hold them, that where they are all free
     first; else whole nodes by when they are free, and the rest inside one more. In order of (node, id)."""
-    nodes = by_free_time(view, able)
+    return first_free_of(view, by_free_time(view, able), size)
+
+
+def first_free_of(view: ClusterView, by_node: Mapping[int, list[int]], size: int) -> tuple[int, ...]:
+    """The same from what `by_free_time` gave, for several sizes at one time."""
+    nodes = dict(by_node)
     chosen: list[int] = []
     while len(chosen) < size:
         need = size - len(chosen)

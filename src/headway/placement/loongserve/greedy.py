@@ -14,7 +14,7 @@ from headway.core.span import Span, Strategy
 from headway.latency.groups import GroupShape
 from headway.placement.base import Action, Arrived, Commit, Event, Refused
 from headway.placement.decode import DecodeSide
-from headway.placement.groups import first_free_group
+from headway.placement.groups import by_free_time, first_free_of
 from headway.placement.loongserve.options import Options
 from headway.placement.registry import Surroundings
 from headway.placement.view import ClusterView
@@ -61,8 +61,9 @@ class Greedy:
         most = min(self._options.max_sp or len(self._able), len(self._able))
         sizes = sorted({1 << k for k in range(most.bit_length()) if 1 << k <= most} | {most})
         best, first_s = self._able[:1], float("inf")
+        nodes = by_free_time(view, self._able)
         for size in sizes:
-            group = first_free_group(view, self._able, size)
+            group = first_free_of(view, nodes, size)
             start_s = max(view.now_s, *(view.instances[i].free_at_s for i in group))
             end_s = start_s + self._latency.prefill_s(past, tokens, GroupShape(size, view.nodes_of(group)))
             if end_s <= first_s:
