@@ -130,11 +130,11 @@ class Replica:
                 begun.append((free_s, -1))
         return begun
 
-    def complete(self, batch_id: int, now: float) -> None:
-        """The batch has left the last stage. Ids of lost batches are ignored."""
+    def complete(self, batch_id: int, now: float) -> list[Track]:
+        """The batch has left the last stage; the tracks that have ended with it. Ids of lost batches are ignored."""
         run = self._runs.pop(batch_id, None)
         if run is None:
-            return
+            return []
         batch = run.batch
         results: list[Progress] = []
         ended: list[Track] = []
@@ -151,6 +151,7 @@ class Replica:
         self._hear(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
         for track in ended:
             self._end(track, now, None)
+        return ended
 
     def prompts(self, batch_id: int) -> list[tuple[str, int, bool]]:
         """Of each chunk of a batch in flight: the request, the prompt's tokens that are computed with it, and whether

@@ -53,11 +53,9 @@ class Engine:
         """A batch is done; the tracks that have ended with it."""
         for name, done, last in self.replica.prompts(batch):
             self._prefilled(name, now) if last else self._advanced(name, done, now)
-        before = len(self.replica.tracks)
-        self.replica.complete(batch, now)
-        if len(self.replica.tracks) == before:
-            return []
-        ended = [track for track in self.stays.values() if track.ended_s is not None]
+        ended = self.replica.complete(batch, now)
+        if len(ended) > 1:  # in the order in which they came
+            ended = [track for track in self.stays.values() if track.ended_s is not None]
         for track in ended:
             del self.stays[track.request.id]
         return ended
