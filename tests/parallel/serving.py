@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from headway.core.clock import ManualClock
 from headway.core.executor import Executor
 from headway.core.sampling import SamplingParams
 from headway.engine.core import EngineCore, Log
-from headway.engine.protocol import EngineInfo, Submit
+from headway.engine.protocol import Delta, EngineInfo, Submit
 from headway.kv.ledger import Ledger
 from headway.latency.base import Load, Seconds
 from headway.scheduling.config import SchedulerConfig
@@ -61,8 +62,11 @@ def make_core(
     return EngineCore(make_scheduler(config, RowLatency(), ledgers), executor, ManualClock(), info, log)
 
 
-def serve(core: EngineCore, asks: list[Ask], steps: int = 20_000) -> list[list[int]]:
-    """All answers, greedy unless an ask says otherwise. `after`: steps of the engine before it is submitted."""
+def serve(
+    core: EngineCore, asks: list[Ask], steps: int = 20_000, hear: Callable[[Delta], object] = id
+) -> list[list[int]]:
+    """All answers, greedy unless an ask says otherwise. `after`: steps of the engine before it is submitted. `hear` is
+    called with every delta."""
     told: dict[str, list[int]] = {str(i): [] for i in range(len(asks))}
     waiting = dict(enumerate(asks))
     ended = 0
@@ -78,6 +82,7 @@ def serve(core: EngineCore, asks: list[Ask], steps: int = 20_000) -> list[list[i
                 assert refused is None, refused
         for delta in core.step():
             assert delta.error is None, delta
+            hear(delta)
             told[delta.id] += delta.tokens
             ended += delta.finish is not None
         core.scheduler.check()

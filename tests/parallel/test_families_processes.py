@@ -1,0 +1,87 @@
+"""Parity over real processes and gloo: five families, each degree of parallelism alone and a world of four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
+from serving import Ask, prompt_of, reference, serve
+from test_processes import ranks
+from test_processes import settings as config_of
+
+from headway.core.sampling import TokenLogprobs
+
+LAYOUTS = ("T2", "S2", "K2", "T2S2")
+LONG = pytest.mark.long
+TOP = 20
+SHARD = 50
+
+
+def world(family: str, name: str, dtype: str = "float32") -> Any:
+    layout = layout_of(name)
+    return ranks(config_of(checkpoint(family, dtype), layout.tp, layout.stages, kvp=layout.kvp))
+
+
+def check(family: str, name: str, chunking: str, schedule: str = "stream", dtype: str = "float32") -> None:
+    """A long request with shorts beside it, and their log-probabilities. (Less long where tokens are iterations.)"""
+    folder = checkpoint(family, dtype)
+    lengths = (60, 20, 3) if chunking == "static:1" else (180, 20, 3)
+    asks = [Ask(prompt_of(i, n), 8 + 2 * i, 3 * i, {"logprobs": TOP}) for i, n in enumerate(lengths)]
+    reported: dict[str, list[TokenLogprobs]] = {str(i): [] for i in range(len(asks))}
+    with world(family, name, dtype) as (executor, _):
+        core = core_of(executor, SHARD, chunking=chunking, pipeline_schedule=schedule)
+        got = serve(core, asks, hear=lambda delta: reported[delta.id].extend(delta.logprobs or ()))
+        assert executor.resyncs == 0
+    if dtype == "float32":
+        assert got == [expected(family, i, len(ask.prompt), ask.count) for i, ask in enumerate(asks)]
+    for ask, tokens, told in zip(asks, got, reported.values(), strict=True):
+        hold(folder, ask.prompt, tokens, told, 1e-4 if dtype == "float32" else 0.12)
+
+
+def hold(folder: Path, prompt: list[int], tokens: list[int], told: list[TokenLogprobs], bound: float) -> None:
+    """The log-probabilities of the likeliest tokens are within twice `bound` of the largest logit of transformers', fed
+    the tokens that were drawn; tokens whose margin exceeds the error are equal."""
+    with torch.inference_mode():
+        logits = reference(folder).float()(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    wanted = logits.log_softmax(-1)
+    clear = 0
+    for row, token, one in zip(wanted, tokens, told, strict=True):
+        error = max(abs(float(row[index]) - value) for index, value in one.top)
+        assert len(one.top) == TOP
+        assert error <= 2 * bound * float(logits.abs().max())
+        first, second = row.topk(2).values.tolist()
+        if first - second > 2 * error:
+            clear += 1
+            assert token == int(row.argmax())
+    assert clear
+
+
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)))
+@pytest.mark.parametrize("family", range(len(FAMILIES)))
+def test_tokens_and_logprobs_equal_transformers(family: int, layout: int) -> None:
+    """Every family in every layout, and every layout in every chunking; `make test-long` has every product."""
+    check(FAMILIES[family], LAYOUTS[layout], CHUNKINGS[(family + layout) % len(CHUNKINGS)])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_is_within_a_bound(name: str) -> None:
+    check("llama", name, "adaptive", dtype="bfloat16")
+
+
+@LONG
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "S3", "S2K2", "T2K2", "T2S2K2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_chunking_and_schedule(family: str, name: str, chunking: str) -> None:
+    for schedule in ("stream", "microbatch"):
+        check(family, name, chunking, schedule)
+
+
+@LONG
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_of_every_family_is_within_a_bound(family: str, name: str) -> None:
+    check(family, name, "adaptive", dtype="bfloat16")

@@ -1,0 +1,135 @@
+"""Parity over virtual ranks: five families, every product of tensor, pipeline and KV parallelism, chunkings and
+neighbours that hypothesis picks. Greedy fp32 tokens equal transformers' and one process'; logits are within a bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import BLOCK, BLOCKS, CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of, single
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from serving import Ask, prompt_of, reference, serve
+from virtual import VirtualWorld
+
+LAYOUTS = ("T2", "S2", "T2S2", "T4", "S4", "T2S4", "K2", "T2K2", "S2K2", "T2S2K2")
+LARGER = ("T4S2", "T4S4", "K4", "S3K3", "T4S2K2")
+"""With two KV heads, T4 copies each to two ranks; five layers make stages of unequal size."""
+LONG = pytest.mark.long
+PHASES = (Phase.explicit, Phase.generate)
+"""Cases are small as they come, and each costs a world: no shrinking."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+CASES = {
+    "length": st.integers(70, 150),
+    "shorts": st.lists(st.tuples(st.integers(1, 40), st.integers(0, 12)), min_size=1, max_size=3),
+    "chunking": st.sampled_from(CHUNKINGS),
+    "schedule": st.sampled_from(("stream", "microbatch")),
+    "shard": st.integers(9, 90),
+}
+
+
+def check(
+    family: str, name: str, length: int, shorts: list[tuple[int, int]], chunking: str, schedule: str, shard: int
+) -> None:
+    """A long request with shorts beside it: (length, step of arrival) each. Shards end anywhere, within chunks too."""
+    if chunking == "static:1":
+        length //= 3  # as many iterations as tokens
+    joins: list[object] = []
+    asks = [Ask(prompt_of(0, length), 6), *(Ask(prompt_of(i + 1, n), 8, at) for i, (n, at) in enumerate(shorts))]
+    with VirtualWorld(checkpoint(family), layout_of(name), BLOCKS) as world:
+        core = core_of(
+            world.executor,
+            shard,
+            lambda kind, fields: joins.extend(fields.get("joins", ())),  # type: ignore[call-overload]
+            chunking=chunking,
+            pipeline_schedule=schedule,
+        )
+        got = serve(core, asks)
+        assert world.executor.resyncs == 0
+        assert len(joins) >= min(world.executor.layout.kvp - 1, (length - 1) // (shard + BLOCK))
+    assert got == [expected(family, i, len(ask.prompt), ask.count) for i, ask in enumerate(asks)]
+    assert got == single(checkpoint(family), asks)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=2, phases=PHASES)
+@given(**CASES)
+def test_greedy_tokens_equal_with_shorts_beside_a_long_request(
+    family: str, name: str, length: int, shorts: list[tuple[int, int]], chunking: str, schedule: str, shard: int
+) -> None:
+    check(family, name, length, shorts, chunking, schedule, shard)
+
+
+@LONG
+@pytest.mark.parametrize("name", [*LAYOUTS, *LARGER])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, phases=PHASES)
+@given(**CASES)
+def test_greedy_tokens_equal_in_many_more_cases(
+    family: str, name: str, length: int, shorts: list[tuple[int, int]], chunking: str, schedule: str, shard: int
+) -> None:
+    check(family, name, length, shorts, chunking, schedule, shard)
+
+
+def heads_of(world: VirtualWorld) -> list[torch.Tensor]:
+    """The rows of logits that sampling ranks compute from now on, in order."""
+    seen: list[torch.Tensor] = []
+
+    def listen(plain: object, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits: torch.Tensor | None = plain(hidden)  # type: ignore[operator]
+        assert logits is not None
+        seen.extend(logits.clone())
+        return logits
+
+    for worker in world.workers:
+        if worker.decoder.shard.last and worker.decoder.shard.rank == 0:
+            plain = worker.decoder.head
+            worker.decoder.head = lambda hidden, plain=plain: listen(plain, hidden)  # type: ignore[method-assign,misc]
+    return seen
+
+
+def forced(family: str, dtype: str, name: str, chunking: str) -> None:
+    """fp32: within 1e-4 of the largest logit. bf16: within 0.12 of it, and tokens whose margin exceeds the error are
+    equal. The reference is fed the tokens that were drawn, and computes in fp32 with the same weights."""
+    folder = checkpoint(family, dtype)
+    prompt, count = prompt_of(3, 90), 12
+    with VirtualWorld(folder, layout_of(name), BLOCKS, dtype=dtype) as world:
+        rows = heads_of(world)
+        (tokens,) = serve(core_of(world.executor, 40, chunking=chunking), [Ask(prompt, count)])
+    got = torch.stack(rows)
+    with torch.inference_mode():
+        wanted = reference(folder).float()(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    error, largest = (got - wanted).abs(), float(wanted.abs().max())
+    assert got.shape == wanted.shape
+    assert float(error.max()) <= (1e-4 if dtype == "float32" else 0.12) * largest
+    top = wanted.topk(2, dim=-1).values
+    clear = top[:, 0] - top[:, 1] > 2 * error.amax(-1)
+    assert bool(clear.any())
+    assert torch.equal(torch.tensor(tokens)[clear], wanted.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, name: str) -> None:
+    forced(family, "float32", name, "static:17")
+
+
+@pytest.mark.parametrize("name", ["T4", "S4", "T2S2K2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_logits_are_within_a_bound_and_clear_tokens_equal(family: str, name: str) -> None:
+    forced(family, "bfloat16", name, "static:17")
+
+
+@LONG
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *LARGER])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_equal_transformers_in_every_chunking(family: str, name: str, dtype: str, chunking: str) -> None:
+    forced(family, dtype, name, chunking)
