@@ -131,8 +131,8 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, re
         assert running._process.wait(20) == 0
 
 
-def test_a_dead_engine_is_told_to_everyone_who_waits(llama: Path) -> None:
-    with ServerProcess([str(llama)]) as running:
+def test_a_dead_engine_that_may_not_start_again_is_told_to_everyone_who_waits(llama: Path) -> None:
+    with ServerProcess([str(llama), "--max-restarts", "0"]) as running:
         events = stream(running.url, prompt_of(4, 64), 3500, ignore_eos=True)
         next(events)
         assert running._process is not None

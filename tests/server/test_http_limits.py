@@ -125,6 +125,23 @@ async def test_not_ready_is_503(connect: Any, engine: FakeEngine) -> None:
             assert (await client.get("/metrics")).status_code == 200
 
 
+async def test_what_comes_while_workers_start_again_waits_and_readiness_tells(connect: Any, engine: FakeEngine) -> None:
+    async with connect() as client:
+        engine.state = "recovering"
+        engine.stats = EngineStats(recoveries_total=2, lost_tokens_total=70, engine_restarts_total=1)
+        assert (await client.post(PATH, json=BODY)).status_code == 200
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.headers["retry-after"]) == (503, "1")
+        assert "start again" in ready.json()["error"]["message"]
+        health = await client.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {"status": "recovering", "recoveries": 2, "engine_restarts": 1}
+        shown = (await client.get("/metrics")).text
+        for line in ("recoveries_total", "lost_tokens_total", "engine_restarts_total"):
+            assert f"headway_{line}{{" in shown
+        assert re.search(r"headway_engine_up\{[^}]*\} 0\.0", shown)
+
+
 async def test_api_key(connect: Any) -> None:
     async with connect(api_key="secret") as client:
         for given in (

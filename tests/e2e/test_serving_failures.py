@@ -1,0 +1,105 @@
+"""Processes of a server that die under it: its clients see a pause and the same tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from http_probe import metric, stream
+
+from checkpoints import make_tiny
+from headway.bench.server_process import ServerProcess
+
+PROMPT = [3 + (i * i * 31 + i * 17) % 120 for i in range(700)]
+COUNT = 300
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Path) -> list[int]:
+    with ServerProcess([str(llama)]) as running:
+        return [t for event in stream(running.url, PROMPT, COUNT, ignore_eos=True) for t in ids(event)]
+
+
+def ids(event: dict) -> list[int]:  # type: ignore[type-arg]
+    assert "error" not in event, event
+    found: list[int] = event["choices"][0]["token_ids"]
+    return found
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def engine_of(running: ServerProcess) -> int:
+    assert running._process is not None
+    return children(running._process.pid)[0]
+
+
+def workers_of(running: ServerProcess) -> list[int]:
+    return [worker for helper in children(engine_of(running)) for worker in children(helper)]
+
+
+def told_through(running: ServerProcess, harm: object, at: tuple[int, ...]) -> list[int]:
+    told: list[int] = []
+    left = list(at)
+    for event in stream(running.url, PROMPT, COUNT, ignore_eos=True):
+        told += ids(event)
+        if left and len(told) >= left[0]:
+            del left[0]
+            harm(len(left))  # type: ignore[operator]
+    assert not left
+    return told
+
+
+def test_a_stream_goes_on_when_workers_are_killed_and_hang(llama: Path, wanted: list[int]) -> None:
+    arguments = [str(llama), "--pipeline-parallel-size", "2", "--worker-timeout", "2"]
+    with ServerProcess(arguments) as running:
+
+        def harm(left: int) -> None:
+            workers = workers_of(running)
+            assert len(workers) == 2
+            os.kill(workers[left % 2], signal.SIGKILL if left else signal.SIGSTOP)
+
+        assert told_through(running, harm, (1, 100, 200)) == wanted
+        assert metric(running.url, "headway_recoveries_total") == 3
+        assert metric(running.url, "headway_lost_tokens_total") >= 700
+        health = httpx.get(f"{running.url}/health").json()
+        assert health == {"status": "ready", "recoveries": 3, "engine_restarts": 0}
+        everybody = [engine_of(running), *workers_of(running)]
+    assert all(gone(pid) for pid in everybody)
+
+
+@pytest.mark.parametrize("layout", [(), ("--tensor-parallel-size", "2")])
+def test_a_stream_goes_on_when_the_engine_is_killed(llama: Path, wanted: list[int], layout: tuple[str, ...]) -> None:
+    with ServerProcess([str(llama), *layout]) as running:
+        before = [engine_of(running), *workers_of(running)]
+
+        def harm(left: int) -> None:
+            for worker in workers_of(running)[:1]:
+                os.kill(worker, signal.SIGSTOP)  # it can watch nobody, and must not stay behind
+            os.kill(engine_of(running), signal.SIGKILL)
+
+        assert told_through(running, harm, (150,)) == wanted
+        assert metric(running.url, "headway_engine_restarts_total") == 1
+        assert all(gone(pid) for pid in before)
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
