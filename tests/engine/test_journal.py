@@ -1,0 +1,167 @@
+"""The journal: what is written outlives its writer, whatever is torn off its end."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import ConfigError
+from headway.core.sampling import TokenLogprobs
+from headway.engine.journal import Journal
+from headway.engine.protocol import Delta
+
+PROMPTS = [b"\x01\x00\x00\x00\x02\x00\x00\x00", b"\x03\x00\x00\x00"]
+
+
+def delta(*tokens: int) -> Delta:
+    return Delta(id="x", tokens=tokens, logprobs=(TokenLogprobs(-0.5, ((3, -0.5),)),))
+
+
+def left(folder: Path) -> dict[str, list[list[int]]]:
+    """What a next server would find: tokens by request and prompt."""
+    journal = Journal(folder)
+    journal.close()
+    return {
+        entry.accepted.id: [[t for one in said for t in one.tokens] for said in entry.told]
+        for entry in journal.left.values()
+    }
+
+
+def test_what_has_not_ended_is_found_again_with_all_that_was_said(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "made" / "here")
+    assert journal.left == {}
+    one, two = journal.accept("one", b"job 1", PROMPTS), journal.accept("two", b"job 2", [PROMPTS[0]])
+    journal.told(one, 1, delta(7))
+    journal.told(two, 0, delta(8))
+    journal.told(one, 1, delta(9, 10))
+    journal.end(two)
+    journal.end(two)
+    journal.told(two, 0, delta(11))
+    journal.close()
+    journal.close()
+    again = Journal(tmp_path / "made" / "here")
+    (entry,) = again.left.values()
+    assert (entry.accepted.id, entry.accepted.job, list(entry.accepted.prompts)) == ("one", b"job 1", PROMPTS)
+    assert entry.told == [[], [delta(7), delta(9, 10)]]
+    three = again.accept("three", b"", [])
+    assert three not in (one, two)
+    again.end(one)
+    again.end(three)
+    again.close()
+    assert left(tmp_path / "made" / "here") == {}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["tell", "end", "compact"])), max_size=25),
+    torn=st.integers(0, 40),
+)
+def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        journal = Journal(folder)
+        numbers = [journal.accept(f"r{i}", b"j", [PROMPTS[1]]) for i in range(4)]
+        model: dict[str, list[int]] = {f"r{i}": [] for i in range(4)}
+        states = [(os.path.getsize(folder / "requests.journal"), {k: list(v) for k, v in model.items()})]
+        for count, (who, verb) in enumerate(steps):
+            if verb == "tell" and f"r{who}" in model:
+                journal.told(numbers[who], 0, delta(count))
+                model[f"r{who}"].append(count)
+            elif verb == "end":
+                journal.end(numbers[who])
+                model.pop(f"r{who}", None)
+            elif verb == "compact":
+                journal._rewrite()
+                states.clear()
+            states.append((os.path.getsize(folder / "requests.journal"), {k: list(v) for k, v in model.items()}))
+        journal.close()
+        path = folder / "requests.journal"
+        size = max(states[0][0], path.stat().st_size - torn)
+        os.truncate(path, size)
+        wanted = [state for at, state in states if at <= size][-1]
+        assert left(folder) == {name: [tokens] for name, tokens in wanted.items()}
+        assert left(folder) == {name: [tokens] for name, tokens in wanted.items()}
+
+
+def test_damage_in_the_middle_keeps_what_stands_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path)
+    one = journal.accept("one", b"", [PROMPTS[0]])
+    journal.told(one, 0, delta(5))
+    path = tmp_path / "requests.journal"
+    at = path.stat().st_size
+    journal.told(one, 0, delta(6))
+    journal.told(one, 0, delta(7))
+    journal.close()
+    data = bytearray(path.read_bytes())
+    data[at + 12] ^= 255
+    path.write_bytes(data)
+    assert left(tmp_path) == {"one": [[5]]}
+    assert "dropped" in caplog.text
+
+
+def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, slack_bytes=10_000)
+    pinned = journal.accept("pinned", b"", [PROMPTS[0]])
+    journal.told(pinned, 0, delta(1))
+    for i in range(200):
+        number = journal.accept(f"r{i}", b"j" * 200, [bytes(400)])
+        journal.told(number, 0, delta(2))
+        journal.end(number)
+        assert (tmp_path / "requests.journal").stat().st_size < 12_000
+    journal.told(pinned, 0, delta(3))
+    journal.close()
+    assert left(tmp_path) == {"pinned": [[1, 3]]}
+
+
+def test_one_server_one_folder_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    with pytest.raises(ConfigError, match="another server writes to it"):
+        Journal(tmp_path / "j")
+    assert stat.S_IMODE((tmp_path / "j").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "j" / "requests.journal").stat().st_mode) == 0o600
+    journal.close()
+    Journal(tmp_path / "j").close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--journal"):
+        Journal(tmp_path / "file" / "j")
+
+
+def test_requests_of_another_model_are_not_mistaken_for_this_ones(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.belongs_to("llama, vocabulary of 128")
+    number = journal.accept("one", b"", [PROMPTS[0]])
+    journal.close()
+    journal = Journal(tmp_path)
+    journal.belongs_to("llama, vocabulary of 128")
+    with pytest.raises(ConfigError, match=r"1 unfinished requests of llama.*qwen"):
+        journal.belongs_to("qwen")
+    journal.end(number)
+    journal.belongs_to("qwen")
+    journal.close()
+    assert left(tmp_path) == {}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from headway.engine.journal import Journal
+from headway.engine.protocol import Delta
+journal = Journal(Path(sys.argv[1]))
+number = journal.accept("one", b"job", [b"\\x01\\x00\\x00\\x00"])
+for token in range(100):
+    journal.told(number, 0, Delta(id="x", tokens=(token,)))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_that_is_killed_has_written_all_that_it_said(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert left(tmp_path) == {"one": [list(range(100))]}
