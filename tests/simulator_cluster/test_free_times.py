@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from cluster_worlds import Scripted, cluster
@@ -39,7 +40,7 @@ def test_requests_that_wait_behind_a_ring_are_counted() -> None:
 
     prompts = [TraceRequest(0.0, 4000, 1), *(TraceRequest(0.1 * k, 500, 1) for k in range(1, 6))]
     simulate_cluster(cluster(2), Scripted(decide), prompts)
-    steps = [b - a + 0.1 for a, b in zip(free[1:], free[2:], strict=False)]
+    steps = [b - a + 0.1 for a, b in pairwise(free[1:])]
     assert free[1] == pytest.approx(1.9)
     assert steps == pytest.approx([steps[0]] * 4)
     assert steps[0] > 0.005

@@ -48,6 +48,11 @@ class DecodeSide:
         self._on_way[target] = self._on_way.get(target, 0) + request.prompt_tokens
         return [Transfer(request.id, target, index) for index in range(len(groups))]
 
+    def prefilled(self, request: str) -> list[Action]:
+        """A prompt that was placed without spans is complete, on an instance that sent its KV as it was computed."""
+        target, _ = self._virtual.get(request, (-1, 0))
+        return [Transfer(request, target, overlapped=True)] if target >= 0 else []
+
     def withdraw(self, request: str) -> None:
         """The prefill was not committed after all."""
         self._groups.pop(request, None)

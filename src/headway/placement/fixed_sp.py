@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headway.core.request import Request
 from headway.core.span import AttentionStrategy, Span, Strategy
-from headway.placement.base import Action, Arrived, Commit, Event, Refused
+from headway.placement.base import Action, Arrived, Commit, Dropped, Event, Finished, Refused
 from headway.placement.decode import DecodeSide
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
@@ -32,10 +32,13 @@ class FixedSp:
 
     def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
         if isinstance(event, Arrived):
+            self._requests[event.request.id] = event.request
             return self._place(event.request, view)
         if isinstance(event, Refused) and event.verb == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
+        if isinstance(event, Finished | Dropped):
+            self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
 
     def next_wakeup(self, now: float) -> float | None:

@@ -21,7 +21,12 @@ POLICIES: dict[str, tuple[str, str]] = {
     "fifo": ("fifo:Fifo", "order of arrival: short requests to the instance that is free first, long ones to a group"),
     "fixed-sp": ("fixed_sp:FixedSp", "groups of one size; a prompt goes whole to the one that is free first"),
     "context-parallel": ("context_parallel:context_parallel", "every prompt over all instances, one after another"),
+    "jsq": ("jsq:JoinShortestQueue", "replicas with schedulers of their own; a request joins the shortest queue"),
     "tetris": ("tetris:Tetris", "chunks on growing groups that fill the gaps between queues (CDSP)"),
+    "weave": (
+        "weave:Weave",
+        "Tetris's groups for long prompts; short ones in instances' own iterations, which rings yield to",
+    ),
     "reservation": ("reservation:Reservation", "some instances for long requests only, the others for short ones only"),
     "priority": ("priority:Priority", "short requests first; a long one when no short one waits on enough instances"),
     "loongserve": (

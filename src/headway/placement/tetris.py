@@ -14,7 +14,7 @@ from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.latency import eq1
 from headway.latency.groups import GroupLatency
-from headway.placement.base import Action, Arrived, Commit, Event, Refused
+from headway.placement.base import Action, Arrived, Commit, Dropped, Event, Finished, Refused
 from headway.placement.cdsp import CdspPlanner
 from headway.placement.cdsp_literal import Allocation, Chunk, LiteralPlanner
 from headway.placement.decode import DecodeSide
@@ -67,34 +67,40 @@ class Tetris:
 
     def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
         if isinstance(event, Arrived):
+            self._requests[event.request.id] = event.request
             return self._place(event.request, view)
         if isinstance(event, Refused) and event.verb == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
+        if isinstance(event, Finished | Dropped):
+            self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
 
     def next_wakeup(self, now: float) -> float | None:
         return None
 
     def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
-        if self._planner is None:
-            self._planner = self._make(view)
         plan = self.plan(request, view)
+        spans = self.spans(plan, request, view)
+        if not self._options.anchored:
+            self._keep_time(plan, request, view.now_s)
+        transfers = self._decodes.place(request, [span.group for span in spans], view)
+        return [Commit(request.id, spans, view.version), *transfers]
+
+    def spans(self, plan: Allocation, request: Request, view: ClusterView) -> tuple[Span, ...]:
+        """A plan's chunks on the instances that they stand for."""
         spans, start = [], request.cached_tokens
         for tokens, group in plan.chunks:
             ids = view.ordered(self._ids[i] for i in group)
             strategy = Strategy(attn="striped" if len(ids) > 1 else "local")
             spans.append(Span(request=request, start=start, end=start + tokens, group=ids, strategy=strategy))
             start += tokens
-        if not self._options.anchored:
-            self._keep_time(plan, request, view.now_s)
-        transfers = self._decodes.place(request, [span.group for span in spans], view)
-        return [Commit(request.id, tuple(spans), view.version), *transfers]
+        return tuple(spans)
 
     def plan(self, request: Request, view: ClusterView) -> Allocation:
         """Chunks on positions among the prefill instances."""
-        now, planner = view.now_s, self._planner
-        assert planner is not None
+        now = view.now_s
+        planner = self._planner = self._planner or self._make(view)
         if self._options.anchored:
             queue_s = [max(0.0, view.instances[i].free_at_s - now) for i in self._ids]
         else:

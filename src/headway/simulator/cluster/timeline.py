@@ -1,4 +1,4 @@
-"""When instances will be free: all that waits in their lanes, laid out on an absolute time line as it is predicted to run.
+"""When instances will be free: all that waits in their lanes, laid out on an absolute time line as predicted to run.
 
 Spans and requests on their way to a scheduler are laid out in order of rank, behind what schedulers have to prefill.
 

@@ -1,0 +1,80 @@
+"""Replicas behind join-shortest-queue: what a queue's length counts, and that LARS decides inside a replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.hardware.links import LINKS
+from headway.hardware.models import model
+from headway.latency import eq1
+from headway.metrics.definitions import ttft_s
+from headway.placement.base import Arrived, Enqueue
+from headway.placement.registry import Surroundings, check_options, make_placement
+from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.simulator.cluster.build import run_cluster
+from headway.simulator.scenario import parse_scenario
+
+SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+
+
+def chosen(state: ClusterBook, queue: str) -> int:
+    policy = make_placement("jsq", SURROUNDINGS, {"queue": queue})
+    request = Request(id="r0", arrival_s=5.0, prompt_tokens=1000, max_output_tokens=5)
+    (action,) = policy.on_event(Arrived(request), ClusterView(state, 5.0))
+    assert isinstance(action, Enqueue)
+    assert (action.phase, action.beside, len(action.group)) == ("all", False, 1)
+    return action.group[0]
+
+
+def test_each_measure_of_a_queue_finds_another_replica() -> None:
+    state = ClusterBook([Instance(id=i, node=i) for i in range(4)], NET)
+    rows = [(6.0, 100, 9), (5.5, 300, 5), (7.0, 50, 8), (8.0, 400, 2)]
+    for i, (free_at_s, queued, running) in enumerate(rows):
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=free_at_s, queued=queued, running=running))
+    assert [chosen(state, queue) for queue in ("seconds", "tokens", "requests")] == [1, 2, 3]
+    state.put(msgspec.structs.replace(state.instances[0], free_at_s=1.0))  # free since then
+    assert chosen(state, "seconds") == 0
+    state.put(msgspec.structs.replace(state.instances[3], free_at_s=2.0))  # equally free, with fewer requests
+    assert chosen(state, "seconds") == 3
+
+
+def test_options_and_roles_are_checked() -> None:
+    with pytest.raises(ConfigError, match="options of jsq"):
+        check_options("jsq", {"queue": "length"})
+    state = ClusterBook([Instance(id=0, node=0, role="prefill")], NET)
+    with pytest.raises(ConfigError, match="role mixed"):
+        chosen(state, "seconds")
+
+
+def run(policy: str) -> dict[str, list[float]]:
+    data: dict[str, Any] = {
+        "cluster": {"placement": "jsq", "pools": [{"count": 4}]},
+        "policy": {"policy": policy},
+        "workload": {
+            "qps": 6.0,
+            "requests": 120,
+            "mix": [
+                {"class": "chat", "share": 0.8, "prompt": "uniform:200-2000", "output": "uniform:2-40"},
+                {"class": "document", "share": 0.2, "prompt": "uniform:20K-60K", "output": "uniform:2-40"},
+            ],
+        },
+    }
+    result = run_cluster(parse_scenario(data), 0)
+    waits: dict[str, list[float]] = {"chat": [], "document": []}
+    for record in result.sim.records:
+        assert record.ok
+        assert len(record.token_s) == record.output_tokens
+        waits[record.klass].append(ttft_s(record) or 0.0)
+    assert all(use.prefill_tokens > 0 for use in result.sim.replicas)
+    return waits
+
+
+def test_inside_replicas_lars_lets_chats_by_where_fcfs_does_not() -> None:
+    lars, fcfs = run("lars"), run("fcfs")
+    assert sorted(lars["chat"])[-6] < 0.7 * sorted(fcfs["chat"])[-6]

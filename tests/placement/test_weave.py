@@ -1,0 +1,216 @@
+"""Weave: where a prompt goes, what rings yield and what they do not, and that runs lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from simulator_cluster.cluster_worlds import cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.latency.eq1 import Coefficients, Eq1Latency
+from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, Paused, Preempt, Progress, Refused, Resume
+from headway.placement.registry import Surroundings, check_options, make_placement
+from headway.placement.view import ClusterBook, ClusterView
+from headway.placement.weave_rings import Ring
+from headway.simulator.cluster.result import ClusterResult
+from headway.simulator.cluster.spec import ClusterSpec
+from headway.simulator.cluster.world import simulate_cluster
+from headway.simulator.noise import Noise
+from headway.simulator.spec import RunSpec
+from headway.workload import TraceRequest
+
+LATENCY = Eq1Latency({s: Coefficients(2e-3 * s, 1e-3 / s, 1e-9 / s, 5e-10 / s) for s in (1, 2, 4)}, "test")
+WIDE = {"rate": 0.2}
+
+
+def made(options: dict[str, Any] | None = None, spec: ClusterSpec | None = None) -> Any:
+    spec = spec or cluster(4, decode=1, per_node=4)
+    return make_placement("weave", Surroundings(latency=LATENCY, shape=spec.shape), {**WIDE, **(options or {})})
+
+
+def ask(policy: Any, book: ClusterBook, event: Event, now: float) -> list[Action]:
+    return list(policy.on_event(event, ClusterView(book, now)))
+
+
+def request(name: str, tokens: int, at: float = 0.0) -> Request:
+    return Request(id=name, arrival_s=at, prompt_tokens=tokens, max_output_tokens=1)
+
+
+def book_of(spec: ClusterSpec) -> ClusterBook:
+    return ClusterBook(spec.instances, spec.links)
+
+
+def with_a_ring(options: dict[str, Any] | None = None) -> tuple[Any, ClusterBook]:
+    """A ring over all four instances since 0, which has five more seconds to go at 1."""
+    policy, book = made(options), book_of(cluster(4, decode=1, per_node=4))
+    (commit,) = ask(policy, book, Arrived(request("long", 20_000)), 0.0)
+    assert isinstance(commit, Commit)
+    for i in range(4):
+        book.put(msgspec.structs.replace(book.instances[i], free_at_s=6.0))
+    return policy, book
+
+
+def test_long_prompts_are_rings_and_short_ones_go_to_schedulers() -> None:
+    policy, book = made(), book_of(cluster(4, decode=1, per_node=4))
+    (commit,) = ask(policy, book, Arrived(request("long", 20_000)), 0.0)
+    assert isinstance(commit, Commit)
+    assert commit.spans[-1].group == (0, 1, 2, 3)
+    assert not commit.beside
+    calm = made()
+    (enqueue,) = ask(calm, book, Arrived(request("short", 4)), 0.0)
+    assert enqueue == Enqueue("short", (0,), "all", beside=False)
+
+
+def test_a_running_ring_is_paused_at_once_and_goes_on_behind_what_enters() -> None:
+    policy, book = with_a_ring()
+    first = ask(policy, book, Arrived(request("a", 100)), 1.0)
+    assert first == [Enqueue("a", (0,), "all", beside=True), Preempt("long")]
+    second = ask(policy, book, Arrived(request("b", 100)), 1.0)
+    assert second[0] in [Enqueue("b", (i,), "all", beside=True) for i in range(4)]
+    assert len(second) == 1, "it is on its way to a pause already"
+    assert ask(policy, book, Paused("long", 0, Progress(0, 7)), 1.1) == [Resume("long", 0.0)]
+
+
+def test_only_much_shorter_prompts_get_by_and_only_for_the_rings_share() -> None:
+    def entered(options: dict[str, Any], tokens: int, count: int = 1) -> int:
+        (policy, book), inside = with_a_ring(options), 0
+        for k in range(count):
+            actions = ask(policy, book, Arrived(request(f"s{k}", tokens)), 1.0)
+            inside += any(isinstance(action, Enqueue) and action.beside for action in actions)
+        return inside
+
+    assert entered({}, 1000) == 1
+    assert entered({}, 3000) == 0, "more than a quarter of what the ring takes"
+    assert entered({"yields_to": 1.0}, 3000) == 1
+    assert entered({"yields_to": 0.0}, 10) == 0
+    given = [entered({"rho_min": share, "rho_max": share}, 1000, 60) for share in (0.1, 0.3, 0.6)]
+    assert given == sorted(set(given))
+    assert given[-1] < 60
+
+
+def test_relative_slack_sets_the_share_and_lateness_leaves_the_least() -> None:
+    ring = Ring("r", [(0, 1)], [0.0], 10.0, work_s=10.0, deadline_s=50.0)
+    assert ring.slack(0.0) == 4.0
+    assert ring.left_to_give_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
+    assert ring.left_to_give_s(49.0, 0.2, 0.7) == pytest.approx(10 * 0.2 / 0.8)
+    ring.delay(2.0)
+    assert (ring.end_s, ring.starts_s, ring.slack(0.0)) == (12.0, [2.0], 3.8)
+    assert ring.left_to_give_s(49.0, 0.2, 0.7) == pytest.approx(0.5)
+
+
+def test_refusals_are_taken_up() -> None:
+    policy, book = with_a_ring()
+    again = ask(policy, book, Refused("long", "commit", "stale"), 0.0)
+    assert [type(action) for action in again] == [Commit]
+    assert len(policy.rings) == 1
+    ask(policy, book, Arrived(request("a", 100)), 1.0)
+    assert ask(policy, book, Refused("long", "preempt", "it is in its last layer"), 1.0) == []
+    assert Preempt("long") in ask(policy, book, Arrived(request("b", 100)), 1.5)
+
+
+@pytest.mark.parametrize("name", ["tetris", "fixed-sp"])
+def test_peers_commit_anew_when_they_are_refused(name: str) -> None:
+    spec = cluster(4, decode=1, per_node=4)
+    policy = make_placement(
+        name, Surroundings(latency=LATENCY, shape=spec.shape), {"sp": 4} if name != "tetris" else {}
+    )
+    first = ask(policy, book_of(spec), Arrived(request("long", 20_000)), 0.0)
+    assert ask(policy, book_of(spec), Refused("long", "commit", "stale"), 0.0) == first
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho_min": 0.8}, "`rho_min` must lie"),
+        ({"yields_to": -1.0}, "`yields_to` and"),
+        ({"anchored": False}, "for tetris alone"),
+        ({"speed": 1}, "its options: mode, sizes"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options("weave", options)
+
+
+def test_it_needs_somewhere_to_decode() -> None:
+    spec = cluster(4)
+    with pytest.raises(ConfigError, match="role decode"):
+        simulate_cluster(spec, made(spec=spec), [TraceRequest(0.0, 100, 5)])
+
+
+def run(requests: Sequence[TraceRequest], options: dict[str, Any] | None = None, noise: float = 0.0) -> ClusterResult:
+    spec = cluster(4, decode=1, per_node=2)
+    how = RunSpec(noise=Noise("lognormal", noise) if noise else Noise())
+    return simulate_cluster(spec, made(options, spec), requests, how, keep_bars=True)
+
+
+def work(draw: Sequence[tuple[float, bool, int]]) -> list[TraceRequest]:
+    at, made = 0.0, []
+    for gap_s, long, size in draw:
+        at += gap_s
+        made.append(TraceRequest(at, 2000 + 60 * size if long else 1 + size, 1 + size % 7, klass="ls"[not long]))
+    return made
+
+
+WORK = st.lists(st.tuples(st.floats(0.0, 0.4), st.booleans(), st.integers(0, 300)), min_size=1, max_size=40).map(work)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(WORK, st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.25, 5.0]))
+def test_every_run_ends_with_all_tokens_and_rings_compute_each_layer_once(
+    requests: list[TraceRequest], noise: float, yields_to: float
+) -> None:
+    result = run(requests, {"yields_to": yields_to}, noise)
+    for record, source in zip(result.sim.records, requests, strict=True):
+        assert record.ok, record.error
+        assert len(record.token_s) == source.output_tokens
+        assert list(record.token_s) == sorted(record.token_s)
+    exclusive(result)
+    if not noise:
+        computed(result)
+
+
+def exclusive(result: ClusterResult) -> None:
+    """No ring computes while anything else does on its instances."""
+    for i in range(4):
+        bars = sorted((b.start_s, b.end_s) for b in result.bars if b.instance == i and b.kind in ("span", "batch"))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(bars))
+
+
+def computed(result: ClusterResult) -> None:
+    """Over all its pieces, a span takes what it takes undisturbed, whatever paused it."""
+    seconds: dict[tuple[str, str, int], float] = {}
+    for bar in result.bars:
+        if bar.kind == "span":
+            key = (bar.request, bar.note, bar.instance)
+            seconds[key] = seconds.get(key, 0.0) + bar.end_s - bar.start_s
+    for (request, note, _), found in seconds.items():
+        group = {i for r, n, i in seconds if (r, n) == (request, note)}
+        start, end = map(int, note.split(":"))
+        assert found == pytest.approx((end - start) * 1e-3 / len(group), rel=1e-6)
+
+
+def test_shorts_gain_what_rings_give_and_no_ring_gives_more_than_its_share() -> None:
+    longs = [TraceRequest(4.0 * k, 16_000, 1, klass="long") for k in range(6)]
+    shorts = [TraceRequest(0.05 + 0.1 * k, 100, 1, klass="short") for k in range(240)]
+    requests = sorted([*longs, *shorts], key=lambda r: r.arrival_s)
+
+    def mean_s(result: ClusterResult, klass: str) -> float:
+        waits = [r.token_s[0] - r.arrival_s for r in result.sim.records if r.klass == klass]
+        return sum(waits) / len(waits)
+
+    without, within = run(requests, {"yields_to": 0.0}), run(requests)
+    assert within.paused > 10
+    assert without.paused == 0
+    assert mean_s(within, "short") < 0.2 * mean_s(without, "short")
+    least = run(requests, {"rho_min": 0.05, "rho_max": 0.05})
+    assert mean_s(within, "long") < mean_s(without, "long") / 0.3
+    assert mean_s(least, "long") < 1.15 * mean_s(without, "long")
+    assert mean_s(within, "short") < mean_s(least, "short")
