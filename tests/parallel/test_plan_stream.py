@@ -87,41 +87,6 @@ def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() ->
     assert plan.ops == ((1, 0, 0), (2, 3, 0))
 
 
-# -- how much travels ------------------------------------------------------------------------------------------------
-
-
-def traffic(context: int, stages: int = 2) -> tuple[float, dict[str, int]]:
-    """Mean bytes a plan while six requests of that context prefill and decode in company."""
-    blocks = 8 * context // 64 + 64
-    wire = EchoWire(Layout(stages=stages))
-    executor = ParallelExecutor(wire, Layout(stages=stages), blocks)
-    core = make_core(executor, blocks, 64, stages=stages, chunking="static:512")
-    core.info = msgspec.structs.replace(core.info, max_model_len=2 * context)
-    asks = [Ask([7] * context, 100, after=30 * i) for i in range(6)] + [
-        Ask([5] * 40, 60, after=7 * i) for i in range(9)
-    ]
-    serve(core, asks)
-    return executor.plan_bytes / executor.plans, wire.sent
-
-
-def test_a_plan_is_small_and_does_not_grow_with_the_context() -> None:
-    sizes = {context: traffic(context) for context in (1024, 8192, 65536)}
-    for mean, sent in sizes.values():
-        assert mean <= 64, sizes
-        assert sent["plan"] > 0
-    assert sizes[65536][0] <= sizes[1024][0] + 12  # more of the plans hold a chunk, and numbers have more digits
-    one_copy = 6 * 4 * 65536 + 9 * 4 * 40
-    assert one_copy <= sizes[65536][1]["admit"] <= one_copy + 4000  # one of two stages keeps prompts
-
-
-def test_256_decodes_cost_their_changes_only() -> None:
-    blocks = 4096
-    executor = ParallelExecutor(EchoWire(Layout(stages=2)), Layout(stages=2), blocks)
-    core = make_core(executor, blocks, 64, stages=2, max_num_seqs=256)
-    serve(core, [Ask([5] * 20, 200 + i) for i in range(256)])
-    assert executor.plan_bytes / executor.plans <= 64
-
-
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
