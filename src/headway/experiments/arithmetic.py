@@ -107,20 +107,23 @@ def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> Machine
     return Machine(accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=told))
 
 
-def static_prefill(m: Machine, prompt: int, chunk: int, groups_of: tuple[int, ...] = (1,)) -> Prefill:
-    """Equal chunks, each entering the first stage as the one before leaves it (SPP). groups_of: KV groups by share of
-    the prompt; (1,) is no KV parallelism, (1, 2, 3, 4) adds a group after each quarter."""
+def static_prefill(m: Machine, prompt: int, chunk: int, groups: int = 1) -> Prefill:
+    """Equal chunks, each entering the first stage as the one before leaves it (SPP). With several KV groups one joins
+    after each such share of the prompt, and a chunk's history is what the fullest of them holds (Mnemosyne's Eq. 10
+    cuts it evenly; shards are only appended to)."""
+    shard = -(-prompt // groups)
+
+    def chunk_s(past: float, tokens: int) -> float:
+        return m.chunk_s(min(past, shard), tokens) + m.merge_s(tokens, 1 + int(past // shard))
+
     starts = np.arange(0, prompt, chunk)
     at = starts if starts.size <= SAMPLES else starts[np.unique(np.linspace(0, starts.size - 1, SAMPLES).astype(int))]
-    share = len(groups_of)
-    seconds = np.array(
-        [m.chunk_s(p, chunk, groups=groups_of[min(p * share // prompt, share - 1)]) for p in at.tolist()]
-    )
+    seconds = np.array([chunk_s(past, chunk) for past in at.tolist()])
     if at.size < starts.size:
         seconds = np.interp(starts, at, seconds)
     last = prompt - int(starts[-1])
     if last < chunk:
-        seconds[-1] = m.chunk_s(float(starts[-1]), last, groups=groups_of[-1])
+        seconds[-1] = chunk_s(float(starts[-1]), last)
     tail = (m.stages - 1) * (float(seconds[-1]) + m.hop_s(last))
     return Prefill(float(seconds.sum()) + tail, seconds)
 
