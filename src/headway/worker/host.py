@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -39,6 +40,23 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
+class _Starting(threading.Thread):
+    """A process on its way, which takes as long as importing torch where it is the first: node 0 is heard meanwhile."""
+
+    def __init__(self, rank: int, endpoint: str, settings: bytes) -> None:
+        super().__init__(name=f"start-{rank}", daemon=True)
+        self.process: ForkServerProcess | None = None
+        self.why = ""
+        self._arguments = rank, endpoint, settings
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.process = launch(*self._arguments)
+        except Exception as error:
+            self.why = f"{type(error).__name__} before it ran: {error}"
+
+
 class Host:
     """`run` returns when node 0 ends in order, or after `end`.
 
@@ -61,6 +79,8 @@ class Host:
         self._address = f"tcp://{resolve(endpoint.host)}:{endpoint.port}"
         self._patience_s = patience_s
         self._context = zmq.Context()
+        self._wanted: dict[int, Launch] = {}
+        self._starting: dict[int, _Starting] = {}
         self._processes: dict[int, ForkServerProcess] = {}
         self._ended: dict[int, str] = {}
         self._session = ""
@@ -77,6 +97,9 @@ class Host:
                 self._attend()
             self._say(Leaving(self._mine.run))
         finally:
+            for one in self._starting.values():
+                one.join()
+            self._take_started()
             self._end_all()
             self._disconnect(linger_ms=500)
             self._context.term()
@@ -180,14 +203,13 @@ class Host:
             raise ConfigError(said.why)
 
     def _keep(self, launches: tuple[Launch, ...]) -> None:
-        wanted = {one.serial: one for one in launches}
-        for serial in [serial for serial in self._processes if serial not in wanted]:
-            self._end([self._processes.pop(serial)])
+        wanted = self._wanted = {one.serial: one for one in launches}
+        self._end([self._processes.pop(serial) for serial in list(self._processes) if serial not in wanted])
         self._ended = {serial: why for serial, why in self._ended.items() if serial in wanted}
         for serial, one in wanted.items():
-            if serial not in self._processes and serial not in self._ended:
+            if not any(serial in known for known in (self._starting, self._processes, self._ended)):
                 log.info("starting worker %d", one.rank)
-                self._processes[serial] = launch(one.rank, one.endpoint, self._settings(one))
+                self._starting[serial] = _Starting(one.rank, one.endpoint, self._settings(one))
 
     def _settings(self, one: Launch) -> bytes:
         config = msgspec.json.decode(one.settings, type=RankConfig)
@@ -199,14 +221,27 @@ class Host:
         return Kept(self._mine.run, self._session, ended, running, echo_s, time.monotonic())
 
     def _reap(self) -> bool:
-        """Whether a process has ended by itself."""
+        """Take over what has started. Whether anything has, or has ended by itself."""
+        changed = self._take_started()
         gone = {serial: process for serial, process in self._processes.items() if process.exitcode is not None}
         for serial, process in gone.items():
             assert process.exitcode is not None
             self._ended[serial] = end_words(process.exitcode)
             log.info("%s has ended with %s", process.name, self._ended[serial])
             del self._processes[serial]
-        return bool(gone)
+        return changed or bool(gone)
+
+    def _take_started(self) -> bool:
+        done = {serial: one for serial, one in self._starting.items() if not one.is_alive()}
+        for serial, one in done.items():
+            del self._starting[serial]
+            if one.process is None:
+                self._ended[serial] = one.why
+            elif serial in self._wanted:
+                self._processes[serial] = one.process
+            else:
+                self._end([one.process])
+        return bool(done)
 
     def _say(self, message: FromHost) -> bool:
         """Whether it is on its way. Not waited for: what is lost is said again."""
@@ -220,6 +255,8 @@ class Host:
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
+        """What is still starting ends when it has started."""
+        self._wanted.clear()
         self._end(list(self._processes.values()))
         self._processes.clear()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -81,7 +82,7 @@ class Rendezvous:
         self._rivals: dict[str, float] = {}
         self._processes: dict[int, RemoteProcess] = {}
         self._absent: dict[int, float] = {}
-        self._serials = 0
+        self._serials = secrets.randbits(48)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         self._thread.start()
