@@ -1,0 +1,193 @@
+"""Two network namespaces as two hosts, a virtual cable between them, and the launch that docs/hosts.md states."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import greedy, prompt_of
+
+from checkpoints import make_tiny
+
+HEADWAY = (sys.executable, "-m", "headway.cli.main")
+TOKEN = "a-token-of-the-tests"
+PORT = 8000
+ASKS = [(prompt_of(1, 180), 8), (prompt_of(2, 3), 12)]
+
+REQUEST = """
+import json, sys, urllib.request
+body = sys.stdin.buffer.read()
+request = urllib.request.Request(sys.argv[1], body or None, {"content-type": "application/json"})
+try:
+    answer = urllib.request.urlopen(request, timeout=60)
+except urllib.error.HTTPError as error:
+    answer = error
+sys.stdout.buffer.write(answer.read())
+"""
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+class Hosts:
+    """Namespaces `a` (10.77.0.1) and `b` (10.77.0.2)."""
+
+    def __init__(self) -> None:
+        self.a, self.b = f"headway-{os.getpid()}-a", f"headway-{os.getpid()}-b"
+        self._link = f"hw{os.getpid()}a"
+
+    def make(self) -> None:
+        for name in (self.a, self.b):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        other = self._link[:-1] + "b"
+        ip("-n", self.a, "link", "add", self._link, "type", "veth", "peer", "name", other, "netns", self.b)
+        for name, link, address in ((self.a, self._link, "10.77.0.1/24"), (self.b, other, "10.77.0.2/24")):
+            ip("-n", name, "addr", "add", address, "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+
+    def cable(self, state: str) -> None:
+        """`up` or `down`."""
+        ip("-n", self.a, "link", "set", self._link, state)
+
+    def remove(self) -> None:
+        for name in (self.a, self.b):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    if shutil.which("ip") is None:
+        pytest.skip("two hosts need network namespaces, and there is no `ip` (iproute2) to make them with")
+    hosts = Hosts()
+    try:
+        hosts.make()
+    except OSError as error:
+        hosts.remove()
+        pytest.skip(f"two hosts need network namespaces, which cannot be made here: {error}")
+    yield hosts
+    hosts.remove()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3)
+
+
+class Running:
+    """A command on a host."""
+
+    def __init__(self, namespace: str, *words: str) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self.process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HEADWAY_RDZV_TOKEN": TOKEN},
+            start_new_session=True,
+        )
+
+    @property
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def ended(self, timeout_s: float = 10.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def remove(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.log.close()
+
+
+@contextmanager
+def serving(hosts: Hosts, model: Path, *sizes: str) -> Iterator[tuple[Running, Running]]:
+    """As docs/hosts.md has it: the same command on both hosts, but for --node-rank."""
+    flags = [str(model), *sizes, "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
+    own = ["--port", str(PORT), "--latency-profile", "quick", "--kv-cache-memory", "1M"]
+    with ExitStack() as stack:
+        pair = []
+        for rank, namespace in enumerate((hosts.a, hosts.b)):
+            one = Running(namespace, *HEADWAY, "serve", *flags, "--node-rank", str(rank), *own)
+            stack.callback(one.remove)
+            pair.append(one)
+        server, host = pair
+        until(lambda: ready(hosts, server, host), 90.0)
+        yield server, host
+
+
+def ready(hosts: Hosts, *running: Running) -> bool:
+    for one in running:
+        assert one.process.poll() is None, one.said
+    return "Uvicorn running" in running[0].said and get(hosts, "/health").get("status") == "ready"
+
+
+def until(condition: Callable[[], object], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.1)
+
+
+def get(hosts: Hosts, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the server says to a client on its own host."""
+    done = subprocess.run(
+        ["ip", "netns", "exec", hosts.a, sys.executable, "-c", REQUEST, f"http://127.0.0.1:{PORT}{path}"],
+        input=b"" if body is None else json.dumps(body).encode(),
+        capture_output=True,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def tokens(hosts: Hosts, model: Path, prompt: list[int], count: int) -> list[int]:
+    body = {"model": model.name, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    answer = get(hosts, "/v1/completions", {**body, "return_token_ids": True})
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def test_stages_on_two_hosts_answer_as_one_process(hosts: Hosts, llama: Path) -> None:
+    with serving(hosts, llama, "--pipeline-parallel-size", "2") as (server, host):
+        for prompt, count in ASKS:
+            assert tokens(hosts, llama, prompt, count) == greedy(llama, prompt, count)
+        server.terminate()
+        assert (server.ended(), host.ended()) == (0, 0)
+        assert "node 0 has ended" in host.said
+
+
+def test_heads_on_two_hosts_and_a_cable_that_is_pulled(hosts: Hosts, llama: Path) -> None:
+    prompt, count = ASKS[0]
+    wanted = greedy(llama, prompt, count)
+    with serving(hosts, llama, "--tensor-parallel-size", "2") as (server, host):
+        assert tokens(hosts, llama, prompt, count) == wanted
+        hosts.cable("down")
+        begun = time.monotonic()
+        until(lambda: get(hosts, "/health")["status"] != "ready", 15.0)
+        assert time.monotonic() - begun < 13.0, "10 s are stated"
+        until(lambda: "ending its workers" in host.said, 5.0)
+        hosts.cable("up")
+        assert tokens(hosts, llama, prompt, count) == wanted
+        server.terminate()
+        assert (server.ended(), host.ended()) == (0, 0)
