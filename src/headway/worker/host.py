@@ -180,6 +180,8 @@ class Host:
 
     def _shake(self, event: int) -> None:
         self._refusals = self._refusals + 1 if event & _FAILED else 0
+        if not self._refusals and self._session:
+            self._say(self._mine)  # the connection broke and is back: perhaps to another engine
         if self._refusals >= _REFUSALS:
             raise ConfigError(
                 f"what listens at {self._endpoint} does not take this host's token: give all hosts the same "

@@ -242,7 +242,8 @@ class Rendezvous:
             self._send(name, Refused(f"node 0 refuses this host: {why}"))
             return False
         if hello.node in self._hosts:
-            return True  # it has not heard the answer yet
+            self._hosts[hello.node].name = name
+            return True  # it has not heard the answer yet, or its connection broke
         self._hosts[hello.node] = _Host(name, hello, now)
         self._rivals.pop(hello.run, None)
         if self._absent.pop(hello.node, None) is not None:
