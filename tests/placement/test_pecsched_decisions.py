@@ -81,6 +81,16 @@ def test_idle_then_beside_then_instead() -> None:
     assert at["d"] == [(0, True)]
 
 
+@pytest.mark.parametrize(("mode", "place"), [("default", 3), ("paper", 0)])
+def test_no_pause_for_a_short_that_a_free_replica_serves_sooner(mode: str, place: int) -> None:
+    """A layer of the long prefill takes 0.6 s, the queue of the free replica 0.1 s. The paper preempts."""
+    work = [long("l", 0.0, 600_000), short("a", 0.1), short("b", 0.1001)]
+    out = drilled(policy(mode=mode), work, 4)
+    assert places(out.actions)["a"] == [(3, False)]
+    assert places(out.actions)["b"] == [(place, False)]
+    assert any(isinstance(action, Preempt) for _, action in out.actions) == (mode == "paper")
+
+
 def test_a_ring_pauses_at_a_layer_edge_and_goes_on_when_the_last_short_has_ended() -> None:
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-4) for i in range(4))]
     out = drilled(policy(fast_sp=False), work, 3)

@@ -8,7 +8,6 @@ prompt may wait or run there, but decodes may, and go on beside the long prefill
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from headway.core.request import Request
@@ -38,7 +37,7 @@ class Priority:
 
     def __init__(self, surroundings: Surroundings, options: Options) -> None:
         self._options = options
-        self._longs: deque[Request] = deque()
+        self._longs: dict[str, Request] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
         self._wake_s = 0.0
 
@@ -49,13 +48,13 @@ class Priority:
             request = event.request
             if request.prompt_tokens <= self._options.long_tokens:
                 return [Enqueue(request.id, (least_loaded(view, view.with_role("mixed", "prefill")),))]
-            self._longs.append(request)
+            self._longs[request.id] = request
         elif isinstance(event, SpanDone) and event.last:
             group = self._groups[event.request]
             actions.append(Enqueue(event.request, group, "decode", beside=True))
         elif isinstance(event, Finished | Dropped):
             self._groups.pop(event.request, None)
-            self._longs = deque(request for request in self._longs if request.id != event.request)
+            self._longs.pop(event.request, None)
         elif isinstance(event, Prefilled):
             return []
         if self._longs:
@@ -77,7 +76,7 @@ class Priority:
         size = min(self._options.long_sp, len(view.with_role("mixed", "prefill")))
         if len(idle) < size:
             return []
-        request = self._longs.popleft()
+        request = self._longs.pop(next(iter(self._longs)))
         group = first_free_group(view, idle, size)
         self._groups[request.id] = group
         return [ring_commit(request, group, view, beside=self._options.beside)]

@@ -2,9 +2,11 @@
 
 A short request goes, in this order, to a replica on which nothing is; beside a long decode; to a replica of a paused
 long prefill; or a running one is paused for it: all replicas of a ring at once, at the next layer edge (the paper
-pauses between any two kernels). Else it joins the shortest queue of a replica without a long request, in `default` mode
-up to `batch_tokens`, and waits in the global queue where it may not. Which replica: the shortest queue, so that batches
-are as long on every replica of a ring; how much at a time: `batch_tokens`.
+pauses between any two kernels). Half a layer is what that takes on average, a second or more for half a million tokens:
+in `default` mode a short request rather joins a queue that will be over before. Else it joins the shortest queue of a
+replica without a long request, in `default` mode up to `batch_tokens`, and waits in the global queue where it may not.
+Which replica: the shortest queue, so that batches are as long on every replica of a ring; how much at a time:
+`batch_tokens`.
 
 A long request waits in its own queue, in order, until enough replicas have no other long one on them; it takes them all
 at once, its prefill begins when the short requests there have ended (their prefills, where decodes are apart), and goes
@@ -55,6 +57,8 @@ from headway.placement.view import ClusterView
 __all__ = ["Options", "PecSched"]
 
 _INSTANT_S = 1e-6
+_UNITS_A_SECOND = 1e6
+"""Queues that count seconds are whole microseconds."""
 
 
 class Short(NamedTuple):
@@ -72,6 +76,7 @@ class PecSched:
         """literal: decide by looking at every replica (see Board)."""
         self._around, self._options, self._literal = surroundings, options, literal
         self._bounded = options.mode != "paper"
+        self._weighs = self._bounded and options.counts_seconds
         self._board: Board | None = None
         self._shorts: dict[str, Short] = {}
         self._waiting: dict[str, None] = {}
@@ -260,7 +265,7 @@ class PecSched:
             at = board.beside.least()
             beside = at >= 0 and board.room(at, tokens, most)
             if not beside:
-                at = self._make_room(tokens, now, actions) if options.preempt else -1
+                at = self._make_room(short, free, now, actions) if options.preempt else -1
         if at < 0 and free >= 0 and (not self._bounded or board.room(free, tokens, most)):
             at = free
         if at < 0:
@@ -270,15 +275,23 @@ class PecSched:
         actions.append(Enqueue(name, (self._ids[at],), "prefill", beside))
         return True
 
-    def _make_room(self, tokens: int, now: float, actions: list[Action]) -> int:
-        """A replica of a paused ring that has room, or of one that is paused now; -1 when there is none."""
-        board = self._the_board()
+    def _make_room(self, short: Short, free: int, now: float, actions: list[Action]) -> int:
+        """A replica of a paused ring that has room, or of one that is paused now; `free`, where its queue will be over
+        before that (not in `paper` mode); -1 when there is none."""
+        board, tokens, most = self._the_board(), short.request.prompt_tokens, self._options.batch_tokens
         at = board.paused.least()
-        if at >= 0 and board.room(at, tokens, self._options.batch_tokens):
-            return at
-        ring = self._victims.take(now)
+        if at >= 0 and not board.room(at, tokens, most):
+            at = -1
+        ring = board.ring[at] if at >= 0 else self._victims.first(now)
         if ring is None:
             return -1
+        if self._weighs and free >= 0 and board.room(free, tokens, most):
+            edge_s = 0.0 if ring.state == "paused" else ring.layer_s / 2
+            if board.weight[free] < edge_s * _UNITS_A_SECOND + (board.weight[at] if at >= 0 else 0):
+                return free
+        if at >= 0:
+            return at
+        self._victims.take(now)
         ring.state = "pausing"
         self.suspensions += 1
         board.open(ring, board.paused)
@@ -319,7 +332,7 @@ class PecSched:
         weight = self._weights.get(tokens)
         if weight is None:
             seconds = self._around.latency.prefill_s(0, tokens, GroupShape(1))
-            weight = self._weights[tokens] = max(1, round(seconds * 1e6))
+            weight = self._weights[tokens] = max(1, round(seconds * _UNITS_A_SECOND))
         return weight
 
     def _decode(self, at: int, tokens: int) -> None:
@@ -346,7 +359,7 @@ class PecSched:
             nodes = len({board.node_of[replica] for replica in group})
             form = self._forms.choose(request.prompt_tokens, size, nodes)
             self._order += 1
-            ring = Ring(request, group, self._order)
+            ring = Ring(request, group, self._order, form.seconds / self._around.shape.layers)
             board.take(ring)
             self._rings[request.id] = ring
             span = Span(request=request, start=request.cached_tokens, end=request.prompt_tokens,

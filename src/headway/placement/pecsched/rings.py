@@ -20,14 +20,15 @@ State = Literal["drain", "prefill", "pausing", "paused", "closing", "decode", "e
 
 
 class Ring:
-    """A long request on its replicas. busy: replicas on which short requests are. computed_s, suspended_s: so far.
-    began_s: when it began to compute, or to decode, last; since_s: when it was paused last."""
+    """A long request on its replicas. layer_s: predicted time of a layer of its prefill. busy: replicas on which short
+    requests are. computed_s, suspended_s: so far. began_s: when it began to compute, or to decode, last; since_s: when
+    it was paused last."""
 
-    __slots__ = ("began_s", "busy", "computed_s", "decoding", "group", "order", "request", "since_s", "state",
-                 "suspended_s")  # fmt: skip
+    __slots__ = ("began_s", "busy", "computed_s", "decoding", "group", "layer_s", "order", "request", "since_s",
+                 "state", "suspended_s")  # fmt: skip
 
-    def __init__(self, request: Request, group: tuple[int, ...], order: int) -> None:
-        self.request, self.group, self.order = request, group, order
+    def __init__(self, request: Request, group: tuple[int, ...], order: int, layer_s: float = 0.0) -> None:
+        self.request, self.group, self.order, self.layer_s = request, group, order, layer_s
         self.state: State = "drain"
         self.decoding = False
         self.busy = 0
@@ -75,17 +76,25 @@ class Victims:
         """It computes, from `began_s` on."""
         heappush(self._later, (self._patience.from_s(ring), ring.order, ring.began_s, ring))
 
-    def take(self, now: float) -> Ring | None:
-        """The youngest that may be preempted; it is no longer among them."""
+    def first(self, now: float) -> Ring | None:
+        """The youngest that may be preempted; it stays among them."""
         later, ready = self._later, self._ready
         while later and later[0][0] < now:
             _, order, began_s, ring = heappop(later)
             heappush(ready, (-order, -began_s, ring))
         while ready:
-            _, began_s, ring = heappop(ready)
+            _, began_s, ring = ready[0]
             if ring.computes and ring.began_s == -began_s:
                 return ring
+            heappop(ready)
         return None
+
+    def take(self, now: float) -> Ring | None:
+        """The same, and it is no longer among them."""
+        ring = self.first(now)
+        if ring is not None:
+            heappop(self._ready)
+        return ring
 
     def next_s(self) -> float | None:
         """When the next one may be preempted; None when none will."""
