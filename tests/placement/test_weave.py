@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulator_cluster.cluster_worlds import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from headway.simulator.cluster.world import simulate_cluster
 from headway.simulator.noise import Noise
 from headway.simulator.spec import RunSpec
 from headway.workload import TraceRequest
+from simulator_cluster.cluster_worlds import cluster
 
 LATENCY = Eq1Latency({s: Coefficients(2e-3 * s, 1e-3 / s, 1e-9 / s, 5e-10 / s) for s in (1, 2, 4)}, "test")
 WIDE = {"rate": 0.2}
