@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -78,7 +79,9 @@ def test_a_stream_goes_on_when_workers_are_killed_and_hang(llama: Path, wanted: 
     assert all(gone(pid) for pid in everybody)
 
 
-@pytest.mark.parametrize("layout", [(), ("--tensor-parallel-size", "2")])
+@pytest.mark.parametrize(
+    "layout", [(), pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.long)], ids=["one", "T2"]
+)
 def test_a_stream_goes_on_when_the_engine_is_killed(llama: Path, wanted: list[int], layout: tuple[str, ...]) -> None:
     with ServerProcess([str(llama), *layout]) as running:
         before = [engine_of(running), *workers_of(running)]
@@ -103,3 +106,34 @@ def gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_server_that_is_killed_leaves_its_requests_to_the_next(
+    llama: Path, wanted: list[int], tmp_path: Path
+) -> None:
+    arguments = [str(llama), "--journal", str(tmp_path / "journal")]
+    with ServerProcess(arguments) as running:
+        body = {
+            "model": llama.name, "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, "stream": True,
+        }  # fmt: skip
+        told = 0
+        headers = {"x-request-id": "mine"}
+        url = f"{running.url}/v1/completions"
+        with suppress(httpx.RemoteProtocolError), httpx.stream("POST", url, json=body, headers=headers) as answer:
+            for line in answer.iter_lines():
+                told += line.startswith("data: ")
+                if told == 100:
+                    assert running._process is not None
+                    engine = engine_of(running)
+                    running._process.kill()
+                    told += 1
+        assert 100 < told < COUNT
+        assert gone(engine)
+    with ServerProcess(arguments) as running:
+        deadline = time.monotonic() + 60
+        while (found := httpx.get(f"{running.url}/v1/requests/mine")).status_code == 202:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert found.json()["choices"][0]["token_ids"] == wanted
+        assert metric(running.url, "headway_decode_tokens_computed_total") < COUNT - 90

@@ -9,6 +9,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,6 +19,7 @@ from headway.server.fields import Fields
 from headway.server.generate import Piece, generate
 from headway.server.identity import engine_id
 from headway.server.job import Asker, Job
+from headway.server.kept import Kind, Ticket
 from headway.server.logprobs import Scored
 from headway.server.merge import cancel_all, merged
 from headway.server.prompts import PromptReader
@@ -48,6 +50,7 @@ class Format(Protocol):
     """How one endpoint words its answers. One object per request."""
 
     job: Job
+    kind: Kind
 
     def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
         """The stream's objects for one piece of choice `index`."""
@@ -96,13 +99,29 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
             raise
         records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
-        pieces = _run(server, job, request_id, records)
         form = make_format(job, server, request_id)
+        ticket = None if server.journal is None else Ticket.of(server.journal, request_id, form.kind, job)
+        if ticket is not None:
+            held.callback(_end, server, ticket)
+        pieces = run_job(server, job, request_id, records, ticket)
         if job.stream:
             release = held.pop_all()
             return SseResponse(_events(form, pieces, records), server.settings, release.close)
         answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)))
-        return json_response(form.whole(answers, usage(job, records)))
+        response = json_response(form.whole(answers, usage(job, records)))
+        response.background = BackgroundTask(_close, held.pop_all())  # once it is sent
+        return response
+
+
+async def _close(held: ExitStack) -> None:
+    """On the event loop, where all that it holds belongs."""
+    held.close()
+
+
+def _end(server: Context, ticket: Ticket) -> None:
+    """The client has its answer, or has left; unless the engine is lost, and the next server's may have it."""
+    if server.engine.state != "lost":
+        ticket.end()
 
 
 def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:
@@ -112,13 +131,14 @@ def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def _run(
-    server: Context, job: Job, request_id: str, records: Sequence[GenerationRecord]
+def run_job(
+    server: Context, job: Job, request_id: str, records: Sequence[GenerationRecord], ticket: Ticket | None
 ) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all prompts, as they come, each with its prompt's index."""
     return merged(
         [
-            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record)
-            for prompt, record in zip(job.prompts, records, strict=True)
+            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record, ticket, index)
+            for index, (prompt, record) in enumerate(zip(job.prompts, records, strict=True))
         ]
     )
 

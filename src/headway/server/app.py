@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
@@ -11,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from headway.core.errors import HeadwayError
+from headway.engine.journal import Journal
 from headway.engine.protocol import EngineClient
-from headway.server import operations, tokens
+from headway.server import operations, resumed, tokens
 from headway.server.answer import answer
 from headway.server.body import BodyReader
 from headway.server.chat import ChatFormat, parse_chat
@@ -49,14 +51,21 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     """
     served_as = settings.served_model_name[0] if settings.served_model_name else None
     server = Context(engine, tokenizer, settings, BodyReader(settings), Metrics(engine, served_as))
+    if settings.journal is not None:
+        server.journal = Journal(Path(settings.journal))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             if settings.start_engine:
                 await server.start_engine()
+                if server.journal is not None:
+                    resumed.take_up(server)
             yield
         finally:
+            if server.journal is not None:
+                server.journal.close()
+            resumed.let_go(server)
             server.bodies.close()
             await engine.close()
 
@@ -67,7 +76,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.add_middleware(Gate, api_key=settings.api_key)
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for each in (router, operations.router, tokens.router):
+    for each in (router, operations.router, tokens.router, resumed.router):
         app.include_router(each)
     app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app

@@ -11,6 +11,7 @@ from headway.server.context import Context
 from headway.server.fields import Fields
 from headway.server.generate import Piece
 from headway.server.job import Asker, Job, build_job, read_model, refuse_unsupported
+from headway.server.kept import Kind
 from headway.server.logprobs import Scored, chat_logprobs
 from headway.server.messages import read_messages
 from headway.server.prompts import Prompt, PromptReader
@@ -65,6 +66,8 @@ def _logprobs(fields: Fields) -> int | None:
 
 class ChatFormat:
     """Objects of type `chat.completion` and `chat.completion.chunk`."""
+
+    kind: Kind = "chat"
 
     def __init__(self, job: Job, server: Context, request_id: str) -> None:
         self.job = job

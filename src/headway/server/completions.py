@@ -10,6 +10,7 @@ from headway.server.context import Context
 from headway.server.fields import Fields
 from headway.server.generate import Piece
 from headway.server.job import Asker, Job, build_job, read_model, refuse_unsupported
+from headway.server.kept import Kind
 from headway.server.logprobs import Scored, completion_logprobs
 from headway.server.prompts import PromptReader
 from headway.server.sampling_fields import MAX_LOGPROBS, read_sampling
@@ -34,6 +35,8 @@ def parse_completion(fields: Fields, asker: Asker, prompts: PromptReader) -> Job
 
 class CompletionFormat:
     """Objects of type `text_completion`."""
+
+    kind: Kind = "completion"
 
     def __init__(self, job: Job, server: Context, request_id: str) -> None:
         self.job = job

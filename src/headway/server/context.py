@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
 from headway.core.errors import HeadwayError, OverloadedError, UnavailableError
+from headway.engine.journal import Journal
 from headway.engine.protocol import EngineClient, EngineInfo
 from headway.server.body import BodyReader
 from headway.server.fields import Fields
@@ -20,6 +21,9 @@ from headway.server.prompts import PromptReader
 from headway.server.settings import ServerSettings
 from headway.server.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from headway.server.resumed import Resumed
+
 T = TypeVar("T")
 
 
@@ -27,7 +31,7 @@ T = TypeVar("T")
 class Context:
     """The server's parts. `in_flight` counts generation requests from acceptance to their last byte.
 
-    `failure` is why the engine did not start, once that is known.
+    `failure` is why the engine did not start, once that is known. `resumed`: requests of the journal, by id.
     """
 
     engine: EngineClient
@@ -37,6 +41,8 @@ class Context:
     metrics: Metrics
     in_flight: int = 0
     failure: HeadwayError | None = None
+    journal: Journal | None = None
+    resumed: dict[str, Resumed] = field(default_factory=dict)
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 
@@ -44,7 +50,9 @@ class Context:
         """Wait until the engine is ready. Raises its ConfigError, or UnavailableError when `give_up` was called."""
         self._starting = asyncio.ensure_future(self.engine.start())
         try:
-            await self._starting
+            info = await self._starting
+            if self.journal is not None:
+                self.journal.belongs_to(f"{info.model} ({info.architecture}, {info.parameters} parameters)")
         except asyncio.CancelledError:
             if not self._starting.cancelled():
                 raise
@@ -53,6 +61,11 @@ class Context:
         except HeadwayError as error:
             self.failure = error
             raise
+
+    def keep_the_rest(self) -> None:
+        """The server ends: what has not been answered by now is left in the journal to the next one."""
+        if self.journal is not None:
+            self.journal.close()
 
     def give_up(self) -> None:
         """Stop waiting for an engine that is still starting."""

@@ -12,6 +12,7 @@ from headway.core.errors import OverloadedError, UnavailableError
 from headway.engine.protocol import Delta, EngineClient, Submit
 from headway.server.errors import ApiError, as_api_error
 from headway.server.job import Job, TextOptions
+from headway.server.kept import Ticket
 from headway.server.logprobs import Scored
 from headway.server.prompts import Prompt
 from headway.server.record import GenerationRecord
@@ -31,13 +32,31 @@ class Piece:
 
 
 async def generate(
-    engine: EngineClient, tokenizer: Tokenizer, job: Job, prompt: Prompt, engine_id: str, record: GenerationRecord
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    job: Job,
+    prompt: Prompt,
+    engine_id: str,
+    record: GenerationRecord,
+    ticket: Ticket | None = None,
+    index: int = 0,
 ) -> AsyncGenerator[Piece, None]:
-    """Run one prompt and yield its pieces; the last has `finish`.
+    """Run one prompt and yield its pieces; the last has `finish`. With a `ticket` (and the prompt's `index` in it),
+    what was told before a restart comes first, and what follows is written down before it is told.
 
     Closing this generator early aborts the request in the engine, and so does a stop string that matches. Raises
     ApiError when the engine ends the request for a reason of its own.
     """
+    assembler = Assembler(tokenizer, job.text)
+    before = () if ticket is None else ticket.before(index)
+    for delta in before:
+        piece = assembler.feed(delta)
+        record.resume(delta)
+        if piece.tokens or piece.text or piece.finish is not None:
+            yield piece
+        if piece.finish is not None:
+            record.finish(piece.finish)
+            return
     submit = Submit(
         id=engine_id,
         prompt_tokens=prompt.tokens,
@@ -46,13 +65,16 @@ async def generate(
         slo=job.slo,
         priority=job.priority,
         timeout_s=job.timeout_s,
+        again=ticket is not None and ticket.resumes,
+        output=tuple(token for delta in before for token in delta.tokens),
     )
-    assembler = Assembler(tokenizer, job.text)
     # The protocol promises an iterator that can be closed early; closing is what tells the engine to abort.
     deltas = cast("AsyncGenerator[Delta, None]", engine.generate(submit, prompt.data))
     try:
         async with aclosing(deltas):
             async for delta in deltas:
+                if ticket is not None:
+                    ticket.tell(index, delta)
                 record.observe(delta)
                 if delta.finish in ("abort", "timeout", "error"):
                     record.finish(delta.finish)

@@ -45,6 +45,10 @@ class GenerationRecord:
             self.on_gap(max(0.0, now - self.last_token_s), len(delta.tokens))
         self.last_token_s = now
 
+    def resume(self, delta: Delta) -> None:
+        """Called with what an earlier server has said, in order: counted, and no time is taken."""
+        self.output_tokens += len(delta.tokens)
+
     def finish(self, reason: FinishReason) -> None:
         """The end; only the first call counts."""
         if self.reason is None:

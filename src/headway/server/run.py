@@ -67,6 +67,7 @@ class Server(uvicorn.Server):
             self._context.give_up()
         else:
             log.warning("ending at once", extra={"fields": {"signal": name}})
+            self._context.keep_the_rest()
             self.should_exit = self.force_exit = True
 
     def _worth_logging(self, record: logging.LogRecord) -> bool:
@@ -83,6 +84,7 @@ class Server(uvicorn.Server):
             log.warning("draining took too long", extra={"fields": {"in_flight": self._context.in_flight}})
         except Exception:
             log.exception("draining failed")
+        self._context.keep_the_rest()
         self.should_exit = True
 
 

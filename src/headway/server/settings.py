@@ -76,6 +76,13 @@ class ServerSettings:
         default=2,
         metadata=_help("Threads that parse and tokenise bodies above 8 KiB, and as many for those above 256 KiB."),
     )
+    journal: str | None = field(
+        default=None,
+        metadata=_help("Folder of a journal from which the next server takes up accepted requests; it holds prompts."),
+    )
+    journal_keep_s: float = field(
+        default=3600.0, metadata=_help("Seconds that the answers of requests that were taken up again are kept.")
+    )
     log_level: str = field(default="info", metadata=_help("debug, info, warning or error."))
     log_format: str = field(default="text", metadata=_help("text (key=value) or json (one object a line)."))
 
@@ -83,7 +90,7 @@ class ServerSettings:
         positive = (
             "max_body_bytes", "max_buffered_bytes", "body_timeout_s", "max_concurrent_requests", "max_prompts",
             "keep_alive_s", "slow_client_timeout_s", "slow_client_buffer_bytes", "slo_min_ttft_s", "slo_min_tbt_s",
-            "worker_threads",
+            "worker_threads", "journal_keep_s",
         )  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:

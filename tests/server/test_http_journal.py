@@ -1,0 +1,168 @@
+"""Requests that a server leaves unfinished, and what the next server with the same journal does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgi_driver import until
+from fake_engine import FakeEngine, echo
+
+from headway.core.errors import ConfigError, OverloadedError
+from headway.engine.journal import Journal
+from headway.server.app import create_app
+from headway.server.settings import ServerSettings
+from headway.server.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY = {"model": "fake-model", "prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True}
+WANTED = [5, 6, 7, 5, 6, 7]
+
+
+def left(folder: Path) -> dict[str, list[int]]:
+    journal = Journal(folder)
+    journal.close()
+    return {e.accepted.id: [t for said in e.told for d in said for t in d.tokens] for e in journal.left.values()}
+
+
+async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: int, **body: Any) -> None:
+    """Serve one request until `tokens` tokens were told, then end the server as a crash would: without a goodbye."""
+    engine.gate = asyncio.Semaphore(tokens - 1 if tokens else 0)
+    engine.hold = None if tokens else asyncio.Event()
+    async with connect(journal=str(folder)) as client:
+        headers = {"x-request-id": "mine"}
+        sent = asyncio.create_task(client.post(PATH, json={**BODY, **body}, headers=headers))
+        await until(lambda: engine.sent >= tokens and engine.submits)
+        await asyncio.sleep(0.02)
+        server = client._transport.app.state.headway
+        server.keep_the_rest()
+        sent.cancel()
+        await asyncio.gather(sent, return_exceptions=True)
+    engine.sent, engine.gate, engine.hold, engine.submits = 0, None, None, []
+    engine.state = "starting"
+
+
+def continuing(engine: FakeEngine) -> None:
+    """The engine goes on behind the output that a submit brings."""
+
+    def script(submit: Any, ids: list[int]) -> Any:
+        return list(echo(submit, ids))[len(submit.output) :]
+
+    engine.script = script
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+async def test_the_next_server_finishes_it_and_keeps_the_answer(
+    connect: Any, engine: FakeEngine, tmp_path: Path, tokens: int
+) -> None:
+    await interrupted(connect, engine, tmp_path, tokens, temperature=0.5, priority=3, timeout_s=50)
+    assert left(tmp_path) == {"mine": WANTED[:tokens]}
+    continuing(engine)
+    async with connect(journal=str(tmp_path)) as client:
+        await until(lambda: engine.finished)
+        (submit,) = engine.submits
+        assert submit.again
+        assert list(submit.output) == WANTED[:tokens]
+        assert (submit.params.temperature, submit.priority) == (0.5, 3)
+        await asyncio.sleep(0.01)
+        answer = await client.get("/v1/requests/mine")
+        assert answer.status_code == 200
+        whole = answer.json()
+        assert (whole["object"], whole["id"]) == ("text_completion", "cmpl-mine")
+        assert whole["choices"][0]["token_ids"] == WANTED
+        assert whole["choices"][0]["finish_reason"] == "length"
+        assert whole["usage"]["completion_tokens"] == 6
+        stream = (await client.get("/v1/requests/mine?stream=true")).text
+        events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        assert [t for one in events for t in one["choices"][0]["token_ids"]] == WANTED
+        assert stream.endswith("data: [DONE]\n\n")
+        assert (await client.get("/v1/requests/other")).status_code == 404
+    assert left(tmp_path) == {"mine": WANTED}
+    async with connect(journal=str(tmp_path)) as client:  # another restart: nothing is computed again
+        await asyncio.sleep(0.01)
+        assert (await client.get("/v1/requests/mine")).json()["choices"] == whole["choices"]
+        assert len(engine.submits) == 1
+        assert (await client.delete("/v1/requests/mine")).json()["status"] == "deleted"
+        assert (await client.get("/v1/requests/mine")).status_code == 404
+    assert left(tmp_path) == {}
+
+
+async def test_while_it_runs_the_answer_is_202_and_a_stream_follows_it(
+    connect: Any, engine: FakeEngine, tmp_path: Path
+) -> None:
+    await interrupted(connect, engine, tmp_path, 2)
+    continuing(engine)
+    engine.gate = asyncio.Semaphore(0)
+    async with connect(journal=str(tmp_path)) as client:
+        await until(lambda: engine.sent == 1)
+        await asyncio.sleep(0.01)
+        answer = await client.get("/v1/requests/mine")
+        assert answer.status_code == 202
+        assert answer.json() == {"object": "request", "status": "running", "output_tokens": 3}
+        following = asyncio.create_task(client.get("/v1/requests/mine?stream=true"))
+        await asyncio.sleep(0.01)
+        for _ in range(5):
+            engine.gate.release()
+        text = (await following).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert [t for one in events for t in one["choices"][0]["token_ids"]] == WANTED
+
+
+async def test_stop_strings_logprobs_and_batches_come_back_as_they_were_asked(
+    connect: Any, engine: FakeEngine, tmp_path: Path, ids: Callable[[str], list[int]], tokenizer: Tokenizer
+) -> None:
+    await interrupted(
+        connect, engine, tmp_path, 2, prompt=[ids("xyz"), ids("abc")], max_tokens=9, stop=["by"], logprobs=1
+    )
+    continuing(engine)
+    async with connect(journal=str(tmp_path)) as client:
+        plain = {"model": "fake-model", "prompt": [ids("xyz"), ids("abc")], "max_tokens": 9, "stop": ["by"]}
+        wanted = (await client.post(PATH, json={**plain, "logprobs": 1, "return_token_ids": True})).json()
+        await until(lambda: len(engine.submits) >= 4 and not engine.running)
+        await asyncio.sleep(0.02)
+        found = (await client.get("/v1/requests/mine")).json()
+        assert found["choices"] == wanted["choices"]
+
+
+async def test_what_is_answered_or_left_by_its_client_or_refused_leaves_nothing(
+    connect: Any, engine: FakeEngine, tmp_path: Path
+) -> None:
+    async with connect(journal=str(tmp_path)) as client:
+        assert (await client.post(PATH, json=BODY)).status_code == 200
+        text = (await client.post(PATH, json={**BODY, "stream": True})).text
+        assert text.endswith("data: [DONE]\n\n")
+        assert (await client.post(PATH, json={**BODY, "max_tokens": 0})).status_code == 400
+        engine.refuse = OverloadedError("full")
+        assert (await client.post(PATH, json=BODY)).status_code == 429
+        assert client._transport.app.state.headway.in_flight == 0
+    assert left(tmp_path) == {}
+
+
+async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+    await interrupted(connect, engine, tmp_path, 2)
+    continuing(engine)
+    async with connect(journal=str(tmp_path), journal_keep_s=0.05) as client:
+        await until(lambda: engine.finished)
+        await asyncio.sleep(0.2)
+        assert (await client.get("/v1/requests/mine")).status_code == 404
+    assert left(tmp_path) == {}
+
+
+async def test_without_a_journal_there_is_no_such_request(connect: Any) -> None:
+    async with connect() as client:
+        assert (await client.get("/v1/requests/mine")).status_code == 404
+
+
+def test_a_journal_that_another_server_holds_is_refused(
+    engine: FakeEngine, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    held = Journal(tmp_path)
+    with pytest.raises(ConfigError, match="another server writes to it"):
+        create_app(engine, tokenizer, ServerSettings(journal=str(tmp_path)))
+    held.close()
