@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,13 +182,15 @@ def test_stages_on_two_hosts_answer_as_one_process(hosts: Hosts, llama: Path) ->
 def test_heads_on_two_hosts_and_a_cable_that_is_pulled(hosts: Hosts, llama: Path) -> None:
     prompt, count = ASKS[0]
     wanted = greedy(llama, prompt, count)
-    with serving(hosts, llama, "--tensor-parallel-size", "2") as (server, host):
+    with serving(hosts, llama, "--tensor-parallel-size", "2") as (server, host), ThreadPoolExecutor(1) as pool:
         assert tokens(hosts, llama, prompt, count) == wanted
         hosts.cable("down")
+        asked = pool.submit(tokens, hosts, llama, prompt, count)
         until(lambda: get(hosts, "/health")["status"] != "ready", 20.0)
         assert re.search(r"was not heard of for 10 s|nothing was heard for 10 s", server.said), server.said
         until(lambda: "ending its workers" in host.said, 10.0)
+        assert not asked.done()
         hosts.cable("up")
-        assert tokens(hosts, llama, prompt, count) == wanted
+        assert asked.result() == wanted, "it waited, and knows nothing of it"
         server.terminate()
         assert (server.ended(), host.ended()) == (0, 0)
