@@ -80,7 +80,8 @@ class _Flight:
 
 
 class _Group:
-    """One group's stream: its writer, its plans in flight, and the state that follows those that are done."""
+    """One group's stream: its writer, its plans in flight, and the state that follows those that are done. `heard_s`,
+    `moved_s`: when it was last asked or heard, and when it last got or said something; groups run freely."""
 
     def __init__(self, ranks: tuple[Place, ...], kv_blocks: int, numbers: dict[str, int]) -> None:
         self.ranks = ranks
@@ -90,6 +91,7 @@ class _Group:
         self.seq = 0
         self.flights: deque[_Flight] = deque()
         self.resyncs: dict[int, int] = {}
+        self.heard_s = self.moved_s = 0.0
 
 
 class ParallelExecutor:
@@ -101,7 +103,6 @@ class ParallelExecutor:
         self.plans = self.plan_bytes = self.resyncs = 0
         self.probe_s = 1.0
         self.stall_s = 900.0
-        self._heard_s = self._moved_s = 0.0
         self._wire = wire
         self._places = places(layout)
         self._numbers: dict[str, int] = {}
@@ -160,13 +161,13 @@ class ParallelExecutor:
             flight = _Flight(batch.id, part, plan, passed, ranks, self.layout.stages)
             group.flights.append(flight)
             flights.append(flight)
+            group.heard_s = group.moved_s = time.monotonic()
             frame = _encoder.encode(plan)
             self.plans += 1
             self.plan_bytes += len(frame)
             for rank in sorted(ranks):
                 self._put(rank, (frame,))
         self._batches.append((batch.id, flights))
-        self._heard_s = self._moved_s = time.monotonic()
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         """See `Executor.result`."""
@@ -218,7 +219,8 @@ class ParallelExecutor:
             left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
             message = self._wire.receive(left_s)
             if message is not None:
-                self._heard_s = self._moved_s = time.monotonic()
+                group = self._groups[self._places[message[0]].group]
+                group.heard_s = group.moved_s = time.monotonic()
                 self._hear(*message)
                 continue
             self._probe()
@@ -245,12 +247,12 @@ class ParallelExecutor:
     def _probe(self) -> None:
         """After a silence, ask every rank that owes something whether it is there and has all its plans."""
         now = time.monotonic()
-        if now - self._heard_s < self.probe_s:
-            return
-        self._heard_s = now
         for group in self._groups:
+            if now - group.heard_s < self.probe_s:
+                continue
+            group.heard_s = now
             for rank in sorted(set().union(*(flight.waiting for flight in group.flights))):
-                if now - self._moved_s > self.stall_s:
+                if now - group.moved_s > self.stall_s:
                     raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
                 self._send(rank, Probe(group.writer.seq))
 
