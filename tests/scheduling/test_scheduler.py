@@ -205,6 +205,23 @@ def test_a_request_that_was_skipped_for_long_lets_nobody_in_behind_it() -> None:
     assert next(name for name, _, _ in chunks(step(scheduler, 8.0))) == "large"
 
 
+@pytest.mark.parametrize(("waited", "enter"), [(1.0, 12), (7.0, 5)])
+def test_shorts_pass_a_long_that_was_skipped_for_long_within_its_headroom(waited: float, enter: int) -> None:
+    scheduler = make(pool=1600, policy="fcfs", admission_age_s=5.0, kv_headroom=0.1, long_tokens=100, t_target_s=1.0)
+    add(scheduler, "holder", 1000, 60)
+    step(scheduler)
+    add(scheduler, "large", 1300, 1)
+    assert chunks(step(scheduler)) == []
+    for number in range(12):  # of 32 tokens each: the headroom is 160
+        add(scheduler, f"small {number}", 20, 12)
+    step(scheduler, waited)
+    assert len(scheduler.holders) == 1 + enter
+    step(scheduler, waited, "holder")
+    step(scheduler, waited)
+    assert ("large" in scheduler.holders) == (enter == 5)  # else shorts have taken what it waits for
+    scheduler.check()
+
+
 def test_equally_urgent_long_requests_do_not_alternate() -> None:
     def switches(quantum: float) -> int:
         scheduler = make(pool=40_000, model=Linear(row_s=2e-5), long_tokens=100, quantum=quantum, space_sharing=False)

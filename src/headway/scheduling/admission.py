@@ -36,12 +36,25 @@ class Admission:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether a request could enter now."""
-        tokens, headroom = self._wanted(sequence)
-        return self.ledger.blocks_for(max(tokens, 1)) + headroom <= self.ledger.free_blocks
+        tokens = self._wanted(sequence)
+        return self.ledger.blocks_for(tokens) + self._headroom(sequence, tokens) <= self.ledger.free_blocks
+
+    def spare_blocks(self, sequence: Sequence) -> int:
+        """How many blocks short requests may still enter with past this one, which has waited too long: while they hold
+        no more than the headroom together, it gets in as soon as it would without them. 0: nobody may pass it."""
+        headroom = int(self._config.kv_headroom * self.ledger.n_blocks)
+        beside = self.blocks(sequence) + headroom <= self.ledger.n_blocks
+        return max(0, headroom - self._short_blocks()) if sequence.is_long and beside else 0
+
+    def blocks(self, sequence: Sequence) -> int:
+        """What a request would enter with."""
+        return self.ledger.blocks_for(self._wanted(sequence))
 
     def enter(self, sequence: Sequence) -> bool:
         """Reserve for a request that is about to get its first tokens here. False: there is not enough."""
-        lease = self.ledger.reserve(sequence.request.id, *self._wanted(sequence), start=sequence.base)
+        tokens = self._wanted(sequence)
+        headroom = self._headroom(sequence, tokens)
+        lease = self.ledger.reserve(sequence.request.id, tokens, headroom, start=sequence.base)
         if lease is None:
             return False
         sequence.skipped_since = None
@@ -55,7 +68,7 @@ class Admission:
         most = sequence.prompt + sequence.request.max_output_tokens
         known = min(sequence.known, start + sequence.limit) - start
         tokens = min(sequence.known + self._config.reserve_tokens, most, start + sequence.limit) - start
-        headroom = 0 if sequence.decoding else self._headroom(sequence)
+        headroom = 0 if sequence.decoding else self._headroom(sequence, max(1, tokens))
         name = sequence.request.id
         return self.ledger.reserve(name, max(1, tokens), headroom, start) or self.ledger.reserve(
             name, max(1, known), headroom, start
@@ -72,11 +85,21 @@ class Admission:
         wanted = max(need, min(need + self._config.reserve_tokens, most - sequence.base, sequence.limit))
         return self.ledger.grow(lease, wanted) or self.ledger.grow(lease, need)
 
-    def _wanted(self, sequence: Sequence) -> tuple[int, int]:
-        """(tokens, blocks that must stay free) of a request that enters."""
+    def _wanted(self, sequence: Sequence) -> int:
+        """Tokens of a request that enters."""
         most = sequence.prompt + sequence.request.max_output_tokens
-        tokens = min(sequence.known + self._config.reserve_tokens, most, self.ledger.total_tokens, sequence.limit)
-        return tokens, self._headroom(sequence)
+        return max(1, min(sequence.known + self._config.reserve_tokens, most, self.ledger.total_tokens, sequence.limit))
 
-    def _headroom(self, sequence: Sequence) -> int:
-        return int(self._config.kv_headroom * self.ledger.n_blocks) if sequence.is_long and self.holders else 0
+    def _headroom(self, sequence: Sequence, tokens: int) -> int:
+        """Blocks that must stay free beside so many tokens of this request. Once a long one has been skipped, what
+        shorts hold counts towards the headroom that it leaves them."""
+        if not (sequence.is_long and self.holders):
+            return 0
+        headroom = int(self._config.kv_headroom * self.ledger.n_blocks)
+        left = self.ledger.free_blocks - self.ledger.blocks_for(tokens)
+        if sequence.skipped_since is not None and 0 <= left < headroom:
+            return max(0, headroom - self._short_blocks())
+        return headroom
+
+    def _short_blocks(self) -> int:
+        return sum(s.lease.blocks for s in self.holders.values() if s.lease is not None and not s.is_long)

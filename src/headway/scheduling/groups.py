@@ -52,9 +52,9 @@ def make_scheduler(
 class GroupedScheduler:
     """Implements `InstanceScheduler` over one `Scheduler` a group, to which it is the `Neighbours`.
 
-    Nothing waits for ever: an older long request that cannot join anywhere for `admission_age_s` keeps others from
-    entering the groups it waits for, and takes the KV of the youngest long one that waits as well; and when nothing
-    runs, the youngest long one gives up its KV.
+    Nothing waits for ever: an older long request that cannot join anywhere for `admission_age_s` keeps others (but for
+    short ones, within the headroom) from entering the groups it waits for, and takes the KV of the youngest long one
+    that waits as well; and when nothing runs, the youngest long one gives up its KV.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class GroupedScheduler:
         late = oldest is not None and now - since >= self.config.admission_age_s
         held = set(self._groups_of(oldest)) if oldest is not None else set()
         for group in self.groups:
-            group.shut = late and group.group not in held
+            group.shut_for = oldest if late and group.group not in held else None
         if late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)
 

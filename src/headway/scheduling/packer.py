@@ -94,16 +94,15 @@ def pack(
             model = WithExchange(latency, candidate.row_s)
         ask = Ask(candidate.past, candidate.remaining, max(room, 0))
         floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
-        if chunking.timed and not head and _full(latency, load, floor, budget_s):
+        if chunking.timed and not head and _full(model, load, candidate.past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
             tokens, attention_s = chunking.quota(ask, load, budget_s, model)
         stretches = rules.stretch and chunking.timed and candidate.completes and not candidate.is_long
         if stretches and tokens < candidate.remaining <= room:
-            whole_s = one_chunk_s(latency, candidate.past, candidate.remaining)
-            whole = load.with_chunk(candidate.remaining, whole_s, candidate.past)
-            if load_s(latency, whole) <= budget_s * (1.0 + rules.stretch):
-                tokens, attention_s = candidate.remaining, whole_s
+            longer_s = budget_s * (1.0 + rules.stretch)
+            if not _full(latency, load, candidate.past, candidate.remaining, longer_s):
+                tokens, attention_s = candidate.remaining, one_chunk_s(latency, candidate.past, candidate.remaining)
         if tokens < floor and chunking.timed:
             idle = is_empty(load) and not yields
             must = head and (idle or candidate.stalled >= rules.progress_every)
@@ -136,6 +135,9 @@ def pack(
     return quotas, load
 
 
-def _full(latency: LatencyModel, load: Load, rows: int, budget_s: float) -> bool:
-    """Whether so many more rows exceed the budget even without attention: what need not be solved."""
-    return load_s(latency, load._replace(tokens=load.tokens + rows)) > budget_s
+def _full(latency: LatencyModel, load: Load, past: int, tokens: int, budget_s: float) -> bool:
+    """Whether a chunk of so many tokens exceeds the budget: mostly its rows alone do. Where the least chunk does,
+    nobody looks for a larger one. (Measured time may fall a little where a chunk grows: not worth a search.)"""
+    if load_s(latency, load.with_chunk(tokens, 0.0)) > budget_s:
+        return True
+    return load_s(latency, load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)) > budget_s

@@ -26,7 +26,8 @@ class WaitingQueue(Protocol):
 
     longs: int
     begun: int
-    """How many members are long, and how many hold KV (counted by whoever gives and takes it)."""
+    begun_shorts: int
+    """How many members are long; how many hold KV, and of these, how many are short. `note_begun` keeps the latter."""
 
     def __len__(self) -> int: ...
 
@@ -41,8 +42,31 @@ class WaitingQueue(Protocol):
 
     def remove(self, member: Sequence) -> None: ...
 
+    def note_begun(self, member: Sequence, gained: bool) -> None:
+        """A member has been given KV, or has lost it."""
+
     def ordered(self, now: float) -> Iterator[Sequence]:
         """Members, most urgent first. The queue must not change while this is consumed."""
+
+
+class _Counts:
+    """How many members are long, and how many hold KV."""
+
+    def __init__(self) -> None:
+        self.longs = self.begun = self.begun_shorts = 0
+
+    def note_begun(self, member: Sequence, gained: bool) -> None:
+        """See `WaitingQueue`."""
+        step = 1 if gained else -1
+        self.begun += step
+        if not member.is_long:
+            self.begun_shorts += step
+
+    def _count(self, member: Sequence, step: int) -> None:
+        """A member comes (1) or goes (-1)."""
+        self.longs += step * member.is_long
+        if member.lease is not None:
+            self.note_begun(member, step > 0)
 
 
 def make_queue(parallel: bool) -> WaitingQueue:
@@ -50,15 +74,14 @@ def make_queue(parallel: bool) -> WaitingQueue:
     return SortedQueue() if parallel else PrefillQueue()
 
 
-class SortedQueue:
+class SortedQueue(_Counts):
     """Parallel lines: (priority, intercept, order) never changes while a request waits. O(log n) and a memory move."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._entries: list[tuple[int, float, int]] = []
         self._members: dict[int, Sequence] = {}
         self._keys: dict[int, tuple[int, float, int]] = {}
-        self.longs = 0
-        self.begun = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -73,8 +96,7 @@ class SortedQueue:
     def add(self, member: Sequence, line: Line) -> None:
         member.slot = 0
         self._members[member.order] = member
-        self.longs += member.is_long
-        self.begun += member.lease is not None
+        self._count(member, 1)
         self._enter(member, line)
 
     def update(self, member: Sequence, line: Line) -> None:
@@ -86,8 +108,7 @@ class SortedQueue:
         self._leave(member)
         del self._members[member.order], self._keys[member.order]
         member.slot = -1
-        self.longs -= member.is_long
-        self.begun -= member.lease is not None
+        self._count(member, -1)
 
     def ordered(self, now: float) -> Iterator[Sequence]:
         """Members, most urgent first. The queue must not change while this is consumed."""
@@ -102,19 +123,18 @@ class SortedQueue:
         del self._entries[bisect_left(self._entries, self._keys[member.order])]
 
 
-class PrefillQueue:
+class PrefillQueue(_Counts):
     """Any lines, as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in vector
     operations."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._members: list[Sequence] = []
         self._intercept = np.zeros(64)
         self._slope = np.zeros(64)
         self._order = np.zeros(64, dtype=np.int64)
         self._priority = np.zeros(64, dtype=np.int64)
         self._prioritised = 0
-        self.longs = 0
-        self.begun = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -137,8 +157,7 @@ class PrefillQueue:
         self._order[slot] = member.order
         self._priority[slot] = member.request.priority
         self._prioritised += member.request.priority != 0
-        self.longs += member.is_long
-        self.begun += member.lease is not None
+        self._count(member, 1)
         self.update(member, line)
 
     def update(self, member: Sequence, line: Line) -> None:
@@ -155,8 +174,7 @@ class PrefillQueue:
         self._members.pop()
         member.slot = -1
         self._prioritised -= member.request.priority != 0
-        self.longs -= member.is_long
-        self.begun -= member.lease is not None
+        self._count(member, -1)
 
     def ordered(self, now: float) -> Iterator[Sequence]:
         """Members, most urgent first. The queue must not change while this is consumed."""

@@ -67,7 +67,7 @@ class Scheduler:
         self.latency = latency
         self.ledger = ledger
         self.group = group
-        self.shut = False
+        self.shut_for: Sequence | None = None
         self.chunking = make_chunking(config.chunking, config.subtract_times)
         times = prefill_times or PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
         self.urgency = Urgency(config, times)
@@ -303,7 +303,10 @@ class Scheduler:
 
     @property
     def shorts_wait(self) -> bool:
-        return self._queue.shorts > 0
+        """Whether a short prefill waits that could use time: it has begun, or there is room to begin."""
+        queue = self._queue
+        room = len(self.holders) < self.config.max_num_seqs and self.ledger.free_blocks > 0
+        return queue.begun_shorts > 0 or (queue.shorts > 0 and room)
 
     def pack(
         self, load: Load, now: float, shorts_elsewhere: bool = False, least_s: float | None = None
@@ -322,7 +325,7 @@ class Scheduler:
             shares_space=config.shares_space,
             stretch=config.stretch,
         )
-        shorts_wait = shorts_elsewhere or self._queue.shorts > 0 or not config.yield_only_to_shorts
+        shorts_wait = shorts_elsewhere or self.shorts_wait or not config.yield_only_to_shorts
 
         def admit(request_id: str) -> bool:
             return self._admit(self._sequences[request_id])
@@ -349,10 +352,12 @@ class Scheduler:
         """Prefills that could take tokens now, most urgent first.
 
         A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`:
-        then nobody behind it enters before it does. After `MISFITS` of them nobody else enters in this iteration.
+        then nobody behind it enters before it does, but short ones within the headroom that it leaves them. After
+        `MISFITS` of them nobody else enters in this iteration.
         """
         one_at_a_time = self.config.pipeline_schedule == "microbatch"
-        begun, misfits, closed = self._queue.begun, 0, self.shut or len(self.holders) >= self.config.max_num_seqs
+        begun, misfits, closed = self._queue.begun, 0, len(self.holders) >= self.config.max_num_seqs
+        spare = self._admission.spare_blocks(self.shut_for) if self.shut_for is not None else None
         for sequence in self._queue.ordered(now):
             if sequence.lease is not None:
                 begun -= 1
@@ -363,10 +368,18 @@ class Scheduler:
                     if not begun:
                         return
                     continue
+                if spare is not None and (sequence.is_long or self._admission.blocks(sequence) > spare):
+                    misfits += 1
+                    closed = misfits >= MISFITS
+                    continue
                 if not self._admission.fits(sequence):
                     misfits += 1
-                    closed = self._skip(sequence, now) or misfits >= MISFITS
+                    if self._skip(sequence, now):
+                        spare = self._admission.spare_blocks(sequence)
+                    closed = misfits >= MISFITS or spare == 0
                     continue
+                if spare is not None:
+                    spare -= self._admission.blocks(sequence)
             slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
             stalled = self._iterations - (self._advanced if sequence.lease is None else sequence.last_progress)
             remaining, past, completes, burden = sequence.remaining, sequence.scheduled, True, (0.0, 0.0)
@@ -391,7 +404,8 @@ class Scheduler:
         if sequence.lease is not None:
             return True
         entered = self._admission.enter(sequence)
-        self._queue.begun += entered
+        if entered:
+            self._queue.note_begun(sequence, True)
         return entered
 
     # -- decodes ------------------------------------------------------------------------------------------------
@@ -492,7 +506,8 @@ class Scheduler:
         self.ledger.free(sequence.lease)
         sequence.lease = None
         del self.holders[sequence.request.id]
-        self._queue.begun -= sequence.slot >= 0
+        if sequence.slot >= 0:
+            self._queue.note_begun(sequence, False)
         if sequence.shards:
             for shard in sequence.shards:
                 shard.ledger.free(shard.lease)
