@@ -1,16 +1,20 @@
 """Medha Figs. 9 and 10: TTFT and decode latency over the rate, chats alone and with 5% long requests.
 
-Under the one setting. Sarathi runs as TP8-PP2 with static chunks; Medha-FCFS is Medha without its order. LoongServe
-proper belongs to several instances and is not here.
+Under the one setting. Sarathi runs as TP8-PP2 with static chunks; Medha-FCFS is Medha without its order. LoongServe has
+eight instances of TP2; it runs with the first seed, and chats alone in default mode, because its small decode batches
+are slow to simulate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from headway.experiments.base import MODES, Mode, Options, Panel, Report
 from headway.experiments.medha_setting import LONG_SHARE, STAGES, TBT_S, Runs, stage_target_s
-from headway.experiments.verdicts import at_least, at_most, order
+from headway.experiments.verdicts import at_least, at_most, band, order
 
 SYSTEMS = ("Medha", "FCFS", "Sarathi-512", "Sarathi-2048")
 SHARES = (0.0, LONG_SHARE)
@@ -25,6 +29,23 @@ def _runs(options: Options) -> Runs:
     return runs
 
 
+def _loong(options: Options, runs: Runs) -> Runs:
+    """LoongServe beside Medha, the first seed's."""
+    first = Runs(replace(options, seeds=runs.seeds[:1]))
+    first.need([("LoongServe", "default")], _rates(runs, 0.0), [0.0])
+    first.need([("LoongServe", mode) for mode in MODES], _long_rates(runs), [LONG_SHARE])
+    return first
+
+
+def _long_rates(runs: Runs) -> tuple[float, ...]:
+    return tuple(qps for qps in runs.qps if qps >= 0.75)
+
+
+def _chats_alone(value: Callable[[], Any]) -> Callable[[Mode], Any]:
+    """What the modes do not differ in."""
+    return lambda mode: value() if mode == "default" else None
+
+
 def _rates(runs: Runs, share: float) -> tuple[float, ...]:
     return runs.qps if share else (runs.qps[0], runs.qps[-1])
 
@@ -32,6 +53,7 @@ def _rates(runs: Runs, share: float) -> tuple[float, ...]:
 def fig9(options: Options) -> Report:
     """TTFT."""
     runs = _runs(options)
+    first = _loong(options, runs)
     low, high = runs.qps[0], runs.qps[-1]
 
     def cut(system: str, qps: float, name: str, share: float, mode: Mode) -> float | None:
@@ -71,6 +93,32 @@ def fig9(options: Options) -> Report:
         if qps >= 0.75
         for system, name in (("FCFS", "Medha-FCFS"), ("Sarathi-512", "Sarathi-512"), ("Sarathi-2048", "Sarathi-2048"))
     ]
+
+    def loong(qps: float, name: str, share: float, mode: Mode) -> float:
+        return first.value("LoongServe", mode, qps, "ttft_s", name, share) or 0.0
+
+    def loong_over(qps: float, mode: Mode) -> float:
+        return loong(qps, "p50", LONG_SHARE, mode) / (first.value("Medha", mode, qps, "ttft_s", "p50") or 1.0)
+
+    rows.append(
+        first.judge(
+            f"Chats alone: LoongServe's P90 TTFT, {high:g} over {low:g} QPS",
+            "increases dramatically",
+            at_least(5.0),
+            _chats_alone(lambda: loong(high, "p90", 0.0, "default") / (loong(low, "p90", 0.0, "default") or 1.0)),
+            "Decode batches are packed when prompts want their instances, so that chats alone do not fill eight.",
+        )
+    )
+    rows += [
+        first.judge(
+            f"5% long, {qps:g} QPS: median TTFT of LoongServe over Medha's",
+            "30× at 0.75 QPS",
+            at_least(30.0),
+            partial(loong_over, qps),
+            "First seed only.",
+        )
+        for qps in _long_rates(runs)
+    ]
     rows.append(
         runs.judge(
             "5% long, 1.25 QPS: Medha's median TTFT stays acceptable, seconds",
@@ -86,6 +134,7 @@ def fig9(options: Options) -> Report:
 def fig10(options: Options) -> Report:
     """Decode latency: the worst gap of each request, and the mean gap."""
     runs = _runs(options)
+    first = _loong(options, runs)
 
     def worst(system: str, mode: Mode) -> float:
         return max(runs.value(system, mode, qps, "max_tbt_s", "p99") or 0.0 for qps in runs.qps)
@@ -131,6 +180,28 @@ def fig10(options: Options) -> Report:
             "comparable or better",
             order("Medha's at most 1.1 × Sarathi-2048's", lambda found: found["Medha"] <= 1.1 * found["Sarathi-2048"]),
             tpot,
+        ),
+    ]
+
+    def loong_tpot(qps: float, share: float, mode: Mode) -> float:
+        mine, medha = (first.value(s, mode, qps, "tpot_s", "p50", share) or 0.0 for s in ("LoongServe", "Medha"))
+        return mine / (medha or 1.0)
+
+    top = runs.qps[-1]
+    rows += [
+        first.judge(
+            f"Chats alone, {top:g} QPS: median TPOT of LoongServe over Medha's",
+            "5×",
+            band(4.0, 6.0),
+            _chats_alone(lambda: loong_tpot(top, 0.0, "default")),
+            "TP2 beside TP8 × two stages that decode in micro-batches; first seed only.",
+        ),
+        first.judge(
+            f"5% long, {top:g} QPS: median TPOT of LoongServe over Medha's",
+            "comparable or better for Medha",
+            at_least(1 / 1.1),
+            partial(loong_tpot, top, LONG_SHARE),
+            "First seed only.",
         ),
     ]
     return Report(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "max_tbt_s", "p99", "worst gap, P99"))

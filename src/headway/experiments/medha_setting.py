@@ -51,10 +51,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "Sarathi-512": {"policy": "fcfs", "chunking": "static:512", "pipeline_schedule": "microbatch"},
     "Sarathi-2048": {"policy": "fcfs", "chunking": "static:2048", "pipeline_schedule": "microbatch"},
     "non-preemptive": {"policy": "fcfs", "chunking": "whole"},
+    "LoongServe": {},
+    "LoongServe+Reserv": {},
 }
 """FCFS to LARS: Medha's mechanisms under another order, without multi-prefill batching. Sarathi: TP8-PP2, static
 chunks, a prompt's next chunk waits until the previous one has left all stages. non-preemptive: whole prompts in order
-of arrival on two instances of TP8, an approximation of LoongServe (no elastic parallelism, no separate decode pool)."""
+of arrival on two instances of TP8, an approximation of LoongServe (no elastic parallelism, no separate decode pool).
+
+LoongServe: the policy of that name over eight instances of TP2 (Medha §6.2's TP-2, and §6.5's eight CP instances), in
+its own modes; +Reserv: two of them for prompts below 8,192 tokens (§6.5)."""
+
+CLUSTERS: dict[str, dict[str, Any]] = {"LoongServe": {}, "LoongServe+Reserv": {"reserved": 2, "short_tokens": 8192}}
 
 
 def stage_target_s(mode: Mode) -> float:
@@ -89,6 +96,8 @@ class Measured:
 
 def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
     """The setting as a scenario's data, as `headway simulate` takes it."""
+    if system in CLUSTERS:
+        return _cluster(system, mode, qps, long_share, window_s)
     policy = {"mode": mode, "t_target_s": stage_target_s(mode), "max_num_seqs": 512, **SYSTEMS[system]}
     whole = system == "non-preemptive"
     data: dict[str, Any] = {
@@ -103,6 +112,25 @@ def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: f
     }
     if whole:
         data["memory"] = {"kv_tokens": 4_000_000}  # activations of a whole prompt are left out: they would not fit
+    return data
+
+
+def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
+    """Spans take what one instance's fitted latency gives on a ring (`latency.ring`); KV as memory allows, but for the
+    activations of whole prompts."""
+    data = scenario("FCFS", mode, qps, long_share, window_s)
+    del data["layout"]
+    data |= {
+        "name": f"{system}, {mode} mode, {qps:g} QPS, {long_share:.0%} long",
+        "cluster": {
+            "accelerator": "a100-80gb",
+            "placement": "loongserve",
+            "options": {"mode": mode, **CLUSTERS[system]},
+            "pools": [{"role": "mixed", "count": 8, "tp": 2, "per_node": 4}],
+            "masters": "all",
+        },
+        "policy": {"policy": "fcfs", "max_num_seqs": 512},
+    }
     return data
 
 
