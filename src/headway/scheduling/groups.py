@@ -280,7 +280,7 @@ class GroupedScheduler:
         late = oldest is not None and now - since >= self.config.admission_age_s
         held = set(self._groups_of(oldest)) if oldest is not None else set()
         for group in self.groups:
-            group.shut_for = oldest if late and group.group not in held else None
+            group.candidates.shut_for = oldest if late and group.group not in held else None
         if late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)
 

@@ -6,7 +6,7 @@ chunks the chunking's, what fits together the packer's, and KV the ledger's; thi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 
 from headway.core.batch import Assist, Batch, Chunk, Part, Progress
@@ -20,17 +20,15 @@ from headway.latency.prefill_cache import PrefillCache
 from headway.scheduling.admission import Admission, refuse_unservable
 from headway.scheduling.audit import audit
 from headway.scheduling.base import Neighbours
+from headway.scheduling.candidates import Candidates
 from headway.scheduling.chunking import make_chunking
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.decodes import DecodeSet
-from headway.scheduling.packer import Candidate, PackRules, pack
+from headway.scheduling.packer import PackRules, pack
 from headway.scheduling.promises import TbtPromises
 from headway.scheduling.queue import make_queue
 from headway.scheduling.sequence import WHOLE, Sequence
 from headway.scheduling.urgency import Urgency
-
-MISFITS = 32
-"""How many waiting requests one decision tries to find KV for in vain: a bound on its time."""
 
 
 class _Flight:
@@ -67,7 +65,6 @@ class Scheduler:
         self.latency = latency
         self.ledger = ledger
         self.group = group
-        self.shut_for: Sequence | None = None
         self.chunking = make_chunking(config.chunking, config.subtract_times)
         times = prefill_times or PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
         self.urgency = Urgency(config, times)
@@ -78,6 +75,7 @@ class Scheduler:
         self.holders = self._admission.holders
         self._sequences: dict[str, Sequence] = {}
         self._queue = make_queue(self.urgency.policy.parallel)
+        self.candidates = Candidates(config, self._queue, self._admission, neighbours)
         self._parked: dict[str, Sequence] = {}
         self._aborting: dict[str, Sequence] = {}
         self._flights: dict[int, _Flight] = {}
@@ -330,7 +328,8 @@ class Scheduler:
         def admit(request_id: str) -> bool:
             return self._admit(self._sequences[request_id])
 
-        quotas, load = pack(load, self._candidates(now), shorts_wait, rules, self.chunking, self.latency, admit)
+        candidates = self.candidates.at(now, self._iterations, self._advanced)
+        quotas, load = pack(load, candidates, shorts_wait, rules, self.chunking, self.latency, admit)
         chunks = []
         for request_id, tokens in quotas:
             sequence = self._sequences[request_id]
@@ -347,57 +346,6 @@ class Scheduler:
             else:
                 self._queue.update(sequence, self.urgency.line(sequence))
         return chunks, load
-
-    def _candidates(self, now: float) -> Iterator[Candidate]:
-        """Prefills that could take tokens now, most urgent first.
-
-        A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`:
-        then nobody behind it enters before it does, but short ones within the headroom that it leaves them. After
-        `MISFITS` of them nobody else enters in this iteration.
-        """
-        one_at_a_time = self.config.pipeline_schedule == "microbatch"
-        begun, misfits, closed = self._queue.begun, 0, len(self.holders) >= self.config.max_num_seqs
-        spare = self._admission.spare_blocks(self.shut_for) if self.shut_for is not None else None
-        for sequence in self._queue.ordered(now):
-            if sequence.lease is not None:
-                begun -= 1
-                if one_at_a_time and sequence.in_flight:
-                    continue
-            else:
-                if closed:
-                    if not begun:
-                        return
-                    continue
-                if spare is not None and (sequence.is_long or self._admission.blocks(sequence) > spare):
-                    misfits += 1
-                    closed = misfits >= MISFITS
-                    continue
-                if not self._admission.fits(sequence):
-                    misfits += 1
-                    if self._skip(sequence, now):
-                        spare = self._admission.spare_blocks(sequence)
-                    closed = misfits >= MISFITS or spare == 0
-                    continue
-                if spare is not None:
-                    spare -= self._admission.blocks(sequence)
-            slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
-            stalled = self._iterations - (self._advanced if sequence.lease is None else sequence.last_progress)
-            remaining, past, completes, burden = sequence.remaining, sequence.scheduled, True, (0.0, 0.0)
-            if sequence.limit != WHOLE:
-                completes = remaining <= sequence.room
-                remaining, past = min(remaining, sequence.room), sequence.past
-                if remaining <= 0:  # its shard is full, and no group has taken over
-                    continue
-                if sequence.shards and self._neighbours is not None:
-                    burden = self._neighbours.burden(sequence)
-            yield Candidate(sequence.request.id, past, remaining, sequence.is_long, slack, stalled, completes, *burden)
-            closed = closed or len(self.holders) >= self.config.max_num_seqs
-
-    def _skip(self, sequence: Sequence, now: float) -> bool:
-        """Passed over for want of KV. True when that has gone on for too long."""
-        if sequence.skipped_since is None:
-            sequence.skipped_since = now
-        return now - sequence.skipped_since >= self.config.admission_age_s
 
     def _admit(self, sequence: Sequence) -> bool:
         """Reserve KV for a request that is about to get its first tokens."""
