@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from headway.experiments.base import MODES, Mode, Options, Panel, Report
-from headway.experiments.medha_setting import LONG_SHARE, Runs
+from headway.experiments.medha_setting import LONG_SHARE, Runs, scenario
 from headway.experiments.verdicts import at_least, band, order
 
 SYSTEMS = ("LoongServe", "LoongServe+Reserv", "Medha")
@@ -78,7 +78,10 @@ def run(options: Options) -> Report:
         _panel("median TPOT", "seconds", lambda qps: tpots(qps, "default"), True),
         _panel("P90 TTFT of chats", "seconds", lambda qps: shorts(qps, "default"), True),
     )
-    return Report(source=runs.source(), rows=tuple(rows), panels=panels)
+    ring = "LoongServe's prefills: derived, one TP2 instance's fitted latency on a ring (latency.ring); decodes: fitted"
+    shown = scenario("LoongServe+Reserv", "default", RATES[-1], LONG_SHARE, runs.window_s)
+    source = runs.source(latency_loongserve=ring, loongserve_as_scenario_file=shown)
+    return Report(source=source, rows=tuple(rows), panels=panels)
 
 
 def _panel(title: str, y: str, find: Callable[[float], dict[str, float]], log: bool) -> Panel:
