@@ -1,10 +1,12 @@
 """Layouts on this machine: a long prefill in one process and in two pipeline stages, and how far the stages overlap.
 
-    python -m benchmarks.parallel --model out/reference --tokens 32768
+    python -m benchmarks.parallel --model out/reference --tokens 32768 --schedules stream microbatch
 
 One process computes with as many threads as there are cores, each of two stages with half of them. Static chunks of
 512 tokens, so that all layouts do the same work. The share of overlap is the time in which both stages compute, of the
-time from the first chunk's start to the last one's end, by the stages' own clocks.
+time from the first chunk's start to the last one's end, by the stages' own clocks. What is lost is told apart: filling
+(the first chunk in the first stage alone), draining (the last chunk in the last stage alone), and waits of either stage
+in between.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
+from headway.bench.machine import machine
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
-from headway.report.live_trace import timeline
+from headway.report.live_trace import Timeline, timeline
 from headway.simulator.replay import read_log
 
 LAYOUTS = {"one process": (1, 1), "S2": (1, 2), "T2": (2, 1)}
@@ -83,8 +87,35 @@ def prefill(model: str, tp: int, stages: int, tokens: int, chunking: str, schedu
                     first = time.perf_counter() - begun
             seconds[name] = first
         core.executor.close()
-        share = timeline(read_log(Path(log))).both_share("long") if stages > 1 else None
-        return {"seconds": seconds["long"], "overlap": share}
+        told = overlap(timeline(read_log(Path(log)))) if stages > 1 else {}
+        return {"seconds": seconds["long"], **told}
+
+
+def overlap(told: Timeline) -> dict[str, Any]:
+    """Shares of the long prefill's time: all stages compute, the pipeline fills, it drains, each stage waits between
+    chunks; and the median wait of the first stage between two chunks, in seconds."""
+    own = [one for one in told.slices if any(name == "long" for name, _, _ in one.chunks)]
+    spans = [sorted((one.start_s, one.end_s) for one in own if one.stage == stage) for stage in (0, own[-1].stage)]
+    begin, end = spans[0][0][0], spans[1][-1][1]
+    waits = [[after[0] - before[1] for before, after in pairwise(stage)] for stage in spans]
+    return {
+        "overlap": told.both_share("long"),
+        "fill": (spans[1][0][0] - begin) / (end - begin),
+        "drain": (end - spans[0][-1][1]) / (end - begin),
+        "waits": [sum(stage) / (end - begin) for stage in waits],
+        "first_wait_s": statistics.median(waits[0]),
+    }
+
+
+def words(run: dict[str, Any]) -> str:
+    if "overlap" not in run:
+        return ""
+    first, last = run["waits"]
+    return (
+        f", all stages compute {run['overlap']:.0%} of the time (filling {run['fill']:.1%}, draining "
+        f"{run['drain']:.1%}, waits of the first stage {first:.1%}, of the last {last:.1%}; the first waits "
+        f"{run['first_wait_s'] * 1e3:.1f} ms for its next chunk)"
+    )
 
 
 def main() -> int:
@@ -92,7 +123,7 @@ def main() -> int:
     parser.add_argument("--model", default="out/reference")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--chunking", default="static:512")
-    parser.add_argument("--schedule", default="stream", choices=("stream", "microbatch"))
+    parser.add_argument("--schedules", nargs="*", default=["stream"], choices=("stream", "microbatch"))
     parser.add_argument("--layouts", nargs="*", default=["one process", "S2"], choices=sorted(LAYOUTS))
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -102,17 +133,26 @@ def main() -> int:
         subprocess.run([sys.executable, "scripts/make_checkpoint.py", "--out", a.model], check=True)
     results: dict[str, Any] = {}
     for name in a.layouts:
-        runs = [prefill(a.model, *LAYOUTS[name], a.tokens, a.chunking, a.schedule) for _ in range(a.repeat)]
-        seconds = statistics.median(run["seconds"] for run in runs)
-        results[name] = {"seconds": seconds, "overlap": runs[-1]["overlap"]}
-        words = "" if runs[-1]["overlap"] is None else f", both stages compute {runs[-1]['overlap']:.0%} of the time"
-        print(f"{name:12} {a.tokens} tokens, {a.chunking}, {a.schedule}: first token after {seconds:.2f} s{words}")
+        for schedule in a.schedules if LAYOUTS[name][1] > 1 else ["stream"]:
+            runs = [prefill(a.model, *LAYOUTS[name], a.tokens, a.chunking, schedule) for _ in range(a.repeat)]
+            run = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
+            key = f"{name}, {schedule}" if LAYOUTS[name][1] > 1 else name
+            results[key] = run
+            print(f"{key:16} {a.tokens} tokens, {a.chunking}: first token after {run['seconds']:.2f} s{words(run)}")
     if "one process" in results:
-        for name, result in results.items():
-            if name != "one process":
-                print(f"{name} / one process: {result['seconds'] / results['one process']['seconds']:.2f}")
+        for key, result in results.items():
+            if key != "one process":
+                print(f"{key} / one process: {result['seconds'] / results['one process']['seconds']:.2f}")
     if a.json:
-        a.json.write_text(json.dumps({"schema": "headway.parallel-bench/1", "results": results}, indent=1))
+        report = {
+            "schema": "headway.parallel-bench/2",
+            "machine": machine(),
+            "model": Path(a.model).name,
+            "tokens": a.tokens,
+            "chunking": a.chunking,
+            "results": results,
+        }
+        a.json.write_text(json.dumps(report, indent=1))
     return 0
 
 
