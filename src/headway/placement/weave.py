@@ -11,7 +11,9 @@ within its share of yielding (`weave_rings`), which follows its relative slack a
 idle instances of a ring that is paused already delays nobody further and is preferred. A ring that has given its share
 is not delayed again, so that nothing starves.
 
-It is meant for clusters that decode elsewhere: a ring starts when its instances' schedulers are empty.
+It is meant for clusters that decode elsewhere: a ring starts when its instances' schedulers are empty. KV is taken to be
+sent layer by layer while it is computed, of rings too: a transfer that is begun with a ring's span would keep its sender
+from others while the ring is paused.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class Weave:
             return self._refused(event, view)
         if isinstance(event, SpanDone):
             self._advance(event)
-        elif isinstance(event, Finished | Dropped):
+            return self._decodes.prefilled(event.request) if event.last else []
+        if isinstance(event, Finished | Dropped):
             self._left(event.request, view)
             self.rings.remove(event.request)
             self._requests.pop(event.request, None)
@@ -139,8 +142,8 @@ class Weave:
             (instance,) = spans[0].group
             return self._enqueue(request, instance, alone_s, view, beside=False)
         self.rings.add(self._ring(request, plan, spans, view))
-        transfers = self._decodes.place(request, [span.group for span in spans], view)
-        return [Commit(request.id, spans, view.version), *transfers]
+        self._decodes.place(request, [span.group for span in spans], view)
+        return [Commit(request.id, spans, view.version)]
 
     def _enqueue(
         self, request: Request, instance: int, alone_s: float, view: ClusterView, beside: bool
