@@ -82,6 +82,17 @@ def test_every_answer_is_that_of_an_undisturbed_run(
                 assert core.stats().lost_tokens_total > 0 or moment == "first plan"
 
 
+def test_a_request_over_two_groups_is_built_again(llama: Path, wanted: list[list[int]]) -> None:
+    """KV parallelism: its shards are lost in both groups, whichever rank dies."""
+    with world(rank_config(llama, 1, 1, 2)) as one:
+        for moment in MOMENTS[1:]:
+            core = one.core(chunking="static:8", kv_shard_tokens=128)
+            harm = Harm(one, "killed", 0 if moment == "decode" else 1, moment)
+            assert serve_through(core, ASKS, harm) == wanted, moment
+            assert core.stats().recoveries_total == 1
+            assert core.stats().lost_tokens_total > 0
+
+
 def noticed(core: EngineCore, within_s: float) -> float:
     began = time.monotonic()
     while not core.recovering:
