@@ -52,7 +52,7 @@ def check_shape(config: DecoderConfig, layout: Layout) -> None:
     elif layout.stages > config.layers:
         problem = f"{config.layers} layers cannot make --pipeline-parallel-size {layout.stages} stages"
     if problem is not None:
-        raise ConfigError(f"{problem}: {_nearest(config, layout, lambda other: True)}")
+        raise ConfigError(f"{problem}: {_nearest(config, layout, 'can be', lambda other: True)}")
 
 
 def check_memory(
@@ -81,12 +81,12 @@ def check_memory(
             f"{layout.name} needs {gib(total)}: {gib(wanted.weights)} of weights, {gib(wanted.processes)} for "
             f"{layout.accelerators} processes and {gib(max(cache, kv_bytes or 0))} of KV cache (one request of "
             f"{tokens} tokens takes {gib(cache)}); {gib(available)} is available. Lower --max-model-len or "
-            "--kv-cache-memory; " + _nearest(config, layout, lambda other: takes(other)[1] <= available)
+            "--kv-cache-memory; " + _nearest(config, layout, "fit", lambda other: takes(other)[1] <= available)
         )
 
 
-def _nearest(config: DecoderConfig, asked: Layout, fits: Callable[[Layout], bool]) -> str:
-    """The layouts closest to what was asked for that the model can have and that fit, in words."""
+def _nearest(config: DecoderConfig, asked: Layout, do: str, fits: Callable[[Layout], bool]) -> str:
+    """The layouts closest to what was asked for that the model can have and that fit, in words: "nearest that `do`"."""
     candidates = [
         Layout(tp=tp, stages=stages, kvp=kvp)
         for tp in range(1, 2 * asked.tp + 1)
@@ -99,7 +99,7 @@ def _nearest(config: DecoderConfig, asked: Layout, fits: Callable[[Layout], bool
     if not near:
         return "no layout of this model fits"
     words = [f"{o.tp} x {o.stages} x {o.kvp}" for o in near]
-    return f"nearest that fit (tensor x pipeline x KV parallel size): {', '.join(words)}"
+    return f"nearest that {do} (tensor x pipeline x KV parallel size): {', '.join(words)}"
 
 
 def _distance(asked: Layout, other: Layout) -> tuple[int, int, int]:
