@@ -9,7 +9,6 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
-from headway.latency.layout import Layout
 from headway.server.settings import ServerSettings
 
 
@@ -19,6 +18,7 @@ def settle_token(config: EngineConfig, node: int) -> EngineConfig:
         raise ConfigError(f"node-rank must be from 0 to nnodes - 1, not {node} of {config.nnodes}")
     if config.nnodes == 1:
         return config
+    from headway.cli.assemble import layout_of
     from headway.parallel.network import parse_endpoint
     from headway.parallel.secret import check_token, new_token
     from headway.parallel.terms import check_nodes
@@ -26,8 +26,9 @@ def settle_token(config: EngineConfig, node: int) -> EngineConfig:
     if config.rdzv_endpoint is None:
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT, an address of node 0 that all can reach")
     endpoint = parse_endpoint(config.rdzv_endpoint)
-    degrees = (config.tensor_parallel_size, config.pipeline_parallel_size, config.kv_parallel_size)
-    check_nodes(config.nnodes, Layout(tp=degrees[0], stages=degrees[1], kvp=degrees[2]))
+    check_nodes(config.nnodes, layout_of(config))
+    if config.rdzv_timeout_s <= 0.0:
+        raise ConfigError(f"rdzv-timeout must be more than 0 seconds, not {config.rdzv_timeout_s:g}")
     if config.rdzv_token is not None:
         check_token(config.rdzv_token)
         return config
