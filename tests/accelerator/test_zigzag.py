@@ -9,6 +9,11 @@ pytest.importorskip("zigzag", reason="the extra `zigzag` is not installed")
 
 @pytest.mark.filterwarnings("default")
 def test_products_of_at_least_128_rows_agree_within_10_percent() -> None:
-    from headway.accelerator.zigzag import crosscheck
+    """With zigzag's range for all; with its whole latency for all but two, whose operands it loads whole before it
+    computes."""
+    from headway.accelerator.zigzag import TOLERANCE, crosscheck
 
-    assert [(p.name, p.m, f"{p.difference:+.1%}") for p in crosscheck() if not p.ok] == []
+    found = crosscheck()
+    assert [(p.name, p.m, f"{p.difference:+.1%}") for p in found if not p.ok] == []
+    apart = {(p.name, p.m) for p in found if abs(p.difference) > TOLERANCE}
+    assert apart <= {("down", 640), ("out", 2048)}

@@ -31,7 +31,7 @@ def validate(arguments: argparse.Namespace) -> int:
         products = crosscheck()
         found["zigzag"] = [product.to_json() for product in products]
         ok = ok and all(product.ok for product in products)
-        found["summary"] += f"; zigzag: {sum(p.ok for p in products)} of {len(products)} products within 10%"
+        found["summary"] += f"; zigzag: {sum(p.ok for p in products)} of {len(products)} products agree to 10%"
     if not write_json(arguments.json, found):
         show(validate_report(found))
         if arguments.zigzag:
