@@ -129,7 +129,7 @@ def test_peers_commit_anew_when_they_are_refused(name: str) -> None:
     ("options", "message"),
     [
         ({"rho_min": 0.8}, "`rho_min` must lie"),
-        ({"yields_to": -1.0}, "`yields_to` and"),
+        ({"yields_to": -1.0}, "`yields_to`, `batch_s` and"),
         ({"anchored": False}, "for tetris alone"),
         ({"speed": 1}, "its options: mode, sizes"),
     ],
@@ -214,3 +214,18 @@ def test_shorts_gain_what_rings_give_and_no_ring_gives_more_than_its_share() -> 
     assert mean_s(within, "long") < mean_s(without, "long") / 0.3
     assert mean_s(least, "long") < 1.15 * mean_s(without, "long")
     assert mean_s(within, "short") < mean_s(least, "short")
+
+
+def test_long_prompts_on_one_instance_are_rings_of_one_and_may_be_paused() -> None:
+    state = book_of(cluster(4, decode=1, per_node=4))
+    for i in range(1, 4):
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=50.0))
+    policy = made()
+    (commit,) = ask(policy, state, Arrived(request("long", 4000)), 0.0)
+    assert isinstance(commit, Commit)
+    assert [span.group for span in commit.spans] == [(0,)]
+    state.put(msgspec.structs.replace(state.instances[0], free_at_s=4.0))
+    assert ask(policy, state, Arrived(request("a", 100)), 0.5) == [Enqueue("a", (0,), "all", True), Preempt("long")]
+    batched = made({"batch_s": 9.0})
+    state.put(msgspec.structs.replace(state.instances[0], free_at_s=0.0))
+    assert ask(batched, state, Arrived(request("long", 4000)), 0.0) == [Enqueue("long", (0,), "all")]

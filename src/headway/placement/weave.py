@@ -1,9 +1,11 @@
 """Weave: Tetris between instances, Medha inside them. No paper has the two together.
 
 Tetris's planner (CDSP) decides where a prompt goes: which chunks, on which groups. A prompt that it gives to one
-instance, whole, is handed to that instance's scheduler, which orders such prompts by relative slack (LARS) and computes
-them in adaptive chunks, several in an iteration. Chunks on groups run as rings, alone on their instances: a ring's
-instances compute in lockstep, so an iteration of one of them cannot be shared without all others waiting.
+instance, whole, is handed to that instance's scheduler if it is short: that orders such prompts by relative slack
+(LARS) and computes them in adaptive chunks, several in an iteration. (Long ones would be cut in dozens, each of which
+pays for an iteration, and the time line that other rings wait for would no longer come true.) Chunks on groups run as
+rings, alone on their instances: a ring's instances compute in lockstep, so an iteration of one of them cannot be shared
+without all others waiting.
 
 Instead a ring yields in time: a prompt that is much shorter than a ring goes in before it while it waits, and pauses it
 at a layer's edge while it runs, if that gives an earlier first token than the plan, and as long as the ring stays
@@ -11,9 +13,9 @@ within its share of yielding (`weave_rings`), which follows its relative slack a
 idle instances of a ring that is paused already delays nobody further and is preferred. A ring that has given its share
 is not delayed again, so that nothing starves.
 
-It is meant for clusters that decode elsewhere: a ring starts when its instances' schedulers are empty. KV is taken to be
-sent layer by layer while it is computed, of rings too: a transfer that is begun with a ring's span would keep its sender
-from others while the ring is paused.
+It is meant for clusters that decode elsewhere: a ring starts when its instances' schedulers are empty. KV is taken to
+be sent layer by layer while it is computed, of rings too: a transfer that is begun with a ring's span would keep its
+sender from others while the ring is paused.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ from headway.placement.weave_rings import Ring, Rings
 
 
 class Options(tetris.Options, frozen=True, kw_only=True):
-    """Tetris's, and: yields_to: a ring lets by prompts that take, on one instance, at most so many times what the ring
-    takes; 0: none. rho_min, rho_max: least and largest share of its time that it yields. deadline_base_s,
-    deadline_factor: without an SLO a first token is due after max(base, factor × the ring's own time).
-    lost_s: seconds to restore a paused ring's state."""
+    """Tetris's, and: batch_s: prompts that the plan gives to one instance go to its scheduler when they take at most so
+    many seconds there; longer ones are rings of one. yields_to: a ring lets by prompts that take, on one instance, at
+    most so many times what the ring takes; 0: none. rho_min, rho_max: least and largest share of its time that it
+    yields. deadline_base_s, deadline_factor: without an SLO a first token is due after max(base, factor × the ring's
+    own time). lost_s: seconds to restore a paused ring's state."""
 
+    batch_s: float = 0.5
     yields_to: float = 0.25
     rho_min: float = 0.2
     rho_max: float = 0.7
@@ -66,8 +70,8 @@ class Options(tetris.Options, frozen=True, kw_only=True):
         super().__post_init__()
         if not 0 <= self.rho_min <= self.rho_max < 1:
             raise ValueError("`rho_min` must lie between 0 and `rho_max`, and `rho_max` below 1")
-        if not (self.yields_to >= 0 and self.lost_s >= 0):
-            raise ValueError("`yields_to` and `lost_s` must be at least 0")
+        if min(self.yields_to, self.batch_s, self.lost_s) < 0:
+            raise ValueError("`yields_to`, `batch_s` and `lost_s` must be at least 0")
         if not self.anchored:
             raise ValueError("`anchored: false` is for tetris alone: weave's schedulers do not keep to a plan")
 
@@ -138,7 +142,7 @@ class Weave:
                 actions.append(Preempt(gap.stop.request))
             return actions
         spans = self.tetris.spans(plan, request, view)
-        if len(spans) == 1 and len(spans[0].group) == 1:
+        if len(spans) == 1 and len(spans[0].group) == 1 and alone_s <= self._options.batch_s:
             (instance,) = spans[0].group
             return self._enqueue(request, instance, alone_s, view, beside=False)
         self.rings.add(self._ring(request, plan, spans, view))

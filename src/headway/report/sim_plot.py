@@ -1,10 +1,13 @@
-"""A sweep as a picture: TTFT and worst gap over a swept field, a line a class (and value of a second field)."""
+"""A sweep as a picture: TTFT and worst gap over a swept field, a line a class (and value of a second field).
+
+Over the load (`workload.qps`) these are capacity curves, and the knee of each one's TTFT is marked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headway.report.knee import TIMES, knee
 from headway.report.load_plot import seconds_axis
 from headway.report.style import COLOURS, MARKERS, house_style, new_figure
 
@@ -12,19 +15,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LOAD = "workload.qps"
 PANELS = (("ttft_s", "p50", "TTFT, median"), ("ttft_s", "p99", "TTFT, P99"), ("max_tbt_s", "p99", "worst gap, P99"))
 
 
 def sweep_figure(data: Mapping[str, Any]) -> Figure:
-    """Three panels over a swept number. Points that do not fit are left out; several seeds draw intervals."""
+    """Three panels over a swept number, the load before others. Points that do not fit are left out; several seeds
+    draw intervals."""
     at = data["points"][0]["at"]
-    field = next((name for name, value in at.items() if isinstance(value, int | float)), next(iter(at)))
+    numbers = [name for name, value in at.items() if isinstance(value, int | float)]
+    field = LOAD if LOAD in numbers else next(iter(numbers or at))
     with house_style():
         figure = new_figure(height_in=3.6)
         panels = figure.subplots(1, len(PANELS))
         for axes, (metric, cut, title) in zip(panels, PANELS, strict=True):
             for index, (label, line) in enumerate(_lines(data, field, metric, cut).items()):
                 _draw(axes, index, label, line)
+                if field == LOAD and metric == "ttft_s":
+                    _mark_knee(axes, index, [(x, y) for x, y, _ in line])
             axes.set_title(title, fontweight="bold", fontsize=11)
             axes.set_xlabel(field)
             axes.set_yscale("log")
@@ -35,6 +43,25 @@ def sweep_figure(data: Mapping[str, Any]) -> Figure:
         if len(labels) > 1:
             figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
     return figure
+
+
+def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float]]) -> None:
+    """Where a curve leaves `TIMES` its lowest load's value."""
+    at = knee(line)
+    if at is None:
+        return
+    colour = COLOURS[index % len(COLOURS)]
+    axes.axvline(at, color=colour, lw=1.0, ls=":")
+    axes.annotate(
+        f"{TIMES:g}× at {at:.3g}/s",
+        (at, 0.98 - 0.07 * (index % 6)),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, 0),
+        textcoords="offset points",
+        color=colour,
+        fontsize=8,
+        va="top",
+    )
 
 
 def _lines(data: Mapping[str, Any], field: str, metric: str, cut: str) -> dict[str, list[tuple[Any, float, float]]]:

@@ -259,9 +259,6 @@ class Actions:
         for entry in reversed(parked):
             self.lanes.push(entry)
             self._touch(entry.group)
-        since = self._paused_s.pop(action.request, self.world.now)
-        for i in parked[0].group:
-            self.world.bar("pause", i, since, action.request)
         self._anew()
 
     def _transfer(self, action: Transfer) -> None:
@@ -376,6 +373,9 @@ class Actions:
         else:
             run: SpanRun = entry.payload  # type: ignore[assignment]
             layers = world.spec.shape.layers
+            since = self._paused_s.pop(entry.owner, world.now)
+            for i in entry.group:
+                world.bar("pause", i, since, entry.owner)
             run.began_s = world.now
             self.occupy(entry.group, 1)
             run.due_s = world.now + run.extra_s + run.predicted_s * run.factor * (1.0 - run.layer / layers)

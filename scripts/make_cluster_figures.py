@@ -1,0 +1,69 @@
+"""Regenerate the figures of docs/cluster.md from examples/ : `python scripts/make_cluster_figures.py`. Minutes.
+
+cluster-tetris.png and cluster-weave.png: instances over time; cluster-cdf.png: TTFT and JCT of three placements on the
+same requests; cluster-capacity.png: TTFT over the load, with knees.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headway.report import style
+from headway.report.compare_plot import compare_figure
+from headway.report.gantt import gantt_figure
+from headway.report.sim_plot import sweep_figure
+from headway.simulator.cluster.build import run_cluster
+from headway.simulator.outcome import document
+from headway.simulator.scenario import parse_scenario
+from headway.simulator.sweep import parse_sweep, run_points, with_field
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "docs" / "figures"
+LOADS = "workload.qps=1,2,3,4,5,6"
+PLACEMENTS = ("weave", "tetris", "fixed-sp")
+
+
+def example(name: str) -> dict[str, Any]:
+    """An example's data."""
+    data: dict[str, Any] = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text())
+    return data
+
+
+def gantt(name: str, out: str, until_s: float, from_qps: float | None = None) -> None:
+    """The first seconds of an example."""
+    data = example(name)
+    if from_qps is not None:
+        data = with_field(data, "workload.qps", from_qps)
+    data = with_field(data, "run.window_s", until_s)
+    result = run_cluster(parse_scenario(data), 0, keep_bars=True)
+    style.save(gantt_figure(result.bars, result.instances, data["name"], until_s), FIGURES / out)
+
+
+def placed(data: dict[str, Any], placement: str) -> dict[str, Any]:
+    """The same requests under another placement, in groups of four where groups are fixed."""
+    options = {"sp": 4} if placement == "fixed-sp" else data["cluster"]["options"]
+    return with_field(with_field(data, "cluster.placement", placement), "cluster.options", options)
+
+
+def main() -> int:
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    gantt("cluster-tetris", "cluster-tetris.png", 16.0)
+    gantt("cluster-combined", "cluster-weave.png", 24.0)
+    data = example("cluster-combined")
+    runs = {name: run_cluster(parse_scenario(placed(data, name)), 0).sim.records for name in PLACEMENTS}
+    style.save(compare_figure(runs, "chat"), FIGURES / "cluster-cdf.png")
+    jobs, points = os.cpu_count() or 1, []
+    for name in PLACEMENTS[:2]:
+        found = run_points(placed(data, name), [parse_sweep(LOADS)], jobs)
+        points += [{**point, "at": {**point["at"], "cluster.placement": name}} for point in found]
+    style.save(sweep_figure(document(data, points)), FIGURES / "cluster-capacity.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

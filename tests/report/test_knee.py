@@ -1,0 +1,40 @@
+"""The knee of a capacity curve, and that pictures of load sweeps mark it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.report.knee import knee
+from headway.report.sim_plot import sweep_figure
+
+
+def test_the_knee_lies_where_five_times_light_load_is_passed() -> None:
+    line = [(1.0, 1.0), (2.0, 1.0), (4.0, 25.0), (8.0, 900.0)]
+    assert knee(line) == pytest.approx(3.0)  # halfway up to 25 in logarithms
+    assert knee(list(reversed(line))) == knee(line)
+    assert knee(line, 25.0) == pytest.approx(4.0)
+    assert knee([(1.0, 1.0), (9.0, 4.9)]) is None
+    assert knee([(1.0, 1.0)]) is None
+    assert knee([(1.0, 0.0), (2.0, 9.0)]) is None
+
+
+def sweep(field: str) -> dict[str, Any]:
+    def point(load: float, placement: str) -> dict[str, Any]:
+        cuts = {"p50": load**2, "p99": load**3}
+        block = {"class": "chat", "ttft_s": cuts, "max_tbt_s": cuts}
+        at = {"cluster.placement": placement, field: load}
+        return {"at": at, "feasible": True, "mean": {"classes": [block]}, "ci95": None}
+
+    return {"points": [point(load, name) for load in (1.0, 2.0, 4.0) for name in ("tetris", "weave")]}
+
+
+def test_a_sweep_of_the_load_marks_a_knee_a_curve_and_others_none() -> None:
+    figure = sweep_figure(sweep("workload.qps"))
+    notes = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert notes[0] == ["5× at 2.32/s"] * 2  # from 4 to 16 by way of 5, in logarithms
+    assert len(notes[1]) == 2
+    assert notes[2] == []
+    assert all(axes.get_xlabel() == "workload.qps" for axes in figure.axes)
+    assert not any(axes.texts for axes in sweep_figure(sweep("policy.t_target_s")).axes)
