@@ -36,7 +36,7 @@ CASES = {
 def check(
     family: str, name: str, length: int, shorts: list[tuple[int, int]], chunking: str, schedule: str, shard: int
 ) -> None:
-    """A long request with shorts beside it: (length, step of arrival) each. Shards end anywhere, within chunks too."""
+    """A long request with shorts beside it: (length, step of arrival) each. Shards end anywhere."""
     if chunking == "static:1":
         length //= 3  # as many iterations as tokens
     joins: list[object] = []
