@@ -5,8 +5,6 @@ The forkserver imports once and each rank is a fork of it, so that ten ranks sta
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
@@ -17,6 +15,7 @@ import zmq
 
 from headway import __version__
 from headway.core.errors import ConfigError
+from headway.core.scratch import ScratchFolder
 from headway.parallel.beats import Pulse
 from headway.parallel.messages import BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
 from headway.parallel.rank_config import RankConfig
@@ -43,7 +42,8 @@ class ProcessWire:
     """
 
     def __init__(self, config: RankConfig, hosts: Rendezvous | None = None) -> None:
-        self._directory = tempfile.mkdtemp(prefix="headway-ranks-")
+        self._folder = ScratchFolder("headway-ranks-")
+        self._directory = self._folder.path
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -150,7 +150,7 @@ class ProcessWire:
                 process.join()
         self._socket.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
     def _check_alive(self) -> None:
         for rank, process in enumerate(self.processes):
