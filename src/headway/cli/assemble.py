@@ -28,6 +28,7 @@ from headway.latency import store
 from headway.latency.base import LatencyModel
 from headway.latency.corrected import CorrectedLatency
 from headway.latency.layout import Layout
+from headway.latency.recorded import describe
 from headway.latency.tables import TableLatency
 from headway.model.config import DecoderConfig
 from headway.scheduling.config import SchedulerConfig
@@ -88,7 +89,8 @@ def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
 
 def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built) -> EngineCore:
     ledgers = [Ledger(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
-    scheduler = make_scheduler(schedule, latency_model(config, built), ledgers)
+    latency = latency_model(config, built)
+    scheduler = make_scheduler(schedule, latency, ledgers)
     kv_tokens = sum(ledger.total_tokens for ledger in ledgers)
     info = EngineInfo(
         model=model_name(config.model),
@@ -110,6 +112,7 @@ def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built
         weights_bytes=built.weights_bytes,
         kv_bytes=built.kv_bytes,
         eos_token_ids=eos_ids(Path(config.model)),
+        latency=describe(latency),
     )
     restarts = Restarts(config.max_restarts, "the workers")
     return EngineCore(scheduler, built.executor, clock, info, event_log(config.event_log), restarts)
@@ -148,7 +151,9 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
-        budget = min(int(0.5 * available), groups * per_token * (2 * shape.max_model_len + 262_144))
+        budget = min(
+            int(0.5 * config.memory_share * available), groups * per_token * (2 * shape.max_model_len + 262_144)
+        )
     blocks = budget // (groups * per_token * config.block_size)
     tokens = groups * blocks * config.block_size
     need = asked if asked is not None else min(shape.max_model_len, 2 * groups * config.block_size)

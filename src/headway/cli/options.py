@@ -66,7 +66,17 @@ def resolve(
 
     Raises ConfigError that names the option, where its value came from, and what is wrong.
     """
-    file = read_yaml(config) if config else {}
+    return combine(options, arguments, environment, read_yaml(config) if config else {}, str(config))
+
+
+def combine(
+    options: Sequence[Option],
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    file: Mapping[str, Any],
+    config: str,
+) -> tuple[dict[str, Any], set[str]]:
+    """The same with the settings of a file, or of a part of one, that has been read; `config` is what to call it."""
     known = {option.name for option in options}
     for key in file:
         if key.replace("-", "_") not in known:

@@ -6,13 +6,9 @@ import argparse
 from pathlib import Path
 
 from headway.cli import hosts, serve_options
-from headway.cli.options import Option, add_options, environment, print_config, resolve
+from headway.cli.options import add_options, environment, print_config, resolve
 from headway.core.errors import ConfigError
 from headway.engine.numerics import settle
-
-
-def _options() -> tuple[Option, ...]:
-    return (*serve_options.ENGINE_OPTIONS, *serve_options.scheduler_options(), *serve_options.server_options())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
-    add_options(parser, _options())
+    add_options(parser, serve_options.ALL)
 
 
 def model_folder(named: str | None) -> str:
@@ -42,7 +38,7 @@ def model_folder(named: str | None) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    values, given = resolve(_options(), arguments, environment(), arguments.config)
+    values, given = resolve(serve_options.ALL, arguments, environment(), arguments.config)
     if arguments.print_config:
         print(print_config(serve_options.effective(values, given)), end="")
         return 0

@@ -223,3 +223,7 @@ def server_settings(values: dict[str, Any]) -> ServerSettings:
     """From resolved options."""
     names = {field.name for field in fields(ServerSettings)} - _SERVER_HIDDEN
     return ServerSettings(**{name: values[name] for name in names})
+
+
+ALL = (*ENGINE_OPTIONS, *scheduler_options(), *server_options())
+"""Every setting of `headway serve`."""

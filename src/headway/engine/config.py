@@ -10,7 +10,8 @@ from headway.core.errors import ConfigError
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's."""
+    """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's.
+    memory_share: of the free memory, what this engine may think of as its own."""
 
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -18,6 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
+    memory_share: float = 1.0
     block_size: int = 64
     threads: int | None = None
     tensor_parallel_size: int = 1

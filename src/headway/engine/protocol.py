@@ -8,7 +8,7 @@ announces it; nothing that follows is proportional to its length.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -104,7 +104,7 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the engine is ready to serve."""
+    """Sent once, when the engine is ready to serve. latency: its model as data (`latency.recorded`), for a router."""
 
     model: str
     architecture: str
@@ -125,6 +125,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_bytes: int
     eos_token_ids: tuple[int, ...] = ()
     layout: str = "tp1-pp1-kvp1"
+    latency: dict[str, Any] | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

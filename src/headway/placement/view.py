@@ -84,6 +84,14 @@ class ClusterBook:
         self.changed_at[instance.id] = self.version
         self._journal.append((self.version, instance.id))
 
+    def remove(self, instance: int) -> None:
+        """It is gone for good: no role and no node has it any more. Its place stays, so that ids keep their meaning."""
+        self.by_role = {role: tuple(i for i in ids if i != instance) for role, ids in self.by_role.items()}
+        self.by_node = {node: tuple(i for i in ids if i != instance) for node, ids in self.by_node.items()}
+        self.version += 1
+        self.changed_at[instance] = self.version
+        self._journal.append((self.version, instance))
+
     def arrived(self, at_s: float) -> None:
         """A request came. Times must not fall."""
         arrivals = self.arrivals

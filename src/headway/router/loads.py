@@ -1,0 +1,51 @@
+"""What the router knows of each instance's work, between and from its engine's snapshots."""
+
+from __future__ import annotations
+
+from headway.engine.protocol import EngineStats
+
+
+class Load:
+    """One instance: requests that it has, what of their prompts is left, and when that will be done.
+
+    The engine's count of prefill tokens, in each snapshot, says how far the waiting prompts have come together; which
+    of them is not said, so that progress is spread over them by length.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[int, float]] = {}
+        self._credit = 0
+        self._counted = 0
+
+    def add(self, request: str, prompt_tokens: int, prefill_s: float) -> None:
+        """A request is placed there; its prefill alone takes `prefill_s`."""
+        if not self._waiting:
+            self._credit = 0
+        self._waiting[request] = (prompt_tokens, prefill_s)
+
+    def first_token(self, request: str) -> None:
+        """Its prompt is computed. Harmless when repeated."""
+        tokens, _ = self._waiting.pop(request, (0, 0.0))
+        self._credit = max(0, self._credit - tokens)
+
+    def remove(self, request: str) -> None:
+        """It has ended, or left."""
+        self._waiting.pop(request, None)
+
+    def take(self, stats: EngineStats) -> None:
+        """A snapshot; the same one may be given again."""
+        counted = stats.prefill_tokens_total
+        self._credit += max(0, counted - self._counted)
+        self._counted = counted
+
+    @property
+    def queued(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        whole = sum(tokens for tokens, _ in self._waiting.values())
+        return max(0, whole - self._credit)
+
+    @property
+    def left_s(self) -> float:
+        """Predicted seconds of prefill that are not computed yet."""
+        whole = sum(tokens for tokens, _ in self._waiting.values())
+        return sum(seconds for _, seconds in self._waiting.values()) * self.queued / whole if whole else 0.0
