@@ -176,11 +176,15 @@ def test_a_long_stop_of_the_engine_itself_blames_nobody(llama: Path, wanted: lis
         assert core.stats().recoveries_total == 0
 
 
-def chaos(folder: Path, wanted: list[list[int]], seed: int, faults: int) -> None:
+def chaos(
+    folder: Path, wanted: list[list[int]], seed: int, faults: int, layout: tuple[int, int, int] | None = None
+) -> None:
     """Serves the same requests over and over, with a random fault to a random rank at random moments."""
     rng = random.Random(seed)
-    with world(rank_config(folder, *rng.choice(LAYOUTS))) as one:
-        core = one.core(losses=10 * faults, chunking="static:8")
+    tp, stages, kvp = layout or rng.choice(LAYOUTS)
+    with world(rank_config(folder, tp, stages, kvp)) as one:
+        shards = {"kv_shard_tokens": 128} if kvp > 1 else {}
+        core = one.core(losses=10 * faults, chunking="static:8", **shards)
         left = faults
         while left:
             at = {rng.randrange(1, 110) for _ in range(min(left, 3))}
@@ -202,9 +206,9 @@ def test_ten_random_faults(llama: Path, wanted: list[list[int]]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
-def test_fifty_random_faults(llama: Path, wanted: list[list[int]], seed: int) -> None:
-    chaos(llama, wanted, seed, 10)
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
+def test_fifty_random_faults(llama: Path, wanted: list[list[int]], layout: tuple[int, int, int]) -> None:
+    chaos(llama, wanted, sum(layout), 10, layout)
 
 
 def test_cutting_only_the_engines_connection_of_a_rank_loses_no_answer(llama: Path, wanted: list[list[int]]) -> None:

@@ -1,0 +1,207 @@
+"""What the executor makes of ranks that say nothing, or too little. The wire does as it is told; no processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import make_core
+
+from headway.core.errors import ConfigError, LostError
+from headway.core.sampling import SamplingParams
+from headway.engine.core import EngineCore
+from headway.engine.protocol import Submit
+from headway.latency.layout import Layout
+from headway.parallel.beats import Pulse
+from headway.parallel.executor import ParallelExecutor
+from headway.parallel.messages import Admit, Alive, FromRank, Plan, Probe, ToRank
+from headway.parallel.wire import Frame, RankLostError
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+class ScriptedWire:
+    """Remembers what is sent to ranks and says what is put into `says`. `broken`: ranks that cannot be reached."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, ToRank]] = []
+        self.says: deque[tuple[int, FromRank]] = deque()
+        self.broken: set[int] = set()
+        self.killed = self.closed = 0
+        self.waits_on: tuple[Any, ...] = ("socket",)
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        if rank in self.broken:
+            raise RankLostError(rank, "cannot be reached")
+        self.sent.append((rank, _decoder.decode(frames[0])))
+
+    def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
+        if not self.says:
+            time.sleep(min(0.001, timeout_s or 0.001))
+            return None
+        rank, said = self.says.popleft()
+        return rank, [_encoder.encode(said)]
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def kinds(self, kind: type) -> list[tuple[int, Any]]:
+        return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
+
+
+def begin(rewire: Callable[[], ScriptedWire] | None = None) -> tuple[ScriptedWire, ParallelExecutor, EngineCore]:
+    """Two stages, one prompt, its first batch on its way."""
+    wire = ScriptedWire()
+    executor = ParallelExecutor(wire, Layout(stages=2), 64, rewire)
+    executor.probe_s = 0.005
+    core = make_core(executor, stages=2)
+    ask(core, "a")
+    core.step(0.0)
+    return wire, executor, core
+
+
+def ask(core: EngineCore, name: str, output: tuple[int, ...] = ()) -> None:
+    params = SamplingParams(max_tokens=8, repetition_penalty=1.1)
+    submit = Submit(id=name, prompt_tokens=5, params=params, received_s=0.0, again=bool(output), output=output)
+    assert core.submit(submit, memoryview(np.arange(3, 8, dtype=np.int32).tobytes())) is None
+
+
+def test_what_cannot_be_sent_comes_out_with_the_next_result_and_nowhere_else() -> None:
+    wire, executor, core = begin()
+    wire.broken = {1}
+    ask(core, "b")
+    executor.forget("never heard of")
+    assert not executor.accepts
+    for _ in range(2):
+        with pytest.raises(RankLostError, match="worker 1 cannot be reached"):
+            executor.result(0.0)
+
+
+def test_new_ranks_are_told_of_every_request_and_what_it_has_said() -> None:
+    fresh = ScriptedWire()
+    wire, _, core = begin(lambda: fresh)
+    ask(core, "told before", (9, 8, 7))
+    wire.broken = {0, 1}
+    ask(core, "while it is lost")
+    core.step(0.0)
+    assert (wire.killed, core.recovering) == (1, True)
+    ask(core, "while they start")
+    while core.recovering:
+        core.step(0.01)
+    admitted = fresh.kinds(Admit)
+    assert [(rank, one.request, one.output) for rank, one in admitted] == [
+        (rank, number, (9, 8, 7) if number == 2 else ()) for number in (1, 2, 3, 4) for rank in (0, 1)
+    ]
+    assert all(one.has_prompt for _, one in admitted)
+    plans = fresh.kinds(Plan)
+    assert [(rank, plan.seq) for rank, plan in plans] == [(0, 1), (1, 1)]
+    assert {chunk[1] for chunk in plans[0][1].chunks} == {0}, "everything is computed from its first token"
+
+
+def test_a_rank_that_has_done_what_it_never_told_is_lost() -> None:
+    wire, executor, _ = begin()
+    while not wire.kinds(Probe):
+        assert executor.result(0.001) is None
+    wire.says.append((0, Alive(0)))
+    assert executor.result(0.001) is None
+    wire.says.append((1, Alive(1)))
+    with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and what it said of it was lost"):
+        executor.result(1.0)
+
+
+def test_ranks_that_run_and_get_on_with_nothing_are_lost() -> None:
+    _, executor, _ = begin()
+    executor.stall_s = 0.05
+    with pytest.raises(RankLostError, match=r"worker 0 has carried out nothing for 0\.05 s"):
+        executor.result(5.0)
+
+
+def test_without_anybody_who_starts_new_ranks_the_loss_is_final() -> None:
+    wire, _, core = begin()
+    wire.broken = {0}
+    ask(core, "b")
+    with pytest.raises(LostError, match="cannot be reached"):
+        core.step(0.0)
+
+
+def test_a_restart_that_fails_is_a_loss_too_and_may_be_tried_again() -> None:
+    fresh = ScriptedWire()
+    attempts: list[int] = []
+
+    def rewire() -> ScriptedWire:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise ConfigError("worker 0 has ended with signal 9 (SIGKILL) while starting")
+        return fresh
+
+    wire, _, core = begin(rewire)
+    wire.broken = {0}
+    ask(core, "b")
+    core.step(0.0)
+    while core.recovering:
+        core.step(0.01)
+    assert (len(attempts), core.stats().recoveries_total) == (2, 2)
+    assert len(fresh.kinds(Admit)) == 4
+
+
+def test_closing_while_new_ranks_start_leaves_none_behind() -> None:
+    fresh, go = ScriptedWire(), threading.Event()
+
+    def rewire() -> ScriptedWire:
+        go.wait(10)
+        return fresh
+
+    wire, executor, core = begin(rewire)
+    wire.broken = {0}
+    ask(core, "b")
+    core.step(0.0)
+    threading.Timer(0.05, go.set).start()
+    executor.close()
+    assert (fresh.killed, wire.closed) == (1, 1)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["beat 0", "beat 1", "look"]), st.floats(0.01, 0.9)), max_size=60),
+    timeout_s=st.floats(1.0, 5.0),
+)
+def test_a_process_is_silent_exactly_when_it_was_not_heard_of_for_the_timeout(
+    moves: list[tuple[str, float]], timeout_s: float
+) -> None:
+    pulse, now, looked = Pulse((0, 1), timeout_s, 0.0), 0.0, 0.0
+    last = {0: 0.0, 1: 0.0}
+    for move, passed in moves:
+        now += passed
+        if move != "look":
+            who = int(move[-1])
+            pulse.heard(who, now)
+            last[who] = now
+        if now - looked <= 1.0:
+            found = pulse.silent(now)
+            silent = [who for who in (0, 1) if now - last[who] > timeout_s]
+            assert found in silent if silent else found is None
+        else:  # away for too long: nobody is blamed for that
+            before = looked
+            assert pulse.silent(now) in (None, *(w for w in (0, 1) if before - last[w] > timeout_s - 1.0))
+            last = {who: min(now, at + now - before) for who, at in last.items()}
+        looked = now
+
+
+def test_time_in_which_nobody_looked_is_no_silence() -> None:
+    pulse = Pulse((0,), 2.0, 0.0)
+    assert pulse.silent(0.5) is None
+    assert pulse.silent(1000.0) is None
+    assert pulse.silent(1000.9) is None
+    assert pulse.silent(1001.8) == 0
