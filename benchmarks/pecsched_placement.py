@@ -89,9 +89,11 @@ def summary(out: Drilled, count: int) -> dict[str, float]:
     short, long = out.short_s[len(out.short_s) // 2 :], out.long_s[len(out.long_s) // 2 :]
     return {
         "short_us": statistics.fmean(short) * 1e6,
+        "short_p50_us": statistics.median(short) * 1e6,
         "short_p99_us": float(np.quantile(short, 0.99)) * 1e6,
         "short_per_s": 1 / statistics.fmean(short),
         "long_us": statistics.fmean(long) * 1e6,
+        "long_p50_us": statistics.median(long) * 1e6,
         "long_p99_us": float(np.quantile(long, 0.99)) * 1e6,
         "longs": len(long),
         "all_events_us": out.all_s / count * 1e6,
@@ -124,8 +126,10 @@ def main() -> int:
                 row = rows[-1]
                 print(
                     f"{replicas:5d} replicas{' literal' if literal else '':8s}: short {row['short_us']:.1f} µs "
-                    f"(p99 {row['short_p99_us']:.1f}; {row['short_per_s']:,.0f}/s), all events of a request "
-                    f"{row['all_events_us']:.1f} µs; long {row['long_us']:.1f} µs (p99 {row['long_p99_us']:.1f}, "
+                    f"(p50 {row['short_p50_us']:.1f}, p99 {row['short_p99_us']:.1f}; "
+                    f"{row['short_per_s']:,.0f}/s), all events of a request "
+                    f"{row['all_events_us']:.1f} µs; long {row['long_us']:.1f} µs "
+                    f"(p50 {row['long_p50_us']:.1f}, p99 {row['long_p99_us']:.1f}, "
                     f"{row['longs']} of them); {row['suspensions']} suspensions"
                 )
     if args.json:
