@@ -79,7 +79,7 @@ def spread(world: VirtualWorld, layout: Layout, asks: list[Ask], blocks: int = 6
 
 
 @pytest.mark.parametrize(("tp", "stages", "kvp"), LAYOUTS)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     family=st.sampled_from(("llama", "qwen3")),
     long=st.integers(41, 110),
@@ -150,7 +150,7 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
     assert any(one.assisted for one in trace.slices)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(seed: int) -> None:
     """Small pools: longs give up their shards, come back elsewhere with what they have generated, and say the same."""
     rng = random.Random(seed)
@@ -312,7 +312,7 @@ def live(folder: Path, tp: int, stages: int, kvp: int, chunkings: tuple[str, ...
 
 
 def test_real_processes_of_two_groups() -> None:
-    live(checkpoint("llama"), 1, 1, 2, ("adaptive", "static:7", "static:64"))
+    live(checkpoint("llama"), 1, 1, 2, ("adaptive", "static:7"))
 
 
 @pytest.mark.long
