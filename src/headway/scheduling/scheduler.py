@@ -219,7 +219,7 @@ class Scheduler:
             if not sequence.started:
                 sequence.started = True
                 events.append(Event("started", chunk.request, now))
-        ended = self._ended(results, flight, yielding)
+        ended = self._ended(results, flight, yielding) if results or self._aborting else {}
         for name, sequence in ended.items():
             if name in decodes.members:
                 decodes.remove(sequence)
@@ -323,7 +323,9 @@ class Scheduler:
             shares_space=config.shares_space,
             stretch=config.stretch,
         )
-        shorts_wait = shorts_elsewhere or self.shorts_wait or not config.yield_only_to_shorts
+        shorts_wait = self._queue.longs > 0 and (
+            shorts_elsewhere or not config.yield_only_to_shorts or self.shorts_wait
+        )
 
         def admit(request_id: str) -> bool:
             return self._admit(self._sequences[request_id])

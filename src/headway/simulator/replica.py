@@ -8,7 +8,7 @@ has a pipeline of its own; a batch of several groups goes through theirs in lock
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headway.core.batch import Batch, Chunk, Part, Progress
 from headway.core.events import Event
@@ -25,6 +25,7 @@ from headway.simulator.result import Iteration, Join, ReplicaUse
 from headway.simulator.spec import InstanceSpec
 
 AHEAD = 1 << 20
+ONLY = (0,)
 
 
 class Carried:
@@ -113,7 +114,7 @@ class Replica:
         """Start batches while stage 0 is free. (time, batch or -1) at which to come back: batch is to be completed, -1:
         stage 0 is free. Until `quiet_s` nothing will happen that this replica has not said itself."""
         begun: list[tuple[float, int]] = []
-        while free := [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]:
+        while free := self._free(now):
             if self._stopwatch is None:
                 batch = self.scheduler.schedule(now, self._ahead, free)
             else:
@@ -129,6 +130,12 @@ class Replica:
             if free_s < run.end_s:
                 begun.append((free_s, -1))
         return begun
+
+    def _free(self, now: float) -> Sequence[int]:
+        """Groups whose stage 0 is free."""
+        if len(self.pipelines) == 1:
+            return ONLY if self.pipeline.free_s <= now else ()
+        return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
 
     def complete(self, batch_id: int, now: float) -> list[Track]:
         """The batch has left the last stage; the tracks that have ended with it. Ids of lost batches are ignored."""
@@ -195,7 +202,8 @@ class Replica:
         parts = batch.parts
         cohorts = [self._cohorts.of(part.decodes, part.group) for part in parts]
         for part in parts:
-            self._count_chunks(part, now)
+            if part.kv_ops or part.prefills:
+                self._count_chunks(part, now)
         stage_s = self._stage_s(batch)
         spans = self._enter(batch, now, stage_s)
         end_s, repeats = spans[-1][1], 1
@@ -212,7 +220,6 @@ class Replica:
             self._rows.append(row)
         self._batches += 1
         self._iterations += repeats
-        self._more_passes += repeats * (sum(part.tokens > 0 for part in parts) - 1)
         for part in parts:
             count = len(part.decodes.members)
             self._decoded += repeats * count
@@ -221,7 +228,6 @@ class Replica:
             self._pairs += read
         if len(parts) > 1:
             self._count_assists(batch, repeats)
-        self._kv_peak = max(self._kv_peak, sum(ledger.used_tokens for ledger in self.ledgers))
         return Carried(batch, cohorts, end_s, stage_s, repeats)
 
     def _count_chunks(self, part: Part, now: float) -> None:
@@ -236,18 +242,24 @@ class Replica:
             if op.start and op.request in self.tracks:
                 earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
                 self._joins.append(Join(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
+        if part.kv_ops:
+            self._kv_peak = max(self._kv_peak, sum(ledger.used_tokens for ledger in self.ledgers))
 
     def _count_assists(self, batch: Batch, repeats: int) -> None:
-        """What guests read for decodes (chunks have been counted with all that they attend)."""
+        """What guests read for decodes (chunks have been counted with all that they attend), and forward passes."""
+        self._more_passes += repeats * (sum(part.tokens > 0 for part in batch.parts) - 1)
         chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
         read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)
         self._kv_read += repeats * read
         self._pairs += repeats * read
 
     def _enter(self, batch: Batch, at_s: float, stage_s: float) -> list[tuple[float, float]]:
-        first, *others = (self.pipelines[part.group] for part in batch.parts)
-        rows = max(part.tokens for part in batch.parts) if self.spec.config.stages > 1 else 0
-        return first.lockstep(others, at_s, stage_s, rows) if others else first.enter(at_s, stage_s, rows)
+        parts = batch.parts
+        rows = max(part.tokens for part in parts) if self.spec.config.stages > 1 else 0
+        first = self.pipelines[parts[0].group]
+        if len(parts) == 1:
+            return first.enter(at_s, stage_s, rows)
+        return first.lockstep([self.pipelines[part.group] for part in parts[1:]], at_s, stage_s, rows)
 
     def _repeat(self, batch: Batch, cohorts: list[Cohort], end_s: float, quiet_s: float) -> tuple[float, int]:
         """Go on with the same decodes while nothing can interfere: (end, iterations).
