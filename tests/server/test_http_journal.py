@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asgi_driver import until
-from fake_engine import FakeEngine, echo
+from fake_engine import FakeEngine, echo, fail
 
 from headway.core.errors import ConfigError, OverloadedError
 from headway.engine.journal import Journal
@@ -138,6 +138,8 @@ async def test_what_is_answered_or_left_by_its_client_or_refused_leaves_nothing(
         text = (await client.post(PATH, json={**BODY, "stream": True})).text
         assert text.endswith("data: [DONE]\n\n")
         assert (await client.post(PATH, json={**BODY, "max_tokens": 0})).status_code == 400
+        engine.script = fail("timeout", after=[5])
+        assert (await client.post(PATH, json=BODY)).status_code == 504
         engine.refuse = OverloadedError("full")
         assert (await client.post(PATH, json=BODY)).status_code == 429
         assert client._transport.app.state.headway.in_flight == 0

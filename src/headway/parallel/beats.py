@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -37,7 +38,8 @@ class Heart:
     def _beat(self) -> None:
         socket = self._connect()
         while True:
-            socket.send(self._frame)
+            with suppress(zmq.Again):  # nobody has listened for a thousand beats
+                socket.send(self._frame, zmq.NOBLOCK)
             if self._stopped.wait(self._every_s):
                 break
         socket.close(linger=0)

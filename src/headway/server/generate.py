@@ -73,12 +73,12 @@ async def generate(
     try:
         async with aclosing(deltas):
             async for delta in deltas:
-                if ticket is not None:
-                    ticket.tell(index, delta)
                 record.observe(delta)
                 if delta.finish in ("abort", "timeout", "error"):
                     record.finish(delta.finish)
                     raise _failure(delta, job)
+                if ticket is not None:
+                    ticket.tell(index, delta)
                 piece = assembler.feed(delta)
                 if piece.finish is not None:
                     record.finish(piece.finish)
