@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from headway.metrics import RequestRecord
+from headway.report.compare_plot import compare_figure
 from headway.report.knee import knee
 from headway.report.sim_plot import sweep_figure
 
@@ -38,3 +40,18 @@ def test_a_sweep_of_the_load_marks_a_knee_a_curve_and_others_none() -> None:
     assert notes[2] == []
     assert all(axes.get_xlabel() == "workload.qps" for axes in figure.axes)
     assert not any(axes.texts for axes in sweep_figure(sweep("policy.t_target_s")).axes)
+
+
+def test_policies_are_compared_by_first_token_and_by_the_last() -> None:
+    def record(i: int, klass: str, wait_s: float, end_s: float | None) -> RequestRecord:
+        return RequestRecord(
+            id=str(i), klass=klass, arrival_s=1.0, prompt_tokens=9, output_tokens=1, token_s=(1.0 + wait_s,),
+            finish_s=None if end_s is None else 1.0 + end_s,
+        )  # fmt: skip
+
+    one = [record(0, "chat", 0.1, 2.0), record(1, "chat", 0.3, None), record(2, "document", 9.0, 11.0)]
+    figure = compare_figure({"weave": one, "tetris": one[:1]}, "chat")
+    first, whole = figure.axes
+    drawn = [[float(x) for x in line.get_xdata()] for line in (*first.lines, *whole.lines)]
+    assert drawn == [pytest.approx([0.1, 0.3]), pytest.approx([0.1]), [2.0], [2.0]]
+    assert "chat" in first.get_title(loc="left")

@@ -28,5 +28,7 @@ def compare_figure(runs: Mapping[str, Sequence[RequestRecord]], klass: str | Non
         of = f", {klass}" if klass else ""
         draw_cdf(first, waits, f"time to first token{of}")
         draw_cdf(whole, ends, f"job completion time{of}")
+        for axes in (first, whole):
+            axes.tick_params(axis="x", labelsize=9)
         whole.legend(loc="lower right", handlelength=2.4)
     return figure

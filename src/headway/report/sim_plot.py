@@ -61,6 +61,7 @@ def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float]]) -> None:
         color=colour,
         fontsize=8,
         va="top",
+        bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.5},
     )
 
 
