@@ -99,8 +99,8 @@ class GlooLinks:
         return wait
 
     def send_to(self, group: int, x: Tensor) -> None:
-        """See `PeerLinks.send_to`. A send is looked at when every peer may have been sent two more layers' messages: the
-        answers to it, or the queries that follow it, have come by then."""
+        """See `PeerLinks.send_to`. A send is looked at when every peer may have been sent two more layers' messages:
+        the answers to it, or the queries that follow it, have come by then."""
         work = dist.isend(x, self._place.in_group(group).rank, tag=_PEERS)
         assert work is not None
         self._answered.append((work, x))
