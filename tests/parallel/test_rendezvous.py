@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -19,9 +20,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import make_tiny
 from headway.bench.server_process import free_port
 from headway.core.errors import CheckpointError, ConfigError
+from headway.embedded import model_path
 from headway.latency.layout import Layout
 from headway.model.identity import identity
 from headway.parallel.host_messages import HostHello
@@ -39,8 +40,8 @@ LOST_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("llama"))
+def model() -> Path:
+    return model_path()
 
 
 @pytest.fixture
@@ -360,12 +361,14 @@ def test_short_tokens_are_refused_and_made_ones_are_not() -> None:
 
 
 def test_other_weights_of_the_same_shape_are_another_model(model: Path, tmp_path: Path) -> None:
-    same, other = tmp_path / "same", make_tiny("llama", tmp_path / "other", seed=1)
-    same.mkdir()
-    for file in model.iterdir():
-        (same / file.name).write_bytes(file.read_bytes())
-    assert identity(same) == identity(model)
-    assert identity(other) != identity(model)
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    assert identity(copy) == identity(model)
+    weights = next(copy.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2 :] = bytes(byte ^ 1 for byte in data[len(data) // 2 :])
+    weights.write_bytes(data)
+    assert identity(copy) != identity(model)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         identity(tmp_path)
 
