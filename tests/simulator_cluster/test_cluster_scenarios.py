@@ -48,7 +48,7 @@ def test_bad_fields_are_named(change: dict[str, Any], message: str) -> None:
         parse_scenario(scenario(cluster=change))
 
 
-@pytest.mark.parametrize("placement", ["tetris", "fixed-sp", "context-parallel", "fifo"])
+@pytest.mark.parametrize("placement", ["tetris", "weave", "fixed-sp", "context-parallel", "fifo"])
 def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) -> None:
     data = parse_scenario(scenario(placement))
     first, again = run_cluster(data, 0), run_cluster(data, 0)
