@@ -54,13 +54,13 @@ def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float]]) -> None:
     axes.axvline(at, color=colour, lw=1.0, ls=":")
     axes.annotate(
         f"{TIMES:g}× at {at:.3g}/s",
-        (at, 0.98 - 0.07 * (index % 6)),
+        (at, 0.02 + 0.06 * (index % 6)),
         xycoords=("data", "axes fraction"),
         xytext=(3, 0),
         textcoords="offset points",
         color=colour,
         fontsize=8,
-        va="top",
+        va="bottom",
         bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.5},
     )
 
