@@ -77,6 +77,16 @@ def timeline(groups: int, shard: int | None = 512, prompt: int = 2044, **fields:
     return simulate(spec, [TraceRequest(0.0, prompt, 4)], RunSpec(keep_iterations=True))
 
 
+def test_what_is_cached_beyond_the_first_shard_is_computed_again() -> None:
+    config = SchedulerConfig(chunking="static:64", kv_parallel=4, kv_shard_tokens=512, reserve_tokens=0)
+    spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16)
+    result = simulate(
+        spec, [TraceRequest(0.0, 2000, 4, cached_tokens=1500), TraceRequest(0.0, 400, 4, cached_tokens=300)]
+    )
+    assert [len(record.token_s) for record in result.records] == [4, 4]
+    assert result.replicas[0].prefill_tokens == (2000 - 511) + (400 - 300)
+
+
 def test_a_group_joins_after_each_shard_and_the_iterations_stay_as_long() -> None:
     alone, spread = timeline(1), timeline(4)
     assert alone.replicas[0].joins == ()

@@ -135,9 +135,11 @@ class Scheduler:
         self._arrivals += 1
 
     def enter(self, request: Request, order: int, limit: int = WHOLE) -> Sequence:
-        """A new request waits here. `order` is the instance's count of arrivals; `limit`: tokens of a shard."""
+        """A new request waits here. `order` is the instance's count of arrivals; `limit`: tokens of a shard. What is
+        cached beyond the first shard is computed again: it would belong to other groups."""
         sequence = Sequence(request, order, self.urgency.is_long(request))
         sequence.limit = limit
+        sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
         self.urgency.assess(sequence)
         self._sequences[request.id] = sequence
         self._queue.add(sequence, self.urgency.line(sequence))
