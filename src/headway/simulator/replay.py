@@ -162,6 +162,10 @@ class _Run:
         results = [Progress(name, 1, True) for name in event["ended"]]
         self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"])
 
+    def on_lost(self, event: Mapping[str, Any]) -> None:
+        self.batches.clear()
+        self.scheduler.lost(0, event["at_s"])
+
     def _profile_s(self, batch: Batch) -> float:
         return parts_s(self.told.table, batch.parts, self.exchange)
 
