@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from headway.core.errors import ConfigError
 from headway.core.scratch import ScratchFolder
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    return tmp_path
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(folder)
+    monkeypatch.undo()
 
 
 def aged(folder: Path) -> None:
@@ -65,3 +70,11 @@ def test_a_folder_that_is_just_being_made_stays(root: Path) -> None:
     aged(young)
     ScratchFolder("headway-engine-").close()
     assert not young.exists()
+
+
+def test_a_folder_too_deep_for_sockets_is_a_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = root / ("d" * 75)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        ScratchFolder("headway-engine-")

@@ -8,9 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -259,8 +260,15 @@ asyncio.run(main())
 """
 
 
-def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """pytest's own temporary folders have paths too long for a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_an_engine_ends_when_its_parent_is_killed(short_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(short_path)}
     parent = subprocess.run(
         [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, env=environment, timeout=60, check=False, text=True
     )

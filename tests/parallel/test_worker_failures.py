@@ -84,8 +84,8 @@ def test_every_answer_is_that_of_an_undisturbed_run(
 
 def test_a_request_over_two_groups_is_built_again(llama: Path, wanted: list[list[int]]) -> None:
     """KV parallelism: its shards are lost in both groups, whichever rank dies."""
-    with world(rank_config(llama, 1, 1, 2)) as one:
-        for moment in MOMENTS[1:]:
+    for moment in MOMENTS[1:]:
+        with world(rank_config(llama, 1, 1, 2)) as one:
             core = one.core(chunking="static:8", kv_shard_tokens=128)
             harm = Harm(one, "killed", 0 if moment == "decode" else 1, moment)
             assert serve_through(core, ASKS, harm) == wanted, moment

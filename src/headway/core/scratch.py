@@ -12,16 +12,27 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from headway.core.errors import ConfigError
+
 _LOCK = "lock"
+_LONGEST = 75
+"""Characters of the temporary folder's path: a socket's may have 107, and its name and the folder's come behind."""
 _YOUNG_S = 60.0
 """A folder without a held lock may be one that is just being made."""
 
 
 class ScratchFolder:
-    """`path` exists until `close`. `prefix`: what the folder's name starts with; only such are ever removed."""
+    """`path` exists until `close`. `prefix`: what the folder's name starts with; only such are ever removed.
+
+    ConfigError where the temporary folder's path is too long for a socket's."""
 
     def __init__(self, prefix: str) -> None:
         root = Path(tempfile.gettempdir())
+        if len(os.fsencode(root)) > _LONGEST:
+            raise ConfigError(
+                f"the temporary folder {root} has a path of {len(os.fsencode(root))} characters, too long for sockets in "
+                f"it (at most {_LONGEST}): set TMPDIR to a shorter one"
+            )
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

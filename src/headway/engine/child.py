@@ -34,7 +34,7 @@ class EngineChild:
     """Started at construction, in `folder`, where its socket is. `serial` tells incarnations of one folder apart."""
 
     def __init__(self, config: EngineConfig, module: str, folder: Path, serial: int) -> None:
-        endpoint = f"ipc://{folder}/engine-{serial}"
+        endpoint = f"ipc://{folder}/e{serial}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):

@@ -136,7 +136,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     final: bool = True
 
 
-BEATS = "-beats"
+BEATS = "-b"
 """What is added to the endpoint to have the one at which the server hears the engine's beats."""
 
 EngineState = Literal["starting", "ready", "recovering", "draining", "lost"]
