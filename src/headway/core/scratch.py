@@ -30,8 +30,8 @@ class ScratchFolder:
         root = Path(tempfile.gettempdir())
         if len(os.fsencode(root)) > _LONGEST:
             raise ConfigError(
-                f"the temporary folder {root} has a path of {len(os.fsencode(root))} characters, too long for sockets in "
-                f"it (at most {_LONGEST}): set TMPDIR to a shorter one"
+                f"the temporary folder {root} has a path of {len(os.fsencode(root))} characters, too long for sockets "
+                f"in it (at most {_LONGEST}): set TMPDIR to a shorter one"
             )
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
