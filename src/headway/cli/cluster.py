@@ -42,8 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
     data = read_yaml(where)
     file = cluster_file(data, where)
     values, given = combine(serve_options.ALL, arguments, environment(), file.serve, f"{where}: serve")
-    if values["nnodes"] > 1:
-        raise ConfigError("the instances of a cluster run on this host: nnodes must be 1")
     model = model_folder(model_of(file, arguments.file.parent))
     configs = instance_configs(file, where, model, values, given)
     settings = serve_options.server_settings(values)
@@ -95,6 +93,8 @@ def instance_configs(
     for i, pool in enumerate(file.pools):
         own, named = combine(serve_options.ALL, argparse.Namespace(), {}, pool.serve, f"{where}: pools[{i}].serve")
         mine = {**values, **{name: own[name] for name in named}}
+        if mine["nnodes"] > 1:
+            raise ConfigError(f"{where}: the instances of a cluster run on this host: nnodes must be 1")
         made = serve_options.engine_config(model, mine, given | named)
         workers = made.tensor_parallel_size * made.pipeline_parallel_size * made.kv_parallel_size
         threads = made.threads or max(1, len(os.sched_getaffinity(0)) // (count * workers))
