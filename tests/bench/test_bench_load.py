@@ -157,7 +157,12 @@ def test_ctrl_c_shows_what_was_done(serve_fake, tmp_path: Path) -> None:  # type
         "--json",
         str(file),
     ]
-    child = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+    )
     for _ in range(600):  # until some requests have been answered
         with urllib.request.urlopen(f"{url}/requests", timeout=10) as seen:
             if len(json.load(seen)) >= 4:
