@@ -62,7 +62,7 @@ def measure(decodes: int, waiting: int, policy: str, chunking: str, rounds: int)
     decide, complete = [], []
     while len(decide) < rounds:
         scheduler, now = prepared(decodes, waiting, policy, chunking)
-        for _ in range(max(4, waiting // 16)):
+        for _ in range(max(16, waiting // 16)):
             started = time.perf_counter()
             batch: Batch | None = scheduler.schedule(now)
             middle = time.perf_counter()
