@@ -136,6 +136,27 @@ def test_the_requests_of_a_lost_instance_go_on_elsewhere_with_what_they_have_sai
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("prompt", [5, 200])
+def test_reservation_goes_on_with_the_instances_that_are_left(lost: int, prompt: int) -> None:
+    class Dying(FakeEngine):
+        async def generate(self, submit, prompt):  # type: ignore[no-untyped-def]
+            self.state = "lost"
+            raise UnavailableError("gone")
+            yield
+
+    async def run() -> None:
+        for count in (2, 3):
+            engines = [Dying() if i == lost else FakeEngine(script=say([8])) for i in range(count)]
+            client = cluster(engines, "reservation", long_tokens=100, long_sp=1)
+            await client.start()
+            for number in range(4):
+                for tokens in (prompt, 205 - prompt):
+                    assert await asyncio.wait_for(ask(client, f"{number} {tokens}", tokens), 5) == [8]
+
+    asyncio.run(run())
+
+
 def test_when_the_last_instance_is_lost_those_who_wait_are_told() -> None:
     async def run() -> None:
         hold = asyncio.Event()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.placement.base import Action, Arrived, Enqueue, Event, SpanDone
+from headway.placement.base import Action, Arrived, Enqueue, Event, Lost, SpanDone
 from headway.placement.groups import first_free_group, least_loaded, ring_commit
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
@@ -46,6 +46,8 @@ class Reservation:
         """See Placement."""
         if not self._kept:
             self._divide(view)
+        if isinstance(event, Lost):
+            self._divide_again(view)
         if isinstance(event, Arrived):
             return [self._place(event.request, view)]
         if isinstance(event, SpanDone) and event.last:
@@ -64,9 +66,17 @@ class Reservation:
         self._kept = first_free_group(view, able, count)
         self._rest = tuple(i for i in able if i not in self._kept)
 
+    def _divide_again(self, view: ClusterView) -> None:
+        """An instance is gone. Where too few are left for two parts, they take whatever comes."""
+        able = view.with_role("mixed", "prefill")
+        if (self._options.reserved or self._options.long_sp) < len(able):
+            self._divide(view)
+        else:
+            self._kept = self._rest = able
+
     def _place(self, request: Request, view: ClusterView) -> Action:
         if request.prompt_tokens > self._options.long_tokens:
-            group = first_free_group(view, self._kept, self._options.long_sp)
+            group = first_free_group(view, self._kept, min(self._options.long_sp, len(self._kept)))
             self._groups[request.id] = group
             return ring_commit(request, group, view)
         able = self._rest

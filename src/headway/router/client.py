@@ -278,7 +278,7 @@ class ClusterClient:
                 self._lanes[at].door(action.request, action.beside)
             case Enqueue(group=(at,), phase="decode") if at == task.at:
                 pass  # its engine goes on by itself
-            case Commit(spans=spans, along=()) if len({span.group for span in spans}) == 1 == len(spans[0].group):
+            case Commit(spans=spans, along=()) if self._one_alive({span.group for span in spans}):
                 self._expect(task, spans[0].group[0])
                 self._lanes[spans[0].group[0]].span(action.request, action.beside)
             case Reject():
@@ -286,6 +286,10 @@ class ClusterClient:
                     task.placed.set_exception(RequestError(action.why))
             case _:
                 self._refuse(task, action)
+
+    def _one_alive(self, groups: set[tuple[int, ...]]) -> bool:
+        """Whether these are one and the same single instance, which is there."""
+        return len(groups) == 1 and all(len(group) == 1 and group[0] not in self._gone for group in groups)
 
     def _refuse(self, task: _Task, action: Action) -> None:
         verb = type(action).__name__.lower()
