@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -105,6 +108,65 @@ def test_damage_in_the_middle_keeps_what_stands_before(tmp_path: Path, caplog: p
     path.write_bytes(data)
     assert left(tmp_path) == {"one": [[5]]}
     assert "dropped" in caplog.text
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes: a write takes in what fits, the next one is an OSError, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    one = journal.accept("one", b"", [PROMPTS[0]])
+    journal.told(one, 0, delta(5))
+    path = tmp_path / "requests.journal"
+    size = path.stat().st_size
+    with disk_of(size + 11):
+        with pytest.raises(OSError):
+            journal.told(one, 0, delta(6))
+        assert path.stat().st_size == size
+        with pytest.raises(OSError):
+            journal.accept("refused", b"", [PROMPTS[0]])
+        with pytest.raises(OSError):
+            journal.end(one)
+    journal.told(one, 0, delta(7))
+    two = journal.accept("two", b"", [PROMPTS[0]])
+    journal.told(two, 0, delta(8))
+    journal.close()
+    assert left(tmp_path) == {"one": [[5, 7]], "two": [[8]]}
+
+
+def test_a_file_that_cannot_be_written_anew_stays_as_it_is(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    one = journal.accept("one", b"", [PROMPTS[0]])
+    for token in range(20):
+        journal.told(one, 0, delta(token))
+    size = (tmp_path / "requests.journal").stat().st_size
+    with disk_of(size // 2), pytest.raises(OSError):
+        journal._rewrite()
+    assert sorted(os.listdir(tmp_path)) == ["lock", "requests.journal"]
+    assert not [name for name in open_files() if "requests.new" in name]
+    with disk_of(size + 3), pytest.raises(OSError):
+        journal.told(one, 0, delta(99))
+    journal.told(one, 0, delta(20))
+    journal._rewrite()
+    journal.told(one, 0, delta(21))
+    journal.close()
+    assert left(tmp_path) == {"one": [list(range(22))]}
+
+
+def open_files() -> list[str]:
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that listed them is closed by now
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return names
 
 
 def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:

@@ -129,12 +129,11 @@ class Journal:
     def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview]) -> int:
         """A request is taken on; its number."""
         number, self._next = self._next, self._next + 1
-        self._live[number] = 0
         self._append(number, Accepted(number, request_id, time.time(), job, tuple(map(bytes, prompts))))
         return number
 
     def told(self, number: int, index: int, delta: Delta) -> None:
-        """Before the client is told."""
+        """Before the client is told. Raises OSError when it cannot be written; what was written before stays good."""
         if number in self._live:
             self._append(number, Told(number, index, delta))
 
@@ -162,14 +161,19 @@ class Journal:
     # -- the file -----------------------------------------------------------------------------------------------
 
     def _append(self, number: int, record: Record) -> None:
+        """All of the record, or OSError and nothing of it: what followed a torn record would be lost with it."""
         if self._closed:
             return
         frame = _framed(record)
         with self._guard:
-            _write(self._file, frame)
+            try:
+                _write(self._file, frame)
+            except OSError:
+                os.ftruncate(self._file, self._size)
+                raise
             self._dirty = True
         self._size += len(frame)
-        self._live[number] += len(frame)
+        self._live[number] = self._live.get(number, 0) + len(frame)
 
     def _load(self) -> None:
         try:
@@ -196,29 +200,38 @@ class Journal:
         self._rewrite(data[:good])
 
     def _rewrite(self, data: bytes | None = None) -> None:
-        """Write a new file of the records that are alive, then put it in the place of the old one."""
+        """Write a new file of the records that are alive, then put it in the place of the old one; on OSError that one
+        stays in use."""
         data = self._path.read_bytes() if data is None else data
         fresh = self._path.with_suffix(".new")
+        live = dict.fromkeys(self._live, 0)
         file = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        frame = _framed(self._opened)
-        _write(file, frame)
-        self._size = len(frame)
-        self._live = dict.fromkeys(self._live, 0)
-        for _, record in _records(data):
-            if not isinstance(record, Opened) and record.number in self._live:
-                frame = _framed(record)
-                _write(file, frame)
-                self._size += len(frame)
-                self._live[record.number] += len(frame)
-        os.fsync(file)
-        os.replace(fresh, self._path)
+        try:
+            frame = _framed(self._opened)
+            _write(file, frame)
+            size = len(frame)
+            for _, record in _records(data):
+                if not isinstance(record, Opened) and record.number in live:
+                    frame = _framed(record)
+                    _write(file, frame)
+                    size += len(frame)
+                    live[record.number] += len(frame)
+            os.fsync(file)
+            os.replace(fresh, self._path)
+        except BaseException:
+            os.close(file)
+            fresh.unlink(missing_ok=True)
+            raise
         with self._guard:
             old, self._file = self._file, file
+            self._size, self._live = size, live
         if old >= 0:
             os.close(old)
         folder = os.open(self._path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def _sync(self) -> None:
         while not self._stop.wait(_SYNC_S):
