@@ -25,11 +25,11 @@ class WallClock:
         return time.monotonic()
 
 
-def main(endpoint: str, config: EngineConfig) -> int:
+def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     if config.model == "silent":
         return 3
     clock = WallClock()
-    service = EngineService(endpoint, clock)
+    service = EngineService(endpoint, clock, server_pid)
     if config.model == "broken":
         service.fail("the checkpoint has no tensors")
         service.close()
@@ -50,4 +50,4 @@ def main(endpoint: str, config: EngineConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)))

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_executor import VOCAB, answer
 
@@ -278,3 +279,11 @@ def test_an_engine_ends_when_its_parent_is_killed(short_path: Path) -> None:
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pid)
+
+
+def test_an_engine_whose_parent_was_killed_before_it_could_look_ends(short_path: Path) -> None:
+    """As then: the process that started it is not its parent."""
+    stranger = os.getppid()
+    command = [sys.executable, "-m", "fake_engine_process", f"ipc://{short_path}/e", str(stranger)]
+    config = msgspec.json.encode(EngineConfig(model="fake"))
+    assert subprocess.run(command, input=config, timeout=30, check=False).returncode == 0

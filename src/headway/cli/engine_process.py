@@ -1,6 +1,6 @@
 """The engine process: composes model, worker, scheduler and loop. Started by `ProcessEngineClient`, not by people.
 
-usage: python -m headway.cli.engine_process ENDPOINT < config.json
+usage: python -m headway.cli.engine_process ENDPOINT SERVER_PID < config.json
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class WallClock:
         return time.monotonic()
 
 
-def main(endpoint: str, config: EngineConfig) -> int:
+def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     """Serve until drained (0) or unable to start (1)."""
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     clock = WallClock()
-    service = EngineService(endpoint, clock)
+    service = EngineService(endpoint, clock, server_pid)
     service.live(config.worker_timeout_s / PER_TIMEOUT)
     try:
         from headway.cli.assemble import assemble
@@ -58,7 +58,7 @@ def main(endpoint: str, config: EngineConfig) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+    code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # torch's thread pools have nothing to say at exit

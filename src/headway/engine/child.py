@@ -49,7 +49,7 @@ class EngineChild:
         self.words: Fatal | None = None
         """What it said of its own end."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, endpoint],
+            [sys.executable, "-m", module, endpoint, str(os.getpid())],
             stdin=subprocess.PIPE,
             env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,

@@ -28,9 +28,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class EngineService:
-    """Speaks for one engine at `endpoint` until told to drain, or until its parent process is gone."""
+    """Speaks for one engine at `endpoint` until told to drain, or until `parent`, the process that started this one,
+    is gone. (Who the parent is must be told: it may have died before this process could ask.)"""
 
-    def __init__(self, endpoint: str, clock: Clock) -> None:
+    def __init__(self, endpoint: str, clock: Clock, parent: int) -> None:
         self._clock = clock
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -40,7 +41,7 @@ class EngineService:
         self._socket.connect(endpoint)
         self._endpoint = endpoint
         self._heart: Heart | None = None
-        self._parent = os.getppid()
+        self._parent = parent
         self._stats_sent_s = 0.0
 
     def live(self, every_s: float) -> None:
