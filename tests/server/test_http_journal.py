@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_driver import until
+from asgi_driver import Caller, until
 from fake_engine import FakeEngine, echo, fail
 
-from headway.core.errors import ConfigError, OverloadedError
+from headway.core.errors import ConfigError, OverloadedError, UnavailableError
 from headway.engine.journal import Journal
 from headway.server.app import create_app
 from headway.server.settings import ServerSettings
@@ -153,6 +154,89 @@ async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine:
         await until(lambda: engine.finished)
         await asyncio.sleep(0.2)
         assert (await client.get("/v1/requests/mine")).status_code == 404
+    assert left(tmp_path) == {}
+
+
+async def test_of_two_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+    await interrupted(connect, engine, tmp_path, 2)
+    journal = Journal(tmp_path)
+    (older,) = journal.left.values()
+    journal.accept("mine", older.accepted.job, [array("i", [8, 9]).tobytes()])
+    journal.close()
+    continuing(engine)
+    async with connect(journal=str(tmp_path)) as client:
+        await until(lambda: engine.finished)
+        await asyncio.sleep(0.01)
+        assert engine.prompts[-1] == [8, 9]
+        found = (await client.get("/v1/requests/mine")).json()
+        assert found["choices"][0]["token_ids"] == [8, 9, 8, 9, 8, 9]
+    assert left(tmp_path) == {"mine": [8, 9, 8, 9, 8, 9]}
+
+
+async def test_who_follows_a_stream_hears_that_it_was_deleted(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+    await interrupted(connect, engine, tmp_path, 2)
+    continuing(engine)
+    engine.gate = asyncio.Semaphore(0)
+    async with connect(journal=str(tmp_path)) as client:
+        await until(lambda: engine.sent == 1)
+        following = asyncio.create_task(client.get("/v1/requests/mine?stream=true"))
+        await asyncio.sleep(0.02)
+        assert (await client.delete("/v1/requests/mine")).json()["status"] == "deleted"
+        async with asyncio.timeout(5):
+            events = [json.loads(line[6:]) for line in (await following).text.splitlines() if line.startswith("data: ")]
+        assert [t for one in events[:-1] for t in one["choices"][0]["token_ids"]] == WANTED[:3]
+        assert (events[-1]["error"]["code"], events[-1]["error"]["message"]) == (404, "the request was deleted")
+        await until(lambda: engine.aborted and not client._transport.app.state.headway.in_flight)
+    assert left(tmp_path) == {}
+
+
+def giving_up(engine: FakeEngine, after: int) -> None:
+    """The engine is lost once a request has had `after` more tokens."""
+
+    def script(submit: Any, ids: list[int]) -> Iterable[Any]:
+        yield from list(echo(submit, ids))[len(submit.output) :][:after]
+        engine.state = "lost"
+        raise UnavailableError("the engine is gone")
+
+    engine.script = script
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+async def test_taken_up_again_and_given_up_it_is_left_to_the_next_server(
+    connect: Any, engine: FakeEngine, tmp_path: Path, forgotten: bool
+) -> None:
+    await interrupted(connect, engine, tmp_path, 2)
+    giving_up(engine, after=1)
+    async with connect(journal=str(tmp_path), journal_keep_s=0.01) as client:
+        await until(lambda: engine.state == "lost")
+        await asyncio.sleep(0.1)
+        assert (await client.get("/v1/requests/mine")).status_code == 503
+        if forgotten:
+            assert (await client.delete("/v1/requests/mine")).status_code == 200
+    assert left(tmp_path) == ({} if forgotten else {"mine": WANTED[:3]})
+
+
+async def test_an_answer_that_is_given_up_halfway_is_left_to_the_next_server(
+    connect: Any, engine: FakeEngine, tmp_path: Path
+) -> None:
+    giving_up(engine, after=2)
+    async with connect(journal=str(tmp_path)) as client:
+        assert (await client.post(PATH, json=BODY, headers={"x-request-id": "mine"})).status_code == 503
+    assert left(tmp_path) == {"mine": WANTED[:2]}
+
+
+async def test_an_answer_that_is_sent_after_the_drained_engine_ended_is_not_left(
+    application: Any, engine: FakeEngine, tmp_path: Path
+) -> None:
+    async with application(journal=str(tmp_path)) as app:
+        caller = Caller(app, PATH, {**BODY, "stream": True})
+        caller.stall()
+        await until(lambda: engine.finished)
+        engine.state = "lost"
+        assert app.state.headway.in_flight == 1
+        caller.resume()
+        await caller.done()
+        assert caller.received.endswith(b"data: [DONE]\n\n")
     assert left(tmp_path) == {}
 
 

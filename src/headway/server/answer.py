@@ -102,7 +102,7 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         form = make_format(job, server, request_id)
         ticket = None if server.journal is None else Ticket.of(server.journal, request_id, form.kind, job)
         if ticket is not None:
-            held.callback(_end, server, ticket)
+            held.callback(_end, server, ticket, records)
         pieces = run_job(server, job, request_id, records, ticket)
         if job.stream:
             release = held.pop_all()
@@ -118,10 +118,18 @@ async def _close(held: ExitStack) -> None:
     held.close()
 
 
-def _end(server: Context, ticket: Ticket) -> None:
-    """The client has its answer, or has left; unless the engine is lost, and the next server's may have it."""
-    if server.engine.state != "lost":
+def _end(server: Context, ticket: Ticket, records: Sequence[GenerationRecord]) -> None:
+    """The client has its answer, or has left; unless the next server shall answer."""
+    if not is_left(server, records):
         ticket.end()
+
+
+def is_left(server: Context, records: Sequence[GenerationRecord]) -> bool:
+    """Whether the engine was given up before every prompt had its answer: the request is left to the next server.
+
+    An engine that ends after it was drained has answered all, though not all of that may have been sent yet.
+    """
+    return server.engine.state == "lost" and any(record.reason not in ("stop", "length") for record in records)
 
 
 def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.server.answer import Answer, Format, MakeFormat, run_job, usage
+from headway.server.answer import Answer, Format, MakeFormat, is_left, run_job, usage
 from headway.server.chat import ChatFormat
 from headway.server.completions import CompletionFormat
 from headway.server.context import Context, context
@@ -47,7 +47,7 @@ class Resumed:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
-        """Take in all pieces. An error is kept as the answer."""
+        """Take in all pieces. An error is kept as the answer; cancelled, it tells those who follow the stream."""
         self.answers = [Answer() for _ in self.form.job.prompts]
         try:
             async with aclosing(pieces):
@@ -57,11 +57,15 @@ class Resumed:
             if self.form.job.include_usage:
                 self._add(event(self.form.usage_chunk(usage(self.form.job, self.records))))
             self._add(DONE)
+        except asyncio.CancelledError:
+            self.error = self.error or ApiError(404, "the request was deleted")
+            raise
         except Exception as error:
             self.error = as_api_error(error)
             log.warning("a request that was taken up again failed: %s", self.error)
-        self.over = True
-        self._news.set()
+        finally:
+            self.over = True
+            self._news.set()
 
     async def replay(self) -> AsyncGenerator[bytes, None]:
         """All events of the answer's stream, from the first, as they come."""
@@ -95,7 +99,7 @@ class Resumed:
 def take_up(server: Context) -> None:
     """Go on with all that the journal has left. Called once, when the engine is ready."""
     assert server.journal is not None
-    for number, entry in server.journal.left.items():
+    for number, entry in list(server.journal.left.items()):  # what is dropped leaves it
         request_id = entry.accepted.id
         kind, job = job_of(entry, time.monotonic(), time.time())
         ticket = Ticket(server.journal, number, entry.told)
@@ -143,12 +147,14 @@ def _find(request: Request) -> Resumed:
 
 
 async def _see_through(server: Context, request_id: str, resumed: Resumed) -> None:
-    """Compute the answer, then keep it for a while."""
+    """Compute the answer, then keep it for a while; in the journal for the next server, if the engine was given up."""
     server.in_flight += 1
     try:
         await resumed.run(run_job(server, resumed.form.job, request_id, resumed.records, resumed.ticket))
     finally:
         server.in_flight -= 1
+    if is_left(server, resumed.records):
+        return
     await asyncio.sleep(server.settings.journal_keep_s)
     _drop(server, request_id)
 
