@@ -91,14 +91,45 @@ def test_what_is_lost_over_and_over_is_given_up() -> None:
     for _ in range(2):
         executor.lose = "worker 3 has ended with signal 9"
         core.step()
+    core.step()  # the second restart is complete
     core._clock.advance(61.0)  # type: ignore[attr-defined]
     for _ in range(2):
         executor.lose = "worker 3 has ended with signal 9"
         core.step()
     executor.lose = "worker 3 has ended with signal 9"
-    with pytest.raises(GaveUpError, match=r"worker 3 has ended .*; the workers started again 2 times within 60 s"):
+    with pytest.raises(GaveUpError, match=r"worker 3 has ended .* started again 2 times and never stayed up"):
         core.step()
     assert issubclass(GaveUpError, HeadwayError)
+
+
+def test_restarts_that_take_long_are_given_up_as_well() -> None:
+    """A request that kills what computes it, where loading takes two minutes."""
+    executor = FakeExecutor(waits_on=("wire",))
+    core = make_core(executor)
+    core._restarts = Restarts(2, "the workers", window_s=60.0)
+    assert submit(core, "poison", PROMPTS["a"], max_tokens=100) is None
+    for loss in range(3):
+        executor.lose, executor.recovers = "worker 1 has ended", False
+        if loss == 2:
+            break
+        core.step()
+        core._clock.advance(120.0)  # type: ignore[attr-defined]
+        assert core.recovering
+        executor.recovers = True
+        core.step()
+        assert not core.recovering
+        core._clock.advance(30.0)  # type: ignore[attr-defined]
+    with pytest.raises(GaveUpError, match="2 times and never stayed up for 60 s"):
+        core.step()
+
+
+def test_a_restart_is_forgotten_once_it_has_held_for_a_minute() -> None:
+    restarts = Restarts(1, "it")
+    for start_s in (0.0, 500.0, 1000.0):
+        restarts.spend(start_s, "gone")
+        restarts.up(start_s + 400.0)
+    with pytest.raises(GaveUpError):
+        restarts.spend(1459.0, "gone")
 
 
 def test_a_request_that_was_accepted_before_goes_on_behind_its_output() -> None:

@@ -109,7 +109,7 @@ ENGINE_OPTIONS = (
         "max_restarts",
         int,
         3,
-        "restarts of lost workers, or of a lost engine, within a minute; one more loss ends the server's service",
+        "restarts in a row of lost workers, or of a lost engine, none up for a minute; one more loss ends the service",
         metavar="N",
     ),
     Option(

@@ -55,8 +55,8 @@ class ProcessEngineClient:
     """Spawns the engine at construction (so that it loads while the server imports its own modules) and connects when
     `start` is awaited. One instance per server.
 
-    An engine that dies or hangs is started again, `config.max_restarts` times a minute at most, and gets every request
-    that is not finished, with what its client has been told: streams pause.
+    An engine that dies or hangs is started again, `config.max_restarts` times in a row at most (`Restarts`), and gets
+    every request that is not finished, with what its client has been told: streams pause.
     """
 
     def __init__(self, config: EngineConfig, module: str = "headway.cli.engine_process") -> None:
@@ -221,6 +221,7 @@ class ProcessEngineClient:
             elif isinstance(message, EngineInfo):
                 self._info, self._state = message, "ready"
                 child.ready()
+                self._restarts.up(time.monotonic())
                 if not ready.done():
                     ready.set_result(message)
                 self._resubmit(child)

@@ -187,6 +187,7 @@ class EngineCore:
         if self._lost_s is not None and self.executor.accepts:
             self._count("recovery_s_total", self._clock.now() - self._lost_s)
             self._lost_s = None
+            self._restarts.up(self._clock.now())
         if elsewhere:
             self._fill()
         return deltas

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from headway.core.errors import HeadwayError
 
 
@@ -12,20 +10,28 @@ class GaveUpError(HeadwayError):
 
 
 class Restarts:
-    """Allows `limit` restarts in any `window_s` seconds. `what`: who is restarted, for the error."""
+    """Allows `limit` restarts in a row. The row ends when what was restarted has been up for `window_s` seconds: the
+    time that a restart takes, which may be long, is no sign of health. `what`: who is restarted, for the error."""
 
     def __init__(self, limit: int, what: str, window_s: float = 60.0) -> None:
         self.limit = limit
         self.window_s = window_s
         self._what = what
-        self._spent: deque[float] = deque()
+        self._spent = 0
+        self._up_s: float | None = None
+
+    def up(self, now: float) -> None:
+        """Told when a restart is complete."""
+        self._up_s = now
 
     def spend(self, now: float, why: str) -> None:
         """One restart more. Raises GaveUpError, with the reason of this loss, when that is one too many."""
-        while self._spent and now - self._spent[0] >= self.window_s:
-            self._spent.popleft()
-        if len(self._spent) >= self.limit:
+        if self._up_s is not None and now - self._up_s >= self.window_s:
+            self._spent = 0
+        self._up_s = None
+        if self._spent >= self.limit:
             raise GaveUpError(
-                f"{why}; {self._what} started again {self.limit} times within {self.window_s:g} s, which is the limit"
+                f"{why}; {self._what} started again {self.limit} times and never stayed up for {self.window_s:g} s, "
+                "which is the limit"
             )
-        self._spent.append(now)
+        self._spent += 1
