@@ -137,3 +137,23 @@ def test_counters_never_fall() -> None:
     two = carried(base, EngineStats(iterations_total=2, running=1, kv_tokens_total=64, stage_busy_s=((0, 0, 1.0),)))
     assert (two.iterations_total, two.running, two.kv_tokens_total, two.engine_restarts_total) == (7, 1, 64, 1)
     assert two.stage_busy_s == ((0, 0, 2.5),)
+
+
+def test_an_engine_that_is_gone_for_good_holds_nothing_and_has_counted_what_it_did() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        streams = [stream(client, f"r{i}", [i, 1], 10**7) for i in range(3)]
+        for one in streams:
+            await tokens(one, 2)
+        while client.stats.running + client.stats.waiting < 3:
+            await asyncio.sleep(0.01)
+        os.kill(client.pid, signal.SIGKILL)
+        while client.state != "lost":
+            await asyncio.sleep(0.01)
+        stats = client.stats
+        assert (stats.running, stats.waiting, stats.kv_tokens_used, stats.kv_tokens_total) == (0, 0, 0, 0)
+        assert not stats.recovering
+        assert stats.iterations_total > 0
+        assert stats.decode_tokens_total > 0
+        assert stats.prefill_tokens_total == 6
+
+    go(test, max_restarts=0)

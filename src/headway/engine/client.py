@@ -243,7 +243,9 @@ class ProcessEngineClient:
         log.error("the engine is lost for good: %s", why)
 
     def _lose(self) -> None:
+        """Nothing follows. Counters stay; nothing runs or waits in an engine that is gone."""
         self._state = "lost"
+        self._stats = carried(self._stats, EngineStats())
         self._drained.set()
         for stream in self._streams.values():
             stream.deltas.put_nowait(None)

@@ -9,11 +9,13 @@ from headway.engine.protocol import EngineStats
 _COUNTERS = tuple(
     name for name in EngineStats.__struct_fields__ if name.endswith("_total") and name != "kv_tokens_total"
 )
+_NOTHING = EngineStats()
 
 
 def carried(before: EngineStats, now: EngineStats) -> EngineStats:
-    """A snapshot of an engine, with all that earlier ones had counted."""
-    if before.engine_restarts_total == now.engine_restarts_total == 0:
+    """A snapshot of an engine, with all that earlier ones had counted. What is not counted, but is so at the time, is
+    the newer one's."""
+    if before == _NOTHING:
         return now
     totals = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}
     busy = {(group, stage): seconds for group, stage, seconds in before.stage_busy_s}
