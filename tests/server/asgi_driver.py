@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Caller:
-    """One HTTP request to `app`. `stall` makes the client stop reading until `resume`; `leave` closes its connection."""
+    """One HTTP request to `app`. `stall` stops the client's reading until `resume`; `leave` closes its connection."""
 
     def __init__(self, app: Any, path: str, body: object, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
