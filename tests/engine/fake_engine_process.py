@@ -1,11 +1,14 @@
 """An engine process on the fake executor: the real service loop, no model. `config.model` says how it behaves.
 
-fake: serves. beating: serves, and sends beats. broken: cannot start, and says why. silent: ends without a word. gives
-up: says so soon after it has started.
+fake: serves. beating: serves, and sends beats. broken: cannot start, and says why. silent: ends without a word. hangs:
+stops while it starts. gives up: says so soon after it has started. garbles: what it says cannot be understood.
+stumbles: the second of its kind cannot start.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 
@@ -30,6 +33,14 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
         return 3
     clock = WallClock()
     service = EngineService(endpoint, clock, server_pid)
+    if config.model == "hangs":
+        service.live(config.worker_timeout_s / 5)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if config.model == "stumbles" and endpoint.endswith("e1"):
+        service.fail("the cache does not fit")
+        service.close()
+        return 1
     if config.model == "broken":
         service.fail("the checkpoint has no tensors")
         service.close()
@@ -44,6 +55,9 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
         service.fail("worker 0 has ended too often")
         service.close()
         return 1
+    if config.model == "garbles":
+        service._send(core.info)
+        service._socket.send(b"\xc1")
     service.run(core)
     service.close()
     return 0

@@ -161,10 +161,10 @@ def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_on
                 await anext(one)
             os.kill(client.pid, signal.SIGKILL)
             for one in streams:
-                with pytest.raises(UnavailableError, match="ended unexpectedly"):
+                with pytest.raises(UnavailableError, match="has ended with SIGKILL"):
                     await all_of(one)
             assert client.state == "lost"
-            with pytest.raises(UnavailableError, match="ended unexpectedly"):
+            with pytest.raises(UnavailableError, match="has ended with SIGKILL"):
                 await all_of(stream(client, "late", [1]))
             await client.drain()
         assert gone(client)
@@ -187,6 +187,21 @@ def test_an_engine_that_cannot_start_says_why_to_everybody_who_waits(model: str,
             assert words in (client.failure or "")
             with pytest.raises(UnavailableError):
                 await all_of(stream(client, "late", [1]))
+        finally:
+            await client.close()
+        assert gone(client)
+
+    go(test)
+
+
+def test_an_engine_that_hangs_while_it_starts_is_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.engine.child.START_TIMEOUT_S", 0.5)
+
+    async def test() -> None:
+        client = make_client("hangs")
+        try:
+            with pytest.raises(ConfigError, match=r"was not heard of for 0.5 s: it hangs"):
+                await client.start()
         finally:
             await client.close()
         assert gone(client)
@@ -222,7 +237,7 @@ def test_closing_wakes_whoever_still_waits() -> None:
         async with running() as second:
             endless = stream(second, "endless", [1], max_tokens=10**6)
             await anext(endless)
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match="the server is ending"):
             await all_of(endless)
 
     go(test)

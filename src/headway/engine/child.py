@@ -39,21 +39,27 @@ class EngineChild:
         self._socket = self._context.socket(zmq.PAIR)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
             self._socket.setsockopt(option, value)
-        self._socket.bind(endpoint)
         self._plain = zmq.Context()
         self._beats = self._plain.socket(zmq.PULL)
-        self._beats.bind(endpoint + BEATS)
         self._pulse: Pulse | None = None
         self._timeout_s = config.worker_timeout_s
         self._limit_s = START_TIMEOUT_S
         self.words: Fatal | None = None
         """What it said of its own end."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, endpoint, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+        self.served = False
+        """Whether it has ever been ready."""
+        try:
+            self._socket.bind(endpoint)
+            self._beats.bind(endpoint + BEATS)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, endpoint, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        except BaseException:
+            self._hang_up()
+            raise
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, which `gone` tells
             self.process.stdin.write(msgspec.json.encode(config))
@@ -72,6 +78,7 @@ class EngineChild:
 
     def ready(self) -> None:
         """It has started: from now on its silence means more."""
+        self.served = True
         self._limit_s = self._timeout_s
         if self._pulse is not None:
             self._pulse.timeout_s = self._limit_s
@@ -90,10 +97,7 @@ class EngineChild:
 
     def end(self, at_once: bool = False) -> None:
         """End it, whatever it is doing. Harmless when repeated."""
-        self._socket.close()
-        self._beats.close()
-        self._context.destroy(linger=0)
-        self._plain.destroy(linger=0)
+        self._hang_up()
         if self.process.poll() is None:
             if not at_once:
                 self.process.terminate()
@@ -102,6 +106,12 @@ class EngineChild:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+
+    def _hang_up(self) -> None:
+        self._socket.close()
+        self._beats.close()
+        self._context.destroy(linger=0)
+        self._plain.destroy(linger=0)
 
     def _silent(self, now: float) -> bool:
         """An engine that has never sent a beat sends none."""

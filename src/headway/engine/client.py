@@ -30,7 +30,7 @@ from headway.engine.totals import carried
 log = logging.getLogger("headway.server")
 
 _encoder = msgspec.msgpack.Encoder()
-_LOST = "the engine process has ended unexpectedly; restart the server (its log says why)"
+_ENDS = "the server is ending; send the request again later"
 
 
 class _Stream:
@@ -110,7 +110,7 @@ class ProcessEngineClient:
 
     async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
         if self._state == "lost":
-            raise UnavailableError(_LOST)
+            raise UnavailableError(self.failure or _ENDS)
         if self.state in ("starting", "draining"):
             raise UnavailableError(f"the engine is {self.state}", 5.0)
         if submit.id in self._streams:
@@ -124,7 +124,7 @@ class ProcessEngineClient:
                 delta = await stream.deltas.get()
                 if delta is None:
                     finished = True
-                    raise UnavailableError(_LOST)
+                    raise UnavailableError(self.failure or _ENDS)
                 finished = delta.finish is not None
                 if delta.finish == "error" and delta.param is not None:
                     self._raise(delta)
@@ -177,9 +177,7 @@ class ProcessEngineClient:
                 listening.cancel()
             words = self._child.words
             if not ready.done():
-                code = self._child.process.returncode
-                said = f"the engine ended with exit code {code} while starting" if words is None else words.error
-                ready.set_exception(ConfigError(said))
+                ready.set_exception(ConfigError(f"{why} while starting" if words is None else words.error))
             elif self._drains and self._child.process.returncode == 0:
                 pass
             elif words is not None and words.final:
