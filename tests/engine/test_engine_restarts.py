@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from fake_executor import answer
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import SamplingParams
+from headway.engine.child import EngineChild
 from headway.engine.client import ProcessEngineClient
 from headway.engine.config import EngineConfig
 from headway.engine.protocol import Delta, EngineStats, Submit
@@ -118,6 +120,81 @@ def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
         assert "the engine started again 1 times and never stayed up for 60 s" in (client.failure or "")
 
     go(test, max_restarts=1)
+
+
+def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 10**7)
+        await tokens(one, 2)
+        draining = asyncio.create_task(client.drain())
+        monkeypatch.setattr("headway.engine.child.subprocess.Popen", refuse)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="Cannot allocate memory"):
+            await tokens(one)
+        await draining
+        assert client.state == "lost"
+        assert "Cannot allocate memory" in (client.failure or "")
+
+    go(test)
+
+
+def test_an_engine_that_cannot_be_understood_is_ended() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        with pytest.raises(UnavailableError, match="cannot be looked after"):
+            await tokens(stream(client, "a", [1, 2], 10**7))
+        assert client.state == "lost"
+        while client._child.process.poll() is None:
+            await asyncio.sleep(0.01)
+        await client.drain()
+
+    go(test, model="garbles")
+
+
+def test_a_restart_that_cannot_load_is_not_the_last() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 3_000)
+        told = await tokens(one, 2)
+        os.kill(client.pid, signal.SIGKILL)
+        assert told + await tokens(one) == answer([1, 2], 3_000)
+        assert client.stats.engine_restarts_total == 2
+
+    go(test, model="stumbles", max_restarts=2)
+
+
+def test_a_restart_that_never_loads_is_given_up_with_its_own_words() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 10**7)
+        await tokens(one, 2)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="the cache does not fit; the engine started again 1 times"):
+            await tokens(one)
+
+    go(test, model="stumbles", max_restarts=1)
+
+
+@pytest.mark.parametrize("asked", [None, 12_345])
+def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.MonkeyPatch, asked: int | None) -> None:
+    seen: list[EngineConfig] = []
+
+    def spied(config: EngineConfig, *rest: object) -> EngineChild:
+        seen.append(config)
+        return EngineChild(config, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("headway.engine.client.EngineChild", spied)
+
+    async def test(client: ProcessEngineClient) -> None:
+        for _ in range(2):
+            pid = client.pid
+            os.kill(pid, signal.SIGKILL)
+            while client.pid == pid or client.state != "ready":
+                await asyncio.sleep(0.01)
+        assert client.info.kv_bytes == 4
+        assert [config.kv_cache_bytes for config in seen] == [asked, asked or 4, asked or 4]
+
+    go(test, kv_cache_bytes=asked)  # type: ignore[arg-type]
 
 
 def test_what_a_dying_engine_says_for_good_is_believed() -> None:

@@ -168,24 +168,45 @@ class ProcessEngineClient:
     # -- one incarnation after another --------------------------------------------------------------------------
 
     async def _live(self, ready: asyncio.Future[EngineInfo]) -> None:
-        """For as long as there is an engine or hope of one."""
-        while True:
-            listening = asyncio.create_task(self._listen(ready))
-            try:
-                why = f"the engine process {await self._child.gone()}"
-            finally:
-                listening.cancel()
-            words = self._child.words
-            if not ready.done():
-                ready.set_exception(ConfigError(f"{why} while starting" if words is None else words.error))
-            elif self._drains and self._child.process.returncode == 0:
+        """For as long as there is an engine or hope of one. Whatever goes wrong here, nobody is left waiting."""
+        try:
+            while self._goes_on(await self._incarnation(ready), ready):
                 pass
-            elif words is not None and words.final:
-                self._fail(words.error)
-            elif self._begin_again(why if words is None else words.error):
-                continue
+        except Exception as error:
+            log.exception("the engine's process cannot be looked after")
+            self._fail(f"the engine cannot be looked after: {error}")
+            if not ready.done():
+                ready.set_exception(ConfigError(self.failure))
+            self._child.end(at_once=True)
+        finally:
             self._lose()
-            return
+
+    async def _incarnation(self, ready: asyncio.Future[EngineInfo]) -> str:
+        """Listen to an engine until it is gone; how it went. Raises what listening raises."""
+        listening = asyncio.create_task(self._listen(ready))
+        going = asyncio.create_task(self._child.gone())
+        try:
+            await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
+            if listening.done():
+                listening.result()
+            return f"the engine process {await going}"
+        finally:
+            listening.cancel()
+            going.cancel()
+
+    def _goes_on(self, why: str, ready: asyncio.Future[EngineInfo]) -> bool:
+        """Whether another engine was started in the place of one that is gone. What that one called final is so unless
+        it was itself a restart that failed: the next may find what it missed."""
+        words = self._child.words
+        if not ready.done():
+            ready.set_exception(ConfigError(f"{why} while starting" if words is None else words.error))
+        elif self._drains and self._child.process.returncode == 0:
+            pass
+        elif words is not None and words.final and self._child.served:
+            self._fail(words.error)
+        else:
+            return self._begin_again(why if words is None else words.error)
+        return False
 
     def _begin_again(self, why: str) -> bool:
         """False when that has been tried often enough."""
@@ -200,6 +221,8 @@ class ProcessEngineClient:
         self._child.end(at_once=True)
         self._serial += 1
         config = self._config
+        if config.kv_cache_bytes is None:  # however little is free now: what was accepted must fit again
+            config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)
         if config.event_log is not None:  # the log of the one that is gone stays
             config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self._serial}")
         self._child = EngineChild(config, self._module, self._folder.path, self._serial)
