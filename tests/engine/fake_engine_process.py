@@ -35,7 +35,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     service = EngineService(endpoint, clock, server_pid)
     if config.model == "hangs":
         service.live(config.worker_timeout_s / 5)
-        time.sleep(0.3)
+        time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGSTOP)
     if config.model == "stumbles" and endpoint.endswith("e1"):
         service.fail("the cache does not fit")

@@ -198,7 +198,7 @@ def test_an_engine_that_hangs_while_it_starts_is_said_to_hang(monkeypatch: pytes
     monkeypatch.setattr("headway.engine.child.START_TIMEOUT_S", 0.5)
 
     async def test() -> None:
-        client = make_client("hangs")
+        client = make_client("hangs", worker_timeout_s=1)
         try:
             with pytest.raises(ConfigError, match=r"was not heard of for 0.5 s: it hangs"):
                 await client.start()
