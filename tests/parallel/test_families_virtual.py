@@ -69,7 +69,7 @@ def test_greedy_tokens_equal_with_shorts_beside_a_long_request(
 @LONG
 @pytest.mark.parametrize("name", [*LAYOUTS, *LARGER])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, phases=PHASES)
+@settings(max_examples=6, phases=PHASES)
 @given(**CASES)
 def test_greedy_tokens_equal_in_many_more_cases(
     family: str, name: str, length: int, shorts: list[tuple[int, int]], chunking: str, schedule: str, shard: int
@@ -128,7 +128,7 @@ def test_bf16_logits_are_within_a_bound_and_clear_tokens_equal(family: str, name
 
 @LONG
 @pytest.mark.parametrize("chunking", CHUNKINGS)
-@pytest.mark.parametrize("name", [*LAYOUTS, *LARGER])
+@pytest.mark.parametrize("name", ["T2S2K2", *LARGER])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_equal_transformers_in_every_chunking(family: str, name: str, dtype: str, chunking: str) -> None:
