@@ -48,47 +48,37 @@ def fig1(options: Options) -> Report:
 
 def fig2(options: Options) -> Report:
     """Short requests under FIFO, with long requests and without."""
-    runs = Runs(options)
-    runs.need([("FIFO", "default"), ("FIFO, no longs", "default")], REGIMES)
-    rows = []
-    for regime in REGIMES:
-        rows += [
-            judge(
-                f"{regime}: P99 queueing of short requests with long ones over without",
-                FIFO_RATIO,
-                order("above 1 for every model", lambda found: bool(found) and min(found.values()) > 1),
-                {"paper": None, "default": runs.ratios("FIFO", "FIFO, no longs", "default", regime, "delay_s")},
-                "Where nothing queues without long requests the ratio has no meaningful size.",
-            ),
-            judge(
-                f"{regime}: throughput of short requests with long ones over without",
-                FIFO_RPS,
-                order("below 1 for every model", lambda found: bool(found) and max(found.values()) < 1),
-                {"paper": None, "default": runs.ratios("FIFO", "FIFO, no longs", "default", regime, "short_rps")},
-            ),
-        ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    why = "Where nothing queues without long requests the ratio has no meaningful size."
+    return _beside(options, "FIFO", "FIFO, no longs", "with long ones over without", (FIFO_RATIO, FIFO_RPS), why)
 
 
 def fig3(options: Options) -> Report:
     """Short requests under reservation and under FIFO."""
+    why = "Worse than FIFO only where short requests saturate their part of the cluster."
+    return _beside(options, "Reservation", "FIFO", "under reservation over FIFO", (RESERVED_RATIO, RESERVED_RPS), why)
+
+
+def _beside(
+    options: Options, system: str, peer: str, words: str, paper: tuple[dict[str, float], dict[str, float]], why: str
+) -> Report:
+    """Queueing and throughput of short requests under a system, over those under its peer."""
     runs = Runs(options)
-    runs.need([("FIFO", "default"), ("Reservation", "default")], REGIMES)
+    runs.need([(system, "default"), (peer, "default")], REGIMES)
     rows = []
     for regime in REGIMES:
         rows += [
             judge(
-                f"{regime}: P99 queueing of short requests under reservation over FIFO",
-                RESERVED_RATIO,
+                f"{regime}: P99 queueing of short requests {words}",
+                paper[0],
                 order("above 1 for every model", lambda found: bool(found) and min(found.values()) > 1),
-                {"paper": None, "default": runs.ratios("Reservation", "FIFO", "default", regime, "delay_s")},
-                "Worse than FIFO only where short requests saturate their part of the cluster.",
+                {"paper": None, "default": runs.ratios(system, peer, "default", regime, "delay_s")},
+                why,
             ),
             judge(
-                f"{regime}: throughput of short requests under reservation over FIFO",
-                RESERVED_RPS,
+                f"{regime}: throughput of short requests {words}",
+                paper[1],
                 order("below 1 for every model", lambda found: bool(found) and max(found.values()) < 1),
-                {"paper": None, "default": runs.ratios("Reservation", "FIFO", "default", regime, "short_rps")},
+                {"paper": None, "default": runs.ratios(system, peer, "default", regime, "short_rps")},
             ),
         ]
     return Report(source=runs.source(REGIMES), rows=tuple(rows))
