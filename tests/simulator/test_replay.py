@@ -21,8 +21,10 @@ from headway.core.sampling import SamplingParams
 from headway.engine.core import EngineCore
 from headway.engine.protocol import EngineInfo, Submit
 from headway.kv.ledger import Ledger
+from headway.latency import store
 from headway.latency.base import Load, load_s, one_chunk_s
 from headway.latency.corrected import CorrectedLatency
+from headway.latency.tables import TableLatency
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.scheduler import Scheduler
 from headway.simulator.calibration import calibrate
@@ -154,8 +156,12 @@ def test_calibration_says_how_far_the_profile_is_off_and_simulates_the_same_requ
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
+    log, out, kept = tmp_path / "log.jsonl", tmp_path / "out.json", tmp_path / "profile.json"
     log.write_bytes(b"\n".join(msgspec.json.encode(event) for event in live(4)) + b"\n{torn")
-    assert main(["profile", "check", str(log), "--json", str(out)]) == 0
+    assert main(["profile", "check", str(log), "--json", str(out), "--save", str(kept)]) == 0
+    run = replay(read_log(log))
+    assert isinstance(run.model, CorrectedLatency)
+    load = Load(8, 8, 3_000)
+    assert load_s(TableLatency(store.load(kept, None)), load) == pytest.approx(load_s(run.model, load))
     assert "no decisions differ" in capsys.readouterr().out
     assert json.loads(out.read_bytes())["schema"] == "headway.calibration/1"

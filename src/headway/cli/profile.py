@@ -18,6 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=float, default=25.0, metavar="SECONDS", help="measure for about so long (default: 25)"
     )
     parser.add_argument(
+        "--serve-for",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="then serve a mixture for so long, and correct the table by what that takes (default: 10; 0: do not)",
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)"
     )
     add_options(parser, [o for o in serve_options.ENGINE_OPTIONS if o.name not in ("event_log", "latency_profile")])
@@ -52,9 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
         source = profiling.profile(built.measure, built.kv_tokens, profiling.FULL, arguments.budget, mark, words)
     finally:
         built.executor.close()
+    print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
+    if arguments.serve_for > 0:
+        from headway.cli.rehearsal import rehearse
+
+        source, iterations = rehearse(config, source, arguments.serve_for)
+        print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
     path = arguments.out or store.default_path(mark)
     store.save(source, path)
-    print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
     print("rows        seconds  (matrix products and all else that goes by rows)")
     for rows, seconds in source.tokens[1:]:
         print(f"{rows:>6}   {seconds:>10.5f}")

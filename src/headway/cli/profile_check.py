@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate with the profile as the run had corrected it at its end (default: as it was at the start)",
     )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the profile as the run had corrected it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
 
 
@@ -32,4 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     show(calibration_report(result.to_json()))
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result.to_json()), indent=1))
+    if arguments.save is not None:
+        from headway.cli.rehearsal import learnt
+        from headway.latency import store
+
+        source, _ = learnt(replayed.table.source, replayed)
+        store.save(source, arguments.save)
     return 1 if replayed.differences else 0
