@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 from headway.core.errors import HeadwayError
 from headway.engine.journal import Journal
 from headway.engine.protocol import EngineClient
-from headway.server import operations, resumed, tokens
+from headway.server import instances, operations, resumed, tokens
 from headway.server.answer import answer
 from headway.server.body import BodyReader
 from headway.server.chat import ChatFormat, parse_chat
@@ -76,7 +76,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.add_middleware(Gate, api_key=settings.api_key)
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for each in (router, operations.router, tokens.router, resumed.router):
+    for each in (router, operations.router, tokens.router, resumed.router, instances.router):
         app.include_router(each)
     app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app

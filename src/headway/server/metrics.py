@@ -13,6 +13,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from headway.core.errors import UnavailableError
 from headway.engine.protocol import EngineClient
+from headway.router.listing import Instances
+from headway.server.instance_metrics import InstanceCollector
 from headway.server.record import GenerationRecord
 
 PREFIX = "headway_"
@@ -85,6 +87,8 @@ class Metrics:
             ("status",), registry=inner,
         )  # fmt: skip
         inner.register(_EngineCollector(engine))
+        if isinstance(engine, Instances):
+            inner.register(InstanceCollector(engine))
         self._registry.register(_Aliased(inner, engine, served_as))
 
     def record(self, received_s: float, prompt_tokens: int) -> GenerationRecord:
