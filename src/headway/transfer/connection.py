@@ -1,0 +1,443 @@
+"""One connection to one life of another instance: what leaves in order, and what arrives where it is wanted.
+
+A thread reads and a thread writes; neither holds a lock while it waits for the other side. A connection ends once, and
+all that waits on it is told.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from headway.transfer.frames import HEAD, Frame, Kind, head
+from headway.transfer.peer import PeerLostError
+
+_PIECES = 512
+_AHEAD = 1 << 16
+Buffer = memoryview | bytes | bytearray
+
+
+class Ticket:
+    """Something that will have happened, or will not. `wait` in one thread, at any time."""
+
+    __slots__ = ("_done", "_gate", "_why")
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._why: str | None = None
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._done
+
+    def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
+        """Return when it has happened; PeerLostError when it will not. `look` is called every so often meanwhile; what
+        it raises ends the wait."""
+        while not self._done:
+            if self._gate.acquire(timeout=-1 if look is None else every_s):
+                self._gate.release()
+            elif look is not None:
+                look()
+        if self._why is not None:
+            raise PeerLostError(self._why)
+
+    def finish(self, why: str | None = None) -> None:
+        """It has happened (None), or never will. Once; later calls are ignored. Not for those who wait."""
+        if not self._done:
+            self._why, self._done = why, True
+            self._gate.release()
+
+
+class Place(NamedTuple):
+    """Where the body of a pushed message is read to, in this order, and what is called once it is all there."""
+
+    views: Sequence[memoryview]
+    complete: Callable[[], None]
+
+
+Handler = Callable[[int, str, bytes, int], Place | None]
+"""(source, scope, note, length): called in a reader's thread, as is `complete`; None: the body is dropped. Must not
+block. `complete` may still be called just after `forget`; nothing is written to `views` any more then."""
+
+
+class _Kept:
+    """A message that came before anybody expected it. `ticket` and `into` once somebody does."""
+
+    __slots__ = ("body", "into", "there", "ticket")
+
+    def __init__(self, length: int) -> None:
+        self.body = bytearray(length)
+        self.there = False
+        self.ticket: Ticket | None = None
+        self.into: memoryview | None = None
+
+
+class _Box:
+    """One lane of one scope, from this peer."""
+
+    __slots__ = ("kept", "wanted")
+
+    def __init__(self) -> None:
+        self.wanted: deque[tuple[Ticket, memoryview]] = deque()
+        self.kept: deque[_Kept] = deque()
+
+
+class _Leaving(NamedTuple):
+    scope: str
+    views: list[memoryview]
+    ticket: Ticket
+
+
+class Connection:
+    """Made when a peer is met; frames wait until `serve` brings a socket. `forgotten`: scopes whose frames are dropped.
+
+    `lost` is called once, by whatever thread notices, with the connection and why.
+    """
+
+    def __init__(
+        self,
+        instance: int,
+        incarnation: int,
+        handler: Callable[[], Handler | None],
+        forgotten: Callable[[str], bool],
+        lost: Callable[[Connection, str], None],
+    ) -> None:
+        self.instance, self.incarnation = instance, incarnation
+        self._handler, self._forgotten, self._lost = handler, forgotten, lost
+        self._socket: socket.socket | None = None
+        self._out = threading.Condition()
+        self._queue: deque[_Leaving] = deque()
+        self._in = threading.Condition(threading.Lock())
+        self._filling = False
+        self._boxes: dict[tuple[str, int], _Box] = {}
+        self._reads: tuple[str, Sequence[memoryview]] | None = None
+        self._ended: str | None = None
+        self._scratch = memoryview(bytearray(_AHEAD))
+
+    @property
+    def ended(self) -> str | None:
+        """Why nothing goes over it any more; None while something may."""
+        return self._ended
+
+    @property
+    def served(self) -> bool:
+        """Whether it has ever been up."""
+        return self._socket is not None
+
+    @property
+    def up(self) -> bool:
+        return self._socket is not None and self._ended is None
+
+    # -- what is asked of it ------------------------------------------------------------------------------------------
+
+    def send(self, kind: Kind, lane: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
+        """One frame. The ticket: its buffers may be changed. What fits in the socket is written at once."""
+        views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
+        views.insert(0, memoryview(head(kind, lane, scope, note, sum(view.nbytes for view in views))))
+        leaving = _Leaving(scope, views, Ticket())
+        with self._out:
+            if (why := self._closed(scope)) is not None:
+                leaving.ticket.finish(why)
+            elif self._socket is not None and not self._queue and self._try(views):
+                leaving.ticket.finish()
+            else:
+                self._queue.append(leaving)
+                self._out.notify()
+        return leaving.ticket
+
+    def expect(self, lane: int, scope: str, into: memoryview) -> Ticket:
+        """The next message of a lane, into `into`, which has its size."""
+        ticket, into = Ticket(), into.cast("B")
+        with self._in:
+            if (why := self._closed(scope)) is not None:
+                ticket.finish(why)
+                return ticket
+            box = self._boxes.setdefault((scope, lane), _Box())
+            kept = next((one for one in box.kept if one.ticket is None), None)
+            if kept is None:
+                box.wanted.append((ticket, into))
+            elif kept.there:
+                box.kept.remove(kept)
+                _deliver(kept.body, into, ticket)
+            else:
+                kept.ticket, kept.into = ticket, into
+        return ticket
+
+    def forget(self, scope: str, why: str) -> None:
+        """Tickets of a scope end; what is to leave stays here, and no place of its is written to any more."""
+        with self._in:
+            if self._reads is not None and self._reads[0] == scope:
+                self._divert()
+            for key in [key for key in self._boxes if key[0] == scope]:
+                _empty(self._boxes.pop(key), why)
+        with self._out:
+            for leaving in self._queue:
+                if leaving.scope == scope:
+                    leaving.ticket.finish(why)
+            kept = [one for index, one in enumerate(self._queue) if index == 0 or one.scope != scope]
+            self._queue = deque(kept)  # the first may have begun: what follows would not be understood
+
+    def end(self, why: str) -> None:
+        """Close it, and tell all that wait. Harmless when repeated."""
+        with self._in, self._out:
+            if self._ended is not None:
+                return
+            self._ended = why
+            self._divert()
+            for box in self._boxes.values():
+                _empty(box, why)
+            self._boxes.clear()
+            for leaving in self._queue:
+                leaving.ticket.finish(why)
+            self._queue.clear()
+            self._out.notify_all()
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+        self._lost(self, why)
+
+    def _closed(self, scope: str) -> str | None:
+        """Why nothing of a scope goes over it."""
+        return f"{scope} was forgotten" if self._forgotten(scope) else self._ended
+
+    # -- its two threads ----------------------------------------------------------------------------------------------
+
+    def serve(self, peer: socket.socket) -> None:
+        """Read until the connection ends; the caller's thread is the reader's. The socket is closed."""
+        with self._out:
+            if self._ended is None:
+                self._socket = peer
+                self._out.notify_all()
+        writer = threading.Thread(target=self._write, name=f"to peer {self.instance}", daemon=True)
+        writer.start()
+        why = f"instance {self.instance} has closed the connection"
+        try:
+            if self.up:
+                self._read(peer)
+        except OSError as error:
+            why = f"instance {self.instance}: {error}"
+        finally:
+            self.end(why)
+            writer.join()
+            peer.close()
+
+    def _try(self, views: list[memoryview]) -> bool:
+        """Write what goes without waiting; `views` are cut to what is left. Whether nothing is."""
+        assert self._socket is not None
+        with suppress(OSError):  # it is full, or gone: the reader will know
+            _advance(views, self._socket.sendmsg(views[:_PIECES], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+        return not views
+
+    def _write(self) -> None:
+        while True:
+            with self._out:
+                while not self._queue and self._ended is None:
+                    self._out.wait()
+                if self._ended is not None:
+                    return
+                leaving, peer = self._queue[0], self._socket
+            assert peer is not None
+            try:
+                while leaving.views:
+                    _advance(leaving.views, peer.sendmsg(leaving.views[:_PIECES], (), socket.MSG_NOSIGNAL))
+            except OSError as error:
+                self.end(f"instance {self.instance}: {error}")
+                return
+            with self._out:
+                if self._queue:  # else it has ended
+                    self._queue.popleft()
+                leaving.ticket.finish()
+
+    def _read(self, peer: socket.socket) -> None:
+        ahead = _Ahead(peer)
+        while (frame := ahead.frame()) is not None:
+            done = self._place(frame)
+            if not self._body(ahead, frame):
+                return
+            done()
+
+    def _place(self, frame: Frame) -> Callable[[], None]:
+        """Say where a body goes (`_reads`; None: nowhere), and what follows it."""
+        if frame.kind == Kind.PUSH:
+            handler = self._handler()
+            dropped = handler is None or self._forgotten(frame.scope)
+            place = (
+                None if dropped or handler is None else handler(self.instance, frame.scope, frame.note, frame.length)
+            )
+            if place is None:
+                return _nothing
+            if sum(view.nbytes for view in place.views) != frame.length:
+                self.end(f"{frame.length} bytes were pushed for a place of {sum(v.nbytes for v in place.views)}")
+                return _nothing
+            with self._in:
+                if self._ended is None and not self._forgotten(frame.scope):
+                    self._reads = (frame.scope, [view.cast("B") for view in place.views])
+            return lambda: self._completed(place.complete)
+        with self._in:
+            if self._ended is not None or self._forgotten(frame.scope):
+                return _nothing
+            box = self._boxes.setdefault((frame.scope, frame.lane), _Box())
+            if box.wanted:
+                ticket, into = box.wanted.popleft()
+                if into.nbytes != frame.length:
+                    ticket.finish(f"{frame.length} bytes came for {into.nbytes}")
+                    return _nothing
+                self._reads = (frame.scope, [into])
+                kept = _Kept(0)
+                kept.ticket = ticket
+                box.kept.append(kept)
+                return lambda: self._filled(box, kept)
+            kept = _Kept(frame.length)
+            box.kept.append(kept)
+            self._reads = (frame.scope, [memoryview(kept.body)])
+            return lambda: self._filled(box, kept)
+
+    def _body(self, ahead: _Ahead, frame: Frame) -> bool:
+        """Read a body to where it goes at the time: a scope may be forgotten meanwhile. False: the connection ended."""
+        left, done = frame.length, 0
+        while left:
+            with self._in:
+                if self._ended is not None:
+                    return False
+                views = [self._scratch[:left]] if self._reads is None else _from(self._reads[1], done)
+                self._filling = True
+            try:
+                got = ahead.into(views, left)
+            finally:
+                with self._in:
+                    self._filling = False
+                    self._in.notify_all()
+            if got < 0:
+                ahead.sleep()
+            elif got == 0:
+                return False
+            left, done = left - max(got, 0), done + max(got, 0)
+        return True
+
+    def _divert(self) -> None:
+        """The rest of the body that is being read goes nowhere; what is under way is waited for (it does not wait)."""
+        self._reads = None
+        while self._filling:
+            self._in.wait()
+
+    def _completed(self, complete: Callable[[], None]) -> None:
+        with self._in:
+            there, self._reads = self._reads is not None, None
+        if there:
+            complete()
+
+    def _filled(self, box: _Box, kept: _Kept) -> None:
+        with self._in:
+            there, self._reads = self._reads is not None, None
+            if not there:
+                return
+            kept.there = True
+            if kept.ticket is not None:
+                box.kept.remove(kept)
+                if kept.into is None:  # it was read in place
+                    kept.ticket.finish()
+                else:
+                    _deliver(kept.body, kept.into, kept.ticket)
+
+
+class _Ahead:
+    """A socket with what was read of it and not used: a frame's head and a small body come in one call."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._poll = select.poll()
+        self._poll.register(peer, select.POLLIN)
+        self._buffer = memoryview(bytearray(_AHEAD))
+        self._low = self._high = 0
+
+    def frame(self) -> Frame | None:
+        """The next frame's head, however long that takes; None at the end of the connection."""
+        if not self._have(HEAD.size):
+            return None
+        kind, lane, name, note, length = HEAD.unpack_from(self._buffer, self._low)
+        if HEAD.size + name + note > _AHEAD:
+            raise OSError(f"a frame's note has {note} bytes, and may have {_AHEAD - HEAD.size - name}")
+        if not self._have(HEAD.size + name + note):
+            return None
+        at = self._low + HEAD.size
+        scope, said = bytes(self._buffer[at : at + name]).decode(), bytes(self._buffer[at + name : at + name + note])
+        self._low = at + name + note
+        return Frame(kind, lane, scope, said, length)
+
+    def into(self, views: list[memoryview], most: int) -> int:
+        """Read up to `most` bytes without waiting: how many, 0 at the end of the connection, -1: none are there."""
+        here = min(self._high - self._low, most)
+        if here:
+            here = min(here, views[0].nbytes)
+            views[0][:here] = self._buffer[self._low : self._low + here]
+            self._low += here
+            return here
+        try:
+            return self._peer.recvmsg_into(views[:_PIECES], 0, socket.MSG_DONTWAIT)[0]
+        except BlockingIOError:
+            return -1
+
+    def sleep(self) -> None:
+        """Until something is there, or the socket is shut."""
+        self._poll.poll()
+
+    def _have(self, size: int) -> bool:
+        """Bring so many bytes into the buffer."""
+        if self._low + size > _AHEAD:
+            rest = bytes(self._buffer[self._low : self._high])
+            self._low, self._high = 0, len(rest)
+            self._buffer[: len(rest)] = rest
+        while self._high - self._low < size:
+            if self._low == self._high:
+                self._low = self._high = 0
+            got = self._peer.recv_into(self._buffer[self._high :])
+            if not got:
+                return False
+            self._high += got
+        return True
+
+
+def _nothing() -> None:
+    """What follows a body that was dropped."""
+
+
+def _advance(views: list[memoryview], sent: int) -> None:
+    """Drop `sent` bytes from the front."""
+    at = 0
+    while at < len(views) and sent >= views[at].nbytes:
+        sent -= views[at].nbytes
+        at += 1
+    del views[:at]
+    if sent:
+        views[0] = views[0][sent:]
+
+
+def _from(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of a place of which `done` bytes were filled."""
+    left = list(views)
+    _advance(left, done)
+    return left
+
+
+def _deliver(body: bytearray, into: memoryview, ticket: Ticket) -> None:
+    if len(body) != into.nbytes:
+        ticket.finish(f"{len(body)} bytes came for {into.nbytes}")
+        return
+    into[:] = body
+    ticket.finish()
+
+
+def _empty(box: _Box, why: str) -> None:
+    for ticket, _ in box.wanted:
+        ticket.finish(why)
+    for kept in box.kept:
+        if kept.ticket is not None:
+            kept.ticket.finish(why)
