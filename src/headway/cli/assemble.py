@@ -25,11 +25,11 @@ from headway.hardware.memory import gib
 from headway.hardware.processor import processor_name
 from headway.kv.ledger import Ledger
 from headway.latency import store
-from headway.latency.base import LatencyModel
 from headway.latency.corrected import CorrectedLatency
+from headway.latency.exchange import exchange_of
 from headway.latency.layout import Layout
 from headway.latency.recorded import describe
-from headway.latency.tables import TableLatency
+from headway.latency.tables import TableLatency, TableSource
 from headway.model.config import DecoderConfig
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.groups import make_scheduler
@@ -89,8 +89,9 @@ def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
 
 def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built) -> EngineCore:
     ledgers = [Ledger(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
-    latency = latency_model(config, built)
-    scheduler = make_scheduler(schedule, latency, ledgers)
+    source, confidence = latency_source(config, built)
+    latency = CorrectedLatency(TableLatency(source), confidence)
+    scheduler = make_scheduler(schedule, latency, ledgers, exchange_of(source))
     kv_tokens = sum(ledger.total_tokens for ledger in ledgers)
     info = EngineInfo(
         model=model_name(config.model),
@@ -118,22 +119,28 @@ def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built
     return EngineCore(scheduler, built.executor, clock, info, event_log(config.event_log), restarts)
 
 
-def latency_model(config: EngineConfig, built: Built) -> LatencyModel:
-    """The cached profile of this model on this machine in this layout; without one, a quick measurement, corrected as
-    it runs. Times are of one stage."""
+def latency_source(config: EngineConfig, built: Built) -> tuple[TableSource, float]:
+    """The cached profile of this model on this machine in this layout; without one, a quick measurement. With how much
+    it is trusted (`CorrectedLatency`). Times are of one stage."""
     mark = profile_mark(config, built)
     if config.latency_profile not in ("auto", "quick"):
-        return CorrectedLatency(TableLatency(store.load(Path(config.latency_profile), mark)), confidence=20.0)
+        return _with_exchange(config, built, store.load(Path(config.latency_profile), mark)), 20.0
     path = store.default_path(mark)
     if config.latency_profile == "auto" and path.exists():
         try:
-            return CorrectedLatency(TableLatency(store.load(path, mark)), confidence=20.0)
+            return _with_exchange(config, built, store.load(path, mark)), 20.0
         except ConfigError as error:
             log.warning("%s; measuring anew", error)
-    quick = profiling.profile(
-        built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, "quick measurement at start-up"
-    )
-    return CorrectedLatency(TableLatency(quick), confidence=2.0)
+    words, groups = "quick measurement at start-up", config.kv_parallel_size
+    return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, words, groups), 2.0
+
+
+def _with_exchange(config: EngineConfig, built: Built, source: TableSource) -> TableSource:
+    """A profile with what KV groups' exchange costs, measured now where it does not say."""
+    if config.kv_parallel_size == 1 or source.exchange is not None:
+        return source
+    measured = profiling.exchange(built.measure, built.kv_tokens, profiling.QUICK)
+    return msgspec.structs.replace(source, exchange=measured)
 
 
 def profile_mark(config: EngineConfig, built: Built) -> str:

@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     words = f"measured in {arguments.budget:.0f} s"
     try:
-        source = profiling.profile(built.measure, built.kv_tokens, profiling.FULL, arguments.budget, mark, words)
+        source = profiling.profile(
+            built.measure, built.kv_tokens, profiling.FULL, arguments.budget, mark, words, config.kv_parallel_size
+        )
     finally:
         built.executor.close()
     print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
@@ -75,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{chunk:>6}   {own:>18.5f}   {per_past * 1000:>10.6f}")
     fixed, per_request, per_token = source.decode
     print(f"decodes: {fixed * 1e3:.3f} ms + {per_request * 1e6:.1f} us a request + {per_token * 1e9:.2f} ns a KV token")
+    if source.exchange is not None:
+        every, row = source.exchange
+        print(f"between KV groups: {every * 1e3:.3f} ms an iteration + {row * 1e6:.2f} us a row and guest group")
     print(f"histories up to {source.validated_past:,} tokens were measured; beyond that the line goes on, unvalidated")
     print(f"written to {path}")
     return 0

@@ -14,6 +14,7 @@ from headway.hardware.accelerators import Accelerator
 from headway.hardware.shapes import ModelShape
 from headway.latency.base import LatencyModel, Load, Seconds
 from headway.latency.layout import Layout, cut
+from headway.latency.tables import TableSource
 
 
 class Exchange(NamedTuple):
@@ -41,6 +42,11 @@ def between_groups(device: Accelerator, shape: ModelShape, layout: Layout) -> Ex
         fixed_s=2 * rank.layers * link.latency_s,
         row_s=rank.layers * row_bytes / (link.bytes_per_s * link.efficiency),
     )
+
+
+def exchange_of(source: TableSource) -> Exchange:
+    """As a table has it."""
+    return Exchange(*(source.exchange or ()))
 
 
 class WithExchange:

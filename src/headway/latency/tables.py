@@ -44,6 +44,8 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: (rows, seconds) knots, ascending. chunks: (tokens, a seconds, b seconds per past token), ascending.
     decode: (fixed s, s per request, s per KV token), or `decode_grid`, which then goes before it.
+    exchange: (s an iteration, s a row and guest group) that attending rows in another KV group costs besides the
+    attention (`latency.exchange`); None where nobody measured it.
     fingerprint: model × device × layout that this holds for.
     status: "measured" on this very model and device, "fitted" from profiles of its operators, or "derived" by scaling
     and rooflines where no profile exists. validated_past: the longest history that anything measured.
@@ -57,6 +59,7 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[float, float, float]
     decode_grid: DecodeTable | None = None
     past: PastTable | None = None
+    exchange: tuple[float, float] | None = None
     validated_past: int = 0
     status: str = "measured"
     details: Mapping[str, Any] = {}

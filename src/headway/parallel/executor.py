@@ -259,14 +259,23 @@ class ParallelExecutor:
     # -- measuring ----------------------------------------------------------------------------------------------
 
     def measure(self, kind: str, first: int, second: int, repeats: int) -> float:
-        """Seconds of the slowest rank. Only while there are no requests."""
+        """Seconds of the slowest rank. Only while there are no requests. For "exchange", of `first` rows, groups pair
+        up, the first with the last: of neighbours, who may share a host, the others' links would not be seen."""
+        asked = 0
         for place in self._places:
-            self._send(place.rank, Measure(kind, first, second, repeats))
+            message = Measure(kind, first, second, repeats)
+            if kind == "exchange":
+                other = self.layout.kvp - 1 - place.group
+                if other == place.group:
+                    continue
+                message = Measure("ask" if place.group < other else "visit", first, other, repeats)
+            self._send(place.rank, message)
+            asked += 1
         slowest = 0.0
-        for _ in self._places:
-            message = self._wire.receive(None)
-            assert message is not None
-            rank, frames = message
+        for _ in range(asked):
+            heard = self._wire.receive(None)
+            assert heard is not None
+            rank, frames = heard
             said = _decoder.decode(frames[0])
             if not isinstance(said, Measured):
                 raise RankLostError(rank, f"answered a measurement with {said!r}")

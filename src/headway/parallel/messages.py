@@ -9,7 +9,7 @@ import msgspec
 
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change of these messages; a rank of another number is refused."""
 
 BEAT = b"beat-"
@@ -139,7 +139,8 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """Time something while no request is there: chunk (tokens, past), decodes (count, past) or forward (rows)."""
+    """Time something while no request is there: chunk (tokens, past), decodes (count, past), forward (rows), or, by two
+    ranks at the same time, ask (rows, guest group) and visit (rows, owner's group)."""
 
     kind: str
     first: int

@@ -21,7 +21,7 @@ from headway.core.request import Request, Slo
 from headway.core.span import Span
 from headway.kv.ledger import Ledger
 from headway.latency.base import LatencyModel
-from headway.latency.exchange import Exchange
+from headway.latency.exchange import Exchange, exchange_of
 from headway.latency.parts import parts_s
 from headway.latency.recorded import restore
 from headway.latency.tables import TableLatency
@@ -82,7 +82,7 @@ def replay(events: Events) -> Replayed:
     config = SchedulerConfig(**start["config"])
     told = Replayed(config, table, model, start["kv_tokens"], start["block_tokens"])
     ledgers = [Ledger(told.kv_tokens, told.block_tokens) for _ in range(config.kv_parallel)]
-    exchange = Exchange(*start.get("exchange", ()))
+    exchange = Exchange(*start["exchange"]) if "exchange" in start else exchange_of(table.source)
     run = _Run(told, make_scheduler(config, model, ledgers, exchange), model, exchange)
     for event in stream:
         try:

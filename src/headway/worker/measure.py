@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from headway.attention.base import Segment
+from headway.attention.base import AttentionPlan, Segment
 from headway.core.errors import InvariantError
+from headway.parallel.group_attention import Ask, GroupAttention, Visit
 from headway.worker.worker import Worker
 
 
@@ -21,7 +22,14 @@ def measure(worker: Worker, kind: str, first: int, second: int, repeats: int) ->
 
     kind: "chunk", the attention of `first` tokens over `second` past ones; "decodes", of `first` requests with `second`
     past tokens each; "forward", a chunk of `first` tokens without history through the layers, one row to the LM head.
+    "ask": what it adds to the attention of `first` rows that KV group `second` attends them as well, over one token;
+    the rank in that place there is told "visit" at the same time, which takes no seconds of its own.
     """
+    if kind == "ask":
+        return _asking(worker, first, second, repeats)
+    if kind == "visit":
+        _fastest(_visiting(worker, first, second), repeats)
+        return 0.0
     if kind == "forward":
         return _fastest(_forward(worker, first), repeats)
     if kind == "chunk":
@@ -44,7 +52,10 @@ def _fastest(run: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def _attention(worker: Worker, segments: list[Segment], rows: int) -> Callable[[], None]:
+def _attention(
+    worker: Worker, segments: list[Segment], rows: int, plan: Callable[[], AttentionPlan] | None = None
+) -> Callable[[], None]:
+    """`plan`: how it is planned, where that is not the backend's plan of `segments`."""
     decoder, pool = worker.decoder, worker.pool
     config = decoder.config
     q_heads, kv_heads = config.q_heads, config.kv_heads
@@ -53,9 +64,35 @@ def _attention(worker: Worker, segments: list[Segment], rows: int) -> Callable[[
 
     def run() -> None:
         with torch.inference_mode():
-            plan = decoder.backend.plan(segments, pool)
+            planned = decoder.backend.plan(segments, pool) if plan is None else plan()
             for layer in range(pool.layers):
-                decoder.backend.run(layer, q, k, v, plan)
+                decoder.backend.run(layer, q, k, v, planned)
+
+    return run
+
+
+def _asking(worker: Worker, rows: int, guest: int, repeats: int) -> float:
+    """Both are measured alike, so that all that sharing costs is in the difference: copies, messages, the guest's
+    plan, and the merge."""
+    backend = worker.decoder.backend
+    assert isinstance(backend, GroupAttention)
+    segment = Segment(0, rows, 0, ((0, rows),))
+    alone_s = _fastest(_attention(worker, [segment], rows), repeats)
+    shared = _attention(
+        worker, [segment], rows, lambda: backend.share([segment], worker.pool, [Ask(guest, (segment,))], ())
+    )
+    return max(0.0, _fastest(shared, repeats) - alone_s)
+
+
+def _visiting(worker: Worker, rows: int, owner: int) -> Callable[[], None]:
+    backend, pool = worker.decoder.backend, worker.pool
+    assert isinstance(backend, GroupAttention)
+
+    def run() -> None:
+        with torch.inference_mode():
+            plan = backend.share((), pool, (), [Visit(owner, rows, [(0, 1)])])
+            for layer in range(pool.layers):
+                backend.visit(layer, plan)
 
     return run
 

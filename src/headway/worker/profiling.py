@@ -17,21 +17,24 @@ from headway.latency.tables import TableSource
 
 
 class Grid(NamedTuple):
-    """Which points are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past)."""
+    """Which points are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past), and
+    rows that KV groups exchange."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
     pasts: tuple[int, ...]
     decodes: tuple[tuple[int, int], ...]
+    exchanged: tuple[int, ...]
     repeats: int
 
 
-QUICK = Grid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), 3)
+QUICK = Grid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), (1, 16, 128), 3)
 FULL = Grid(
     (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096),
     (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
     (0, 1024, 4096, 16384, 65536),
     ((1, 128), (1, 4096), (4, 1024), (16, 256), (16, 1024), (64, 256)),
+    (1, 4, 16, 64, 256),
     5,
 )
 
@@ -42,8 +45,11 @@ class Measure(Protocol):
     def __call__(self, kind: str, first: int, second: int, repeats: int) -> float: ...
 
 
-def profile(ask: Measure, slots: int, grid: Grid, budget_s: float, fingerprint: str, provenance: str) -> TableSource:
-    """Measure and compile. No requests must be there: the pool of `slots` tokens is used as scratch."""
+def profile(
+    ask: Measure, slots: int, grid: Grid, budget_s: float, fingerprint: str, provenance: str, groups: int = 1
+) -> TableSource:
+    """Measure and compile. No requests must be there: the pool of `slots` tokens of each of the KV `groups` is used as
+    scratch."""
     deadline = time.perf_counter() + budget_s
     measure = _Patient(ask, grid.repeats)
     chunks = []
@@ -80,8 +86,22 @@ def profile(ask: Measure, slots: int, grid: Grid, budget_s: float, fingerprint: 
         tokens=((0, fixed), *rows),
         chunks=((0, 0.0, 0.0), *chunks),
         decode=_decode_fit(decodes),
+        exchange=exchange(ask, slots, grid) if groups > 1 else None,
         validated_past=longest,
     )
+
+
+def exchange(ask: Measure, slots: int, grid: Grid) -> tuple[float, float]:
+    """(s an iteration, s a row and guest group) of `latency.exchange.Exchange`, over the links in use. Takes some
+    tenths of a second: two processes have to run at the same moment, so more runs are disturbed than elsewhere. More
+    rows never take less: a point above a later one was disturbed, and is lowered to it."""
+    points: list[tuple[int, float]] = []
+    for rows in sorted(grid.exchanged, reverse=True):
+        if rows <= slots:
+            seconds = ask("exchange", rows, 0, 4 * grid.repeats)
+            points.append((rows, min(seconds, points[-1][1]) if points else seconds))
+    points = [(rows, seconds) for rows, seconds in reversed(points) if seconds > 0.0]
+    return _line(points) if points else (0.0, 0.0)
 
 
 class _Patient:
