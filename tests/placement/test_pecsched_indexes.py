@@ -44,30 +44,34 @@ def test_the_table_of_nodes_gives_what_a_scan_gives(nodes, puts, sizes, rng) -> 
             scan.put(replica, weight)
         puts = puts[10:]
         size = sizes.pop() if sizes else 1
-        found = table.group(size)
-        assert found == scan.group(size)
-        assert (found is None) == (len(able) < size)
-        if found is None or rng.random() < 0.3:
+        taken = table.take(size)
+        assert taken == scan.take(size)
+        assert (taken is None) == (len(able) < size)
+        if taken is None:
             continue
+        found = taken.replicas
         assert len(set(found)) == size
         assert able.issuperset(found)
         assert [nodes[i] for i in found] == sorted(nodes[i] for i in found)
-        table.drop(found)
-        scan.drop(found)
+        assert taken.nodes == len({nodes[i] for i in found})
         able.difference_update(found)
-        if rng.random() < 0.5:
+        if rng.random() < 0.6:
             weights = [rng.randint(0, 9) for _ in found]
-            table.put_all(found, weights)
-            scan.put_all(found, weights)
+            table.give_back(found, weights)
+            scan.give_back(found, weights)
             able.update(found)
 
 
 def test_one_node_where_it_fits_and_the_shortest_queues_there() -> None:
+    expected = {
+        2: (3, 5),  # 0 + 0 beats 1 + 1
+        3: (3, 4, 5),  # 7 beats 11
+        4: (1, 3, 4, 5),  # a whole node, then the shortest elsewhere
+    }
     for kind in (IndexedNodes, ScanNodes):
-        nodes = kind([0, 0, 0, 1, 1, 1])
-        for replica, weight in enumerate((9, 1, 1, 0, 7, 0)):
-            nodes.put(replica, weight)
-        assert nodes.group(2) == (3, 5)  # 0 + 0 beats 1 + 1
-        assert nodes.group(3) == (3, 4, 5)  # 7 beats 11
-        assert nodes.group(4) == (1, 3, 4, 5)  # a whole node, then the shortest elsewhere
-        assert nodes.group(7) is None
+        for size, replicas in expected.items():
+            nodes = kind([0, 0, 0, 1, 1, 1])
+            for replica, weight in enumerate((9, 1, 1, 0, 7, 0)):
+                nodes.put(replica, weight)
+            assert nodes.take(7) is None
+            assert nodes.take(size) == (replicas, 1 + (size > 3))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.placement.pecsched.least import HeapLeast, Least, ScanLeast
-from headway.placement.pecsched.nodes import IndexedNodes, Nodes, ScanNodes
+from headway.placement.pecsched.nodes import IndexedNodes, Nodes, ScanNodes, Taken
 from headway.placement.pecsched.rings import Ring
 
 
@@ -22,7 +22,6 @@ class Board:
         """`node_of`: the node of each replica. literal: look at every replica for every answer; same answers."""
         count = len(node_of)
         make = ScanLeast if literal else HeapLeast
-        self.node_of = node_of
         self.weight = [0] * count
         self.tokens = [0] * count
         self.decodes = [0] * count
@@ -82,27 +81,27 @@ class Board:
 
     # -- long requests --------------------------------------------------------------------------------------------
 
-    def group(self, size: int) -> tuple[int, ...] | None:
-        """Replicas for a long request, node first, least total queue; None when so many are not free of others."""
-        return self._nodes.group(size)
+    def take(self, size: int) -> Taken | None:
+        """Replicas for a long request, node first, least total queue, which no other can have from now on; None when so
+        many are not free of others. `hold` comes next."""
+        return self._nodes.take(size)
 
-    def take(self, ring: Ring) -> None:
-        """All of its replicas at once."""
-        rings, homes, free = self.ring, self._home, self.free
+    def hold(self, ring: Ring) -> None:
+        """It has what was taken for it; no short requests are sent there."""
+        rings, homes, free, tokens, decodes = self.ring, self._home, self.free, self.tokens, self.decodes
         for replica in ring.group:
             rings[replica] = ring
             homes[replica] = None
             free.drop(replica)
-            if self.tokens[replica] or self.decodes[replica]:
+            if tokens[replica] or decodes[replica]:
                 ring.busy += 1
-        self._nodes.drop(ring.group)
 
     def give_back(self, ring: Ring) -> None:
         """All of its replicas are free again."""
         for replica in ring.group:
             self.ring[replica] = None
             self._move(replica, self.free)
-        self._nodes.put_all(ring.group, [self.weight[replica] for replica in ring.group])
+        self._nodes.give_back(ring.group, [self.weight[replica] for replica in ring.group])
 
     def open(self, ring: Ring, home: Least | None) -> None:
         """Short prefills may go to its replicas as to `beside` or `paused`, or not at all (None)."""

@@ -8,14 +8,22 @@ queues sum to least. Ties go to the node with the lower number, and inside it to
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-_TOGETHER = 32
 _TAKEN = 1 << 50
 """Queue of a replica that cannot be had: more than any queue, and few enough to be summed over a node."""
+
+
+class Taken(NamedTuple):
+    """Replicas in order of (node, replica), and on how many nodes they are."""
+
+    replicas: tuple[int, ...]
+    nodes: int
 
 
 class Nodes(Protocol):
@@ -24,15 +32,11 @@ class Nodes(Protocol):
     def put(self, replica: int, weight: int) -> None:
         """It may be had, with this queue."""
 
-    def put_all(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        """They may be had again; none of them could be before."""
+    def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """They may be had again, with these queues; none of them could be before."""
 
-    def drop(self, replicas: Sequence[int]) -> None:
-        """They may not be had; all of them could be before."""
-
-    def group(self, size: int) -> tuple[int, ...] | None:
-        """`size` replicas by the rule, in order of (node, replica); None when there are not so many. Changes nothing:
-        the caller drops what it takes."""
+    def take(self, size: int) -> Taken | None:
+        """`size` replicas by the rule, which may not be had from now on. None when there are not so many."""
 
 
 class ScanNodes:
@@ -47,17 +51,12 @@ class ScanNodes:
         """See Nodes."""
         self._weight[replica] = weight
 
-    def put_all(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+    def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
         """See Nodes."""
         for replica, weight in zip(replicas, weights, strict=True):
             self._weight[replica] = weight
 
-    def drop(self, replicas: Sequence[int]) -> None:
-        """See Nodes."""
-        for replica in replicas:
-            self._weight[replica] = None
-
-    def group(self, size: int) -> tuple[int, ...] | None:
+    def take(self, size: int) -> Taken | None:
         """See Nodes."""
         nodes: dict[int, list[tuple[int, int]]] = {}
         for replica, weight in enumerate(self._weight):
@@ -71,99 +70,96 @@ class ScanNodes:
             sums = [(sum(w for w, _ in sorted(has)[:want]), node) for node, has in nodes.items() if len(has) >= want]
             node = min(sums)[1]
             chosen += [(node, replica) for _, replica in sorted(nodes.pop(node))[:want]]
-        return tuple(replica for _, replica in sorted(chosen))
+        for _, replica in chosen:
+            self._weight[replica] = None
+        return Taken(tuple(replica for _, replica in sorted(chosen)), len({node for node, _ in chosen}))
 
 
 class IndexedNodes:
-    """A table of sums, one row a number of replicas, one column a node. Columns whose queues have changed are renewed
-    many at once, so that a question finds few that are not."""
+    """A table of sums, one row a node, one column a number of replicas. A row is made anew with every change of a queue
+    of its node, so that a question is a look down one column a node that it takes."""
 
     def __init__(self, node_of: Sequence[int]) -> None:
+        """`node_of`: the node of each replica."""
         names = sorted(set(node_of))
-        at = {name: column for column, name in enumerate(names)}
+        at = {name: row for row, name in enumerate(names)}
+        self._row = [at[name] for name in node_of]
         self._members: list[list[int]] = [[] for _ in names]
-        self._place: list[int] = []
-        for replica, name in enumerate(node_of):
-            self._members[at[name]].append(replica)
-        self._width = max(map(len, self._members), default=1)
+        for replica, row in enumerate(self._row):
+            self._members[row].append(replica)
+        width = self._width = max(map(len, self._members), default=1)
         slot = {replica: i for members in self._members for i, replica in enumerate(members)}
-        self._column = [at[name] for name in node_of]
-        self._place = [self._column[replica] * self._width + slot[replica] for replica in range(len(node_of))]
-        self._weights = np.full(len(names) * self._width, _TAKEN, dtype=np.int64)
-        self._sums = np.empty((self._width, len(names)), dtype=np.int64)
-        self._able = [False] * len(node_of)
+        self._place = [row * width + slot[replica] for replica, row in enumerate(self._row)]
+        self._all_taken = [_TAKEN] * width
+        self._no_sums = array("q", accumulate(self._all_taken))
+        self._weights = self._all_taken * len(names)
+        self._sums = self._no_sums * len(names)
+        table = np.frombuffer(self._sums, dtype=np.int64).reshape(-1, width)
+        self._columns = [table[:, column] for column in range(width)]
         self._counts = [0] * len(names)
-        self._with_count = [len(names)] + [0] * self._width
+        self._with_count = [len(names)] + [0] * width
         self._total = 0
-        self._changed = set(range(len(names)))
 
     def put(self, replica: int, weight: int) -> None:
         """See Nodes."""
-        column = self._column[replica]
-        if not self._able[replica]:
-            self._able[replica] = True
-            self._count(column, 1)
-        self._weights[self._place[replica]] = weight
-        changed = self._changed
-        changed.add(column)
-        if len(changed) >= _TOGETHER:
-            self._renew()
+        place, row, width, weights = self._place[replica], self._row[replica], self._width, self._weights
+        if weights[place] == _TAKEN:
+            self._count(row, 1)
+        weights[place] = weight
+        low = row * width
+        self._sums[low : low + width] = array("q", accumulate(sorted(weights[low : low + width])))
 
-    def put_all(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+    def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
         """See Nodes."""
-        self._weights[[self._place[replica] for replica in replicas]] = weights
-        self._turn(replicas, True)
+        back: dict[int, int] = {}
+        for replica, weight in zip(replicas, weights, strict=True):
+            self._weights[self._place[replica]] = weight
+            row = self._row[replica]
+            back[row] = back.get(row, 0) + 1
+        for row, count in back.items():
+            self._count(row, count)
+            self._renew(row)
 
-    def drop(self, replicas: Sequence[int]) -> None:
-        """See Nodes."""
-        self._weights[[self._place[replica] for replica in replicas]] = _TAKEN
-        self._turn(replicas, False)
-
-    def group(self, size: int) -> tuple[int, ...] | None:
+    def take(self, size: int) -> Taken | None:
         """See Nodes."""
         if self._total < size:
             return None
-        self._renew()
         chosen: list[tuple[int, list[int]]] = []
-        most, missing, with_count = self._width, size, list(self._with_count)
+        most, missing = self._width, size
         while missing:
-            while not with_count[most]:
+            while not self._with_count[most]:
                 most -= 1
             want = min(missing, most)
-            column = int(self._sums[want - 1].argmin())
-            with_count[self._counts[column]] -= 1
-            self._sums[:, column] = _TAKEN * (self._width + 1)
-            self._changed.add(column)
-            chosen.append((column, self._shortest(column, want)))
+            row = int(self._columns[want - 1].argmin())
+            chosen.append((row, self._take_from(row, want)))
             missing -= want
-        return tuple(replica for _, replicas in sorted(chosen) for replica in sorted(replicas))
+        chosen.sort()
+        return Taken(tuple([replica for _, replicas in chosen for replica in replicas]), len(chosen))
 
-    def _shortest(self, column: int, want: int) -> list[int]:
-        low = column * self._width
-        weights = self._weights[low : low + self._width].tolist()
-        return [replica for _, replica in sorted(zip(weights, self._members[column], strict=False))[:want]]
+    def _take_from(self, row: int, want: int) -> list[int]:
+        """The shortest queues of a node, in order of replica."""
+        low, high, members = row * self._width, (row + 1) * self._width, self._members[row]
+        weights = self._weights[low:high]
+        self._count(row, -want)
+        if not self._counts[row]:
+            self._weights[low:high] = self._all_taken
+            self._sums[low:high] = self._no_sums
+            if want == len(members):
+                return members
+            return [replica for replica, weight in zip(members, weights, strict=False) if weight != _TAKEN]
+        taken = sorted([replica for _, replica in sorted(zip(weights, members, strict=False))[:want]])
+        for replica in taken:
+            self._weights[self._place[replica]] = _TAKEN
+        self._renew(row)
+        return taken
 
-    def _turn(self, replicas: Sequence[int], able: bool) -> None:
-        counts: dict[int, int] = {}
-        for replica in replicas:
-            self._able[replica] = able
-            column = self._column[replica]
-            counts[column] = counts.get(column, 0) + 1
-        for column, count in counts.items():
-            self._count(column, count if able else -count)
-        self._changed.update(counts)
-
-    def _count(self, column: int, more: int) -> None:
-        count = self._counts[column]
+    def _count(self, row: int, more: int) -> None:
+        count = self._counts[row]
         self._with_count[count] -= 1
         self._with_count[count + more] += 1
-        self._counts[column] = count + more
+        self._counts[row] = count + more
         self._total += more
 
-    def _renew(self) -> None:
-        if self._changed:
-            columns = np.fromiter(self._changed, dtype=np.int64, count=len(self._changed))
-            rows = self._weights.reshape(-1, self._width)[columns]
-            rows.sort(axis=1)
-            self._sums[:, columns] = rows.cumsum(axis=1).T
-            self._changed.clear()
+    def _renew(self, row: int) -> None:
+        low, high = row * self._width, (row + 1) * self._width
+        self._sums[low:high] = array("q", accumulate(sorted(self._weights[low:high])))

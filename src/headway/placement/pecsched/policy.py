@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
@@ -61,12 +61,13 @@ _UNITS_A_SECOND = 1e6
 """Queues that count seconds are whole microseconds."""
 
 
-class Short(NamedTuple):
+class Short:
     """A short request on its way: what it weighs, and where it is (-1: in the global queue)."""
 
-    request: Request
-    weight: int
-    replica: int = -1
+    __slots__ = ("replica", "request", "weight")
+
+    def __init__(self, request: Request, weight: int) -> None:
+        self.request, self.weight, self.replica = request, weight, -1
 
 
 class PecSched:
@@ -270,7 +271,7 @@ class PecSched:
             at = free
         if at < 0:
             return False
-        self._shorts[name] = Short(short.request, short.weight, at)
+        short.replica = at
         board.add(at, short.weight, tokens)
         actions.append(Enqueue(name, (self._ids[at],), "prefill", beside))
         return True
@@ -352,15 +353,14 @@ class PecSched:
                 self._longs.popleft()
                 actions.append(Reject(request.id, "all replicas together cannot hold it"))
                 continue
-            group = board.group(size)
-            if group is None:
+            taken = board.take(size)
+            if taken is None:
                 break
             self._longs.popleft()
-            nodes = len({board.node_of[replica] for replica in group})
-            form = self._forms.choose(request.prompt_tokens, size, nodes)
+            form = self._forms.choose(request.prompt_tokens, size, taken.nodes)
             self._order += 1
-            ring = Ring(request, group, self._order, form.seconds / self._around.shape.layers)
-            board.take(ring)
+            ring = Ring(request, taken.replicas, self._order, form.seconds / self._around.shape.layers)
+            board.hold(ring)
             self._rings[request.id] = ring
             span = Span(request=request, start=request.cached_tokens, end=request.prompt_tokens,
                         group=self._group_of(ring), strategy=form.strategy)  # fmt: skip
