@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,27 +60,28 @@ def layout_of(config: EngineConfig) -> Layout:
     return Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size)
 
 
-def build(config: EngineConfig) -> Built:
-    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit."""
+def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Built:
+    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit. `wanted`:
+    whether somebody still waits for it, asked while other hosts are waited for."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device {config.device!r} is not supported yet: this version computes on cpu")
     if layout_of(config).accelerators > 1:
         from headway.cli.many_processes import build_many
 
-        return build_many(config, layout_of(config))
+        return build_many(config, layout_of(config), wanted)
     from headway.cli.one_process import build_one
 
     return build_one(config)
 
 
-def assemble(config: EngineConfig, clock: Clock) -> EngineCore:
+def assemble(config: EngineConfig, clock: Clock, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
     """Everything that an engine process runs. Takes as long as loading the model, plus about 0.3 s of measuring when
-    no profile of this model on this machine is found."""
+    no profile of this model on this machine is found. `wanted`: see `build`."""
     layout = layout_of(config)
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
     fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
-    built = build(config)
+    built = build(config, wanted)
     try:
         return _engine(config, clock, schedule, built)
     except BaseException:

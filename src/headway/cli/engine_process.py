@@ -37,7 +37,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     try:
         from headway.cli.assemble import assemble
 
-        core = assemble(config, clock)
+        core = assemble(config, clock, lambda: os.getppid() == server_pid)
     except HeadwayError as error:
         service.fail(str(error))
         service.close()

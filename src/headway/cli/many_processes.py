@@ -27,9 +27,10 @@ _START_S = 120.0
 """A worker that gives no sign of life for so long while it starts is lost."""
 
 
-def build_many(config: EngineConfig, layout: Layout) -> Built:
+def build_many(config: EngineConfig, layout: Layout, wanted: Callable[[], bool] = lambda: True) -> Built:
     """Check that the layout can be, start the ranks, and wait until all have loaded. Raises ConfigError otherwise, with
-    the layouts that would fit or with the words of the rank that could not start."""
+    the layouts that would fit or with the words of the rank that could not start. Hosts are waited for while it is
+    `wanted`."""
     folder = Path(config.model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such model folder")
@@ -40,7 +41,7 @@ def build_many(config: EngineConfig, layout: Layout) -> Built:
     check_shape(shape, layout)
     hosts = open_rendezvous(config, layout) if config.nnodes > 1 else None
     try:
-        return _build(config, layout, shape, itemsize, longest, hosts)
+        return _build(config, layout, shape, itemsize, longest, hosts, wanted)
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -58,18 +59,24 @@ def open_rendezvous(config: EngineConfig, layout: Layout) -> Rendezvous:
 
 
 def _build(
-    config: EngineConfig, layout: Layout, shape: DecoderConfig, itemsize: int, longest: int, hosts: Rendezvous | None
+    config: EngineConfig,
+    layout: Layout,
+    shape: DecoderConfig,
+    itemsize: int,
+    longest: int,
+    hosts: Rendezvous | None,
+    wanted: Callable[[], bool],
 ) -> Built:
     available, cores = available_bytes(), len(os.sched_getaffinity(0))
     if hosts is not None:
         warm()
-        everybody = hosts.gather(_served())
+        everybody = hosts.gather(wanted)
         available = len(everybody) * min(host.available_bytes for host in everybody)
         cores *= len(everybody)
     check_memory(shape, layout, itemsize, available, config.kv_cache_bytes, longest)
-    wanted = need(shape, layout, itemsize)
-    left = max(0, available - wanted.weights - wanted.processes)
-    blocks = kv_blocks(config, shape, wanted.kv_per_token, left, layout.kvp)
+    takes = need(shape, layout, itemsize)
+    left = max(0, available - takes.weights - takes.processes)
+    blocks = kv_blocks(config, shape, takes.kv_per_token, left, layout.kvp)
     threads = config.threads or max(1, cores // layout.accelerators)
     backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
     ranks = RankConfig(
@@ -112,9 +119,3 @@ def _build(
         parameters=weights // itemsize // layout.kvp,
         weights_bytes=weights,
     )
-
-
-def _served() -> Callable[[], bool]:
-    """Whether the process that started this one still lives: without it nobody waits for hosts."""
-    parent = os.getppid()
-    return lambda: os.getppid() == parent

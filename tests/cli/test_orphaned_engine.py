@@ -1,0 +1,43 @@
+"""An engine process whose server is gone before the engine could look waits for nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+
+import msgspec
+
+from headway import embedded
+from headway.engine.config import EngineConfig
+
+
+def test_an_engine_that_waits_for_hosts_ends_when_its_server_died_before_it_could_look() -> None:
+    """The server's number comes from who started the engine: by the time that the engine could ask for its parent, it
+    may have another already."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = EngineConfig(
+        model=str(embedded.model_path()),
+        pipeline_parallel_size=2,
+        nnodes=2,
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_token="a-token-of-the-tests",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "headway.cli.engine_process", f"ipc://{folder}/e", str(gone.pid)],
+            stdin=subprocess.PIPE,
+            env=dict(os.environ),
+            start_new_session=True,
+        )
+        try:
+            engine.communicate(msgspec.json.encode(config), timeout=60)
+            assert engine.returncode == 1
+        finally:
+            engine.kill()
+            engine.wait()
