@@ -101,6 +101,22 @@ def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
     assert result.sim.replicas[2].decode_tokens + result.sim.replicas[2].prefill_tokens == 3
 
 
+def test_what_is_sent_while_it_is_computed_lacks_its_last_layer() -> None:
+    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            span = Span(request=event.request, start=0, end=1000, group=(0, 1))
+            return [Commit(event.request.id, (span,), view.version), Transfer(event.request.id, 2, index=0)]
+        if isinstance(event, KvReady):
+            return [Enqueue(event.request, (2,), "decode")]
+        return []
+
+    policy = Scripted(decide)
+    (record,) = simulate_cluster(cluster(2, decode=1), policy, [TraceRequest(0.0, 1000, 2)]).sim.records
+    layer_s = 500 * 131072 / 32 / 1e9
+    assert record.token_s[0] == pytest.approx(0.5)
+    assert policy.times(KvReady) == pytest.approx([0.5 + layer_s])
+
+
 def test_a_span_waits_for_schedulers_to_empty_and_newcomers_wait_behind_it() -> None:
     def decide(event: Event, view: ClusterView) -> Sequence[Action]:
         if isinstance(event, Arrived):

@@ -92,6 +92,24 @@ class ClusterBook:
         self.changed_at[instance] = self.version
         self._journal.append((self.version, instance))
 
+    def add(self, instance: Instance) -> None:
+        """It is there: one that was removed, with its id, or a new one with the next id."""
+        i = instance.id
+        if i == len(self.instances):
+            self.instances.append(instance)
+            self.changed_at.append(0)
+            self._journal = deque(self._journal, maxlen=4 * len(self.instances) + 64)
+        elif i > len(self.instances):
+            raise ConfigError(f"instance ids count from 0 without gaps; {i} comes after {len(self.instances) - 1}")
+        self.instances[i] = instance
+        nodes, roles = dict(self.by_node), dict(self.by_role)
+        nodes[instance.node] = tuple(sorted({*nodes.get(instance.node, ()), i}))
+        roles[instance.role] = tuple(sorted({*roles.get(instance.role, ()), i}))
+        self.by_node, self.by_role = dict(sorted(nodes.items())), roles
+        self.version += 1
+        self.changed_at[i] = self.version
+        self._journal.append((self.version, i))
+
     def arrived(self, at_s: float) -> None:
         """A request came. Times must not fall."""
         arrivals = self.arrivals

@@ -9,34 +9,23 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from headway.cluster.entries import SpanEntry
+from headway.cluster.machine import Machine
+from headway.cluster.transfers import Piece
 from headway.core.request import Request, Slo
 from headway.metrics import NO_TARGETS
-from headway.placement.base import (
-    Arrived,
-    Dropped,
-    Event,
-    Finished,
-    KvReady,
-    Paused,
-    Placement,
-    SpanDone,
-    Woken,
-)
-from headway.placement.view import ClusterBook, ClusterView
-from headway.simulator.cluster.actions import Actions
+from headway.placement.base import Placement
+from headway.placement.view import ClusterBook
 from headway.simulator.cluster.engine import Engine
-from headway.simulator.cluster.journey import Journey
-from headway.simulator.cluster.lanes import Entry
+from headway.simulator.cluster.hands import VirtualHands
 from headway.simulator.cluster.result import Bar, BarKind, ClusterResult
 from headway.simulator.cluster.spans import SpanRun
 from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.cluster.transfers import Piece
-from headway.simulator.noise import NoiseSource
+from headway.simulator.cluster.trip import Trip
 from headway.simulator.result import ReplicaUse, SimResult
 from headway.simulator.run import Told
 from headway.simulator.spec import RunSpec
@@ -65,7 +54,7 @@ def simulate_cluster(
 
 
 class World:
-    """One run. `actions` carries out what the policy wants; this class lets time pass."""
+    """One run: lets time pass for a machine's hands."""
 
     def __init__(
         self,
@@ -76,26 +65,29 @@ class World:
         keep_bars: bool = False,
         stopwatch: Callable[[], float] | None = None,
     ) -> None:
-        self.spec, self.placement, self.how = spec, placement, run
+        self.spec, self.how = spec, run
         self.book = ClusterBook(spec.instances, spec.links)
         self.end_s = run.window_s if run.window_s is not None else NEVER
         self.arrivals = [request for request in workload if request.arrival_s < self.end_s]
         self.now = 0.0
-        self.journeys: dict[str, Journey] = {}
-        self.news: deque[Event] = deque()
+        self.trips: list[Trip] = []
         self.bars: list[Bar] | None = [] if keep_bars else None
-        self.noise = NoiseSource(run.noise, f"noise {run.seed} spans")
-        self.engines: dict[tuple[int, ...], Engine] = {}
-        self.busy_s = [0.0] * len(spec.instances)
-        self.spans = self.chunked = self.paused = self.refused = 0
-        self.decisions: list[float] = []
+        self.paused = 0
         self._heap: list[tuple[float, int, int, Any]] = []
         self._serial = 0
         self._batching: dict[int, tuple[float, int]] = {}
         self._timer_s = NEVER
-        self._stopwatch = stopwatch
         self._patience = random.Random(f"patience {run.seed}")
-        self.actions = Actions(self)
+        self.hands = VirtualHands(self)
+        self.machine = Machine(
+            self.book,
+            self.hands,
+            placement,
+            layers=spec.shape.layers,
+            backends=spec.backends,
+            order=spec.handshake,
+            stopwatch=stopwatch,
+        )
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -104,7 +96,7 @@ class World:
         heapq.heappush(self._heap, (at_s, kind, self._serial, what))
 
     def run(self, told: Told | None = None) -> ClusterResult:
-        heap, following, count, beats = self._heap, 0, len(self.arrivals), 0
+        heap, following, count, beats, tell = self._heap, 0, len(self.arrivals), 0, self.machine.tell
         while True:
             arrival_s = self.arrivals[following].arrival_s if following < count else NEVER
             now = min(heap[0][0] if heap else NEVER, arrival_s)
@@ -114,23 +106,23 @@ class World:
             while heap and heap[0][0] == now:
                 _, kind, _, what = heapq.heappop(heap)
                 self._happen(kind, what)
-                self._tell()
+                tell()
             while arrival_s == now:
                 self._arrive(self.arrivals[following])
-                self._tell()
+                tell()
                 following += 1
                 arrival_s = self.arrivals[following].arrival_s if following < count else NEVER
             self._settle()
             beats += 1
             if told is not None and not beats & 0x3FF:
-                told(now, sum(j.ended_s is not None for j in self.journeys.values()))
+                told(now, sum(trip.ended_s is not None for trip in self.trips))
         return self._result()
 
     def _happen(self, kind: int, what: Any) -> None:
         if kind == SPAN:
-            word, subject, *rest = what
-            if subject.payload.serial == rest[0] and subject.state == "running":
-                self._span_done(subject) if word == "done" else self._span_paused(subject, rest[1])
+            word, entry, *rest = what
+            if entry.driver.serial == rest[0] and entry.state == "running":
+                self._span_done(entry) if word == "done" else self._span_paused(entry, rest[1])
         elif kind == STEP:
             engine, batch = what
             self._step(engine, batch)
@@ -139,48 +131,28 @@ class World:
         elif kind == TIMER:
             if what == self._timer_s:
                 self._timer_s = NEVER
-                self.news.append(Woken())
+                self.machine.woken(self.now)
         elif kind == LEAVE:
             journey, why = what
-            if journey.ended_s is None:
-                self.drop(journey, why)
-
-    def _tell(self) -> None:
-        """Tell the policy all news, and do what it wants."""
-        while self.news:
-            event = self.news.popleft()
-            self.actions.flush()
-            view = ClusterView(self.book, self.now)
-            if self._stopwatch is None:
-                wanted = self.placement.on_event(event, view)
-            else:
-                began = self._stopwatch()
-                wanted = self.placement.on_event(event, view)
-                self.decisions.append(self._stopwatch() - began)
-            for action in wanted:
-                self.actions.do(action)
+            self.machine.drop(journey, why, self.now)
 
     def _settle(self) -> None:
-        """Let begin what can, until nothing more does."""
-        while True:
-            began = self.actions.begin()
-            self._tell()
-            if not began and not self.news:
-                break
-        for engine, at_s, batch in self.actions.pump():
-            if self.bars is not None and batch >= 0:
-                self._batching[engine.index] = (self.now, self._batching.get(engine.index, (0.0, -1))[1])
-            self.push(at_s, STEP, (engine, batch))
-        self.actions.flush()
-        wake_s = self.placement.next_wakeup(self.now)
+        """Let begin what can."""
+        wake_s = self.machine.settle(self.now)
         if wake_s is not None and wake_s != self._timer_s and wake_s < NEVER:
             self._timer_s = max(wake_s, self.now)
             self.push(self._timer_s, TIMER, self._timer_s)
 
+    def pumped(self, engine: Engine, at_s: float, batch: int) -> None:
+        """A batch has begun (-1: stage 0 will be free): come back then."""
+        if self.bars is not None and batch >= 0:
+            self._batching[engine.index] = (self.now, self._batching.get(engine.index, (0.0, -1))[1])
+        self.push(at_s, STEP, (engine, batch))
+
     # -- what happens -----------------------------------------------------------------------------------------------
 
     def _arrive(self, source: TraceRequest) -> None:
-        number, how = len(self.journeys), self.how
+        number, how = len(self.trips), self.how
         targets = how.targets.get(source.klass, NO_TARGETS)
         request = Request(
             id=f"r{number}",
@@ -190,77 +162,57 @@ class World:
             cached_tokens=max(0, min(source.cached_tokens, source.prompt_tokens - 1)),
             slo=Slo(ttft_s=targets.ttft_s, tbt_s=targets.tbt_s) if how.told else Slo(),
         )
-        journey = Journey(number, request, source)
-        self.journeys[request.id] = journey
-        self.book.arrived(self.now)
+        trip = Trip(request, source)
+        self.trips.append(trip)
+        journey = self.machine.arrive(request, self.now, trip)
         waits = [] if how.timeout_s is None else [(how.timeout_s, "timeout")]
         if how.patience_s is not None:
             waits.append((self._patience.expovariate(1.0 / how.patience_s), "aborted"))
         if waits:
             wait_s, why = min(waits)
             self.push(self.now + wait_s, LEAVE, (journey, why))
-        self.news.append(Arrived(request))
 
-    def _span_done(self, entry: Entry) -> None:
-        run: SpanRun = entry.payload  # type: ignore[assignment]
-        self._count(entry, run, "span")
-        self.actions.ended(entry)
-        for member in (entry, *run.along):
-            journey = self.journeys[member.owner]
-            if journey.ended_s is not None:
-                continue
-            last = member.payload.last  # type: ignore[attr-defined]
-            if last:
-                self.token(journey)
-            self.news.append(SpanDone(member.owner, run.index, last))
-            if last and journey.left <= 0:
-                self.finish(journey)
+    def _span_done(self, entry: SpanEntry) -> None:
+        self._count(entry, "span")
+        over = set()
+        for member in (*entry.along, entry):
+            self.hands.send_late(member, self.now)
+            if member.last and not member.journey.ended:
+                trip: Trip = member.journey.driver
+                trip.times.append(self.now)
+                if trip.left <= 0:
+                    over.add(member.owner)
+        self.machine.span_done(entry, self.now, over)
 
-    def _span_paused(self, entry: Entry, layer: int) -> None:
-        run: SpanRun = entry.payload  # type: ignore[assignment]
-        self._count(entry, run, "span")
-        run.layer, run.extra_s = layer, 0.0
+    def _span_paused(self, entry: SpanEntry, layer: int) -> None:
+        self._count(entry, "span")
         self.paused += 1
-        self.actions.park(entry)
-        self.news.append(Paused(entry.owner, run.index, run.progress()))
+        self.hands.paused(entry, self.now)
+        self.machine.span_paused(entry, layer, self.now)
 
-    def _count(self, entry: Entry, run: SpanRun, kind: BarKind) -> None:
+    def _count(self, entry: SpanEntry, kind: BarKind) -> None:
         """A span runs no longer."""
-        self.actions.occupy(entry.group, -1)
+        run: SpanRun = entry.driver
+        self.hands.occupy(entry.group, -1)
         for i in entry.group:
-            self.bar(kind, i, run.began_s, entry.owner, f"{run.span.start}:{run.span.end}")
+            self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
 
     def _step(self, engine: Engine, batch: int) -> None:
         if batch >= 0 and engine.replica.flying(batch):
             self._batch_bar(engine)
-            self.actions.occupy(engine.group, -1)
+            self.hands.occupy(engine.group, -1)
             for track in engine.complete(batch, self.now):
-                self.actions.stayed(self.journeys[track.request.id], track)
-        self.actions.touch(engine.group, engine)
+                journey = self.machine.journeys[track.request.id]
+                trip: Trip = journey.driver
+                trip.take(track)
+                self.machine.stayed(journey, len(trip.times), trip.left <= 0, self.now)
+        self.hands.stepped(engine)
+        self.machine.changed(engine.group, self.now)
 
     def _sent(self, piece: Piece) -> None:
-        if self.actions.too_early(piece):
-            return
-        self.bar("transfer", piece.source, piece.began_s, piece.request, f"to {piece.target}")
-        journey = self.journeys[piece.request]
-        if self.actions.transfers.finish(piece) and journey.ended_s is None and not self.actions.more_to_send(journey):
-            self.news.append(KvReady(piece.request, piece.target))
-
-    def token(self, journey: Journey) -> None:
-        """A token came out of a span."""
-        journey.times.append(self.now)
-
-    def finish(self, journey: Journey) -> None:
-        """All output is there."""
-        journey.ended_s = self.now
-        self.actions.forget(journey)
-        self.news.append(Finished(journey.request.id))
-
-    def drop(self, journey: Journey, why: str) -> None:
-        """A request ends without all of its output."""
-        self.actions.forget(journey)
-        journey.ended_s, journey.error = self.now, why
-        self.news.append(Dropped(journey.request.id, why))
+        if not self.hands.too_early(piece):
+            self.bar("transfer", piece.source, piece.began_s, piece.request, f"to {piece.target}")
+            self.machine.sent(piece, self.now)
 
     def _batch_bar(self, engine: Engine) -> None:
         """A batch ends; batches without a break between them are one bar."""
@@ -287,33 +239,31 @@ class World:
         end_s = self.how.window_s if self.how.window_s is not None else self.now
         first_s = 0.0 if self.how.window_s is not None else (self.arrivals[0].arrival_s if self.arrivals else 0.0)
         self.now = min(max(self.now, 0.0), end_s) if self.how.window_s is None else end_s
-        for entry in {id(e): e for e in self.actions.lanes.running if e is not None}.values():
-            self._count(entry, entry.payload, "span")  # type: ignore[arg-type]
-        self.actions.settle_busy()
-        records = tuple(
-            journey.record(self.how.targets.get(journey.source.klass, NO_TARGETS)) for journey in self.journeys.values()
-        )
+        for entry in {id(e): e for e in self.machine.lanes.running if isinstance(e, SpanEntry)}.values():
+            self._count(entry, "span")
+        self.hands.settle_busy()
+        records = tuple(trip.record(self.how.targets.get(trip.source.klass, NO_TARGETS)) for trip in self.trips)
         uses = [self._use(i, end_s) for i in range(len(self.spec.instances))]
         sim = SimResult(records=records, replicas=tuple(uses), duration_s=end_s - first_s)
         return ClusterResult(
             sim=sim,
             instances=self.spec.instances,
             bars=tuple(self.bars or ()),
-            spans=self.spans,
-            chunked=self.chunked,
+            spans=self.hands.spans,
+            chunked=self.hands.chunked,
             paused=self.paused,
-            refused=self.refused,
+            refused=self.machine.refused,
             busy_s=tuple(use.busy_s for use in uses),
-            decision_s=tuple(self.decisions),
+            decision_s=tuple(self.machine.decision_s),
         )
 
     def _use(self, instance: int, end_s: float) -> ReplicaUse:
         """What one instance did: its share of spans and its schedulers' work."""
         total = ReplicaUse(
-            iterations=0, batches=0, busy_s=self.busy_s[instance], prefill_tokens=0, decode_tokens=0, kv_read_tokens=0,
-            attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
+            iterations=0, batches=0, busy_s=self.hands.busy_for_s[instance], prefill_tokens=0, decode_tokens=0,
+            kv_read_tokens=0, attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
         )  # fmt: skip
-        for engine in self.engines.values():
+        for engine in self.hands.engines.values():
             if instance not in engine.group:
                 continue
             use, first = engine.replica.use(end_s), engine.group[0] == instance

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.simulator.cluster.lanes import Entry, Lanes
+from headway.cluster.lanes import Entry, Lanes
 
 
 class Bustle:
@@ -32,12 +32,12 @@ class Bustle:
             self.names += 1
             before = None
             for _ in range(self.rng.choice((1, 1, 2, 3))):
-                before = Entry("span", f"r{self.names}", self.group(), None, before)
+                before = Entry("span", f"r{self.names}", self.group(), before)
                 self.lanes.append(before)
                 self.open += 1
         elif choice < 0.45:
             self.names += 1
-            self.lanes.append(Entry("hold", f"h{self.names}", self.group(), None))
+            self.lanes.append(Entry("hold", f"h{self.names}", self.group()))
             self.open += 1
         elif choice < 0.55 and self.running:
             entry = self.running.pop(self.rng.randrange(len(self.running)))
@@ -99,7 +99,7 @@ def test_nothing_ever_gets_stuck(seed: int) -> None:
 
 def test_a_resumed_span_goes_before_all_that_waits() -> None:
     lanes = Lanes([0, 0])
-    first, second = Entry("span", "a", (0, 1), None), Entry("span", "b", (0,), None)
+    first, second = Entry("span", "a", (0, 1)), Entry("span", "b", (0,))
     lanes.append(first)
     lanes.append(second)
     lanes.start(first)

@@ -20,20 +20,20 @@ State = Literal["waiting", "running", "parked", "done"]
 
 
 class Entry:
-    """Something that takes its turn. `owner`: the request's id, or the holder's. `after`: what must be done first."""
+    """Something that takes its turn. `owner`: the request's id, or the holder's. `after`: what must be done first.
+    `planned_s`: when it is expected to end (`Timeline`)."""
 
-    __slots__ = ("after", "beside", "group", "kind", "owner", "payload", "planned_s", "rank", "state")
+    __slots__ = ("after", "beside", "group", "kind", "owner", "planned_s", "rank", "state")
 
     def __init__(
         self,
         kind: Kind,
         owner: str,
         group: tuple[int, ...],
-        payload: object,
         after: Entry | None = None,
         beside: bool = False,
     ) -> None:
-        self.kind, self.owner, self.group, self.payload = kind, owner, group, payload
+        self.kind, self.owner, self.group = kind, owner, group
         self.after, self.beside = after, beside
         self.rank = 0
         self.state: State = "parked"
@@ -41,6 +41,10 @@ class Entry:
 
     def __lt__(self, other: Entry) -> bool:
         return self.rank < other.rank
+
+    def left_s(self, layers: int) -> float:
+        """Predicted seconds from its start on."""
+        return 0.0
 
 
 class Lanes:
@@ -54,6 +58,13 @@ class Lanes:
         self.holder: list[str | None] = [None] * len(self.nodes)
         self._last = 0
         self._first = 0
+
+    def join(self, node: int) -> None:
+        """One more instance, with the next id."""
+        self.nodes.append(node)
+        self.waiting.append([])
+        self.running.append(None)
+        self.holder.append(None)
 
     def ordered(self, group: Iterable[int]) -> tuple[int, ...]:
         """The order of acquisition."""

@@ -1,30 +1,24 @@
-"""One request on its way through a cluster: which spans it has, where it is enqueued, and when its tokens came."""
+"""One request of a simulation: where it comes from, its stay in a scheduler, and when its tokens came."""
 
 from __future__ import annotations
 
 import msgspec
 
 from headway.core.request import Request
+from headway.core.span import Phase
 from headway.metrics import NO_TARGETS, RequestRecord, SloTargets
-from headway.placement.base import Phase
-from headway.simulator.cluster.lanes import Entry
 from headway.simulator.cohorts import Track
 from headway.workload import TraceRequest
 
 
-class Journey:
-    """`entries`: committed spans, in order. `track`: its stay in a scheduler, if any, of `phase` on `group`."""
+class Trip:
+    """`track`: its stay in a scheduler, if any."""
 
-    __slots__ = ("door", "ended_s", "entries", "error", "group", "number", "phase", "request", "scheduled_s", "source",
-                 "times", "track")  # fmt: skip
+    __slots__ = ("ended_s", "error", "request", "scheduled_s", "source", "times", "track")
 
-    def __init__(self, number: int, request: Request, source: TraceRequest) -> None:
-        self.number, self.request, self.source = number, request, source
-        self.entries: list[Entry] = []
-        self.door: Entry | None = None
+    def __init__(self, request: Request, source: TraceRequest) -> None:
+        self.request, self.source = request, source
         self.track: Track | None = None
-        self.group: tuple[int, ...] = ()
-        self.phase: Phase = "all"
         self.times: list[float] = []
         self.scheduled_s: float | None = None
         self.ended_s: float | None = None

@@ -1,15 +1,20 @@
-"""KV transfers: limits are kept, requests are served by first handshake, nothing is lost, layers overlap."""
+"""KV transfers: limits are kept, requests are served by first handshake, nothing is lost, what is lost blocks nobody."""
 
 from __future__ import annotations
 
 import heapq
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.simulator.cluster.transfers import Piece, Transfers
+from headway.cluster.transfers import Piece, Transfers
+
+
+def piece_of(request: str, source: int, target: int, seconds: float) -> Piece:
+    piece = Piece(request, source, target)
+    piece.driver = seconds
+    return piece
 
 
 def run(transfers: Transfers, adds: list[tuple[float, list[Piece]]], backends: int) -> list[tuple[float, Piece]]:
@@ -25,10 +30,10 @@ def run(transfers: Transfers, adds: list[tuple[float, list[Piece]]], backends: i
             active.remove(piece)
             transfers.finish(piece)
             ended.append((now, piece))
-        for begun in transfers.start(now, lambda _, at=now: at):
+        for begun in transfers.start(now):
             serial += 1
             active.append(begun)
-            heapq.heappush(heap, (begun.done_s, serial, begun))
+            heapq.heappush(heap, (now + begun.driver, serial, begun))
         for target in {p.target for p in active}:
             assert sum(p.target == target for p in active) <= backends
         assert len({p.source for p in active}) == len(active), "a sender sends one piece at a time"
@@ -44,12 +49,12 @@ def test_all_pieces_arrive_and_limits_hold(seed: int) -> None:
         target = 100 + rng.randint(0, 1)
         for _ in range(rng.randint(1, 3)):
             pieces = [
-                Piece(f"r{request}", s, target, rng.uniform(0.1, 1.0))
+                piece_of(f"r{request}", s, target, rng.uniform(0.1, 1.0))
                 for s in rng.sample(range(8), rng.choice((1, 2, 4)))
             ]
             adds.append((rng.uniform(0, 3), pieces))
             count += len(pieces)
-    transfers = Transfers(backends, layers=32)
+    transfers = Transfers(backends)
     ended = run(transfers, adds, backends)
     assert len(ended) == count
     assert all(transfers.left(f"r{i}", t) == 0 for i in range(8) for t in (100, 101))
@@ -57,24 +62,38 @@ def test_all_pieces_arrive_and_limits_hold(seed: int) -> None:
 
 def test_later_chunks_of_an_earlier_request_go_before_first_chunks_of_others() -> None:
     def pieces(request: str, sources: range) -> list[Piece]:
-        return [Piece(request, s, 9, 1.0) for s in sources]
+        return [piece_of(request, s, 9, 1.0) for s in sources]
 
-    adds = [(0.0, pieces("a", range(2))), (0.1, pieces("b", range(2, 6))), (0.2, pieces("a", range(6, 8)))]
-    order = [piece.request for _, piece in run(Transfers(2, 32), adds, 2)]
+    def adds() -> list[tuple[float, list[Piece]]]:
+        return [(0.0, pieces("a", range(2))), (0.1, pieces("b", range(2, 6))), (0.2, pieces("a", range(6, 8)))]
+
+    order = [piece.request for _, piece in run(Transfers(2), adds(), 2)]
     assert order == ["a"] * 4 + ["b"] * 4
-    naive = [piece.request for _, piece in run(Transfers(2, 32, "first-come"), adds, 2)]
+    naive = [piece.request for _, piece in run(Transfers(2, "first-come"), adds(), 2)]
     assert naive == ["a"] * 2 + ["b"] * 4 + ["a"] * 2
 
 
-def test_what_is_sent_while_it_is_computed_lacks_its_last_layer() -> None:
-    transfers = Transfers(1, layers=10)
-    transfers.add([Piece("a", 0, 9, 1.0)], 0.0)
-    (piece,) = transfers.start(0.0, lambda _: 5.0)
-    assert piece.done_s == pytest.approx(5.1)
-    assert transfers.finish(piece)
-    transfers.add([Piece("b", 0, 9, 4.0), Piece("b", 1, 9, 4.0)], 0.0)
-    (slow,) = transfers.start(0.0, lambda _: 1.0)
-    assert slow.done_s == pytest.approx(4.0)
+def test_what_has_not_begun_is_dropped_and_what_has_ends() -> None:
+    transfers = Transfers(1)
+    transfers.add([Piece("b", 0, 9), Piece("b", 1, 9)], 0.0)
+    (slow,) = transfers.start(0.0)
     transfers.drop("b")
     assert transfers.finish(slow)
-    assert not transfers.start(9.0, lambda _: 9.0)
+    assert not transfers.start(9.0)
+
+
+def test_what_is_cancelled_or_lost_frees_both_ends_and_counts_once() -> None:
+    transfers = Transfers(1)
+    transfers.add([Piece("a", 0, 9), Piece("a", 1, 9)], 0.0)
+    transfers.add([Piece("b", 0, 8)], 0.0)
+    transfers.add([Piece("c", 2, 9)], 0.0)
+    (first,) = transfers.start(0.0)
+    assert transfers.ends("a") == {0, 1, 9}
+    transfers.cancel("a")
+    assert first.over and not transfers.finish(first), "told twice"
+    assert not transfers.ends("a")
+    assert [p.request for p in transfers.start(1.0)] == ["c", "b"], "its sender and its backend are free"
+    transfers.lose(8)
+    (left,) = transfers.under_way()
+    assert left.request == "c" and transfers.finish(left)
+    assert transfers.left("b", 8) == transfers.left("c", 9) == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from headway.simulator.cluster.lanes import Entry, Lanes
+from headway.cluster.lanes import Entry, Lanes
 
 CLOSE_S = 1e-9
 
@@ -18,13 +18,11 @@ CLOSE_S = 1e-9
 class Timeline:
     """`free_s[i]`: when all that is committed to instance i is expected to have ended."""
 
-    def __init__(
-        self, lanes: Lanes, predicted_s: Callable[[Entry], float], busy_s: Callable[[Entry], float] = lambda _: 0.0
-    ) -> None:
-        """`predicted_s`: how long an entry is expected to run from its start on; `busy_s`: when what else computes on
-        its instances is expected to have ended."""
+    def __init__(self, lanes: Lanes, layers: int, busy_s: Callable[[Entry], float]) -> None:
+        """`layers` of the model; `busy_s`: when what else computes on an entry's instances is expected to have ended,
+        if it waits for that."""
         self._lanes = lanes
-        self._predicted_s = predicted_s
+        self._layers = layers
         self._busy_s = busy_s
         self.free_s = [0.0] * len(lanes.nodes)
 
@@ -32,13 +30,13 @@ class Timeline:
         """A span, or a request on its way to a scheduler, was appended behind everything."""
         start = max(self._busy_s(entry), *(self.free_s[i] for i in entry.group))
         start = max(start, now, entry.after.planned_s if entry.after is not None else now)
-        entry.planned_s = start + self._predicted_s(entry)
+        entry.planned_s = start + entry.left_s(self._layers)
         for i in entry.group:
             self.free_s[i] = entry.planned_s
 
     def started(self, entry: Entry, now: float) -> bool:
         """A span begins; True when that was not when it was expected to, so that the rest must be laid out anew."""
-        end_s = now + self._predicted_s(entry)
+        end_s = now + entry.left_s(self._layers)
         late = abs(end_s - entry.planned_s) > CLOSE_S
         entry.planned_s = end_s
         return late
@@ -63,7 +61,7 @@ class Timeline:
             start = max(self._busy_s(entry), *(free[i] for i in entry.group))
             if entry.after is not None and entry.after.state != "done":
                 start = max(start, entry.after.planned_s)
-            entry.planned_s = start + self._predicted_s(entry)
+            entry.planned_s = start + entry.left_s(self._layers)
             for i in entry.group:
                 free[i] = entry.planned_s
         changed = [i for i, (old, new) in enumerate(zip(self.free_s, free, strict=True)) if max(old, now) != new]

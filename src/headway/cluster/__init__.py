@@ -1,0 +1,1 @@
+"""What a cluster does with a policy's actions, whoever computes: a simulator, a live router, a replay."""

@@ -1,0 +1,54 @@
+"""KV that a policy wants elsewhere: which pieces that makes, when they are announced, when all of them are there."""
+
+from __future__ import annotations
+
+from headway.cluster.entries import SpanEntry
+from headway.cluster.hands import Impossible
+from headway.cluster.journey import Journey
+from headway.cluster.state import State
+from headway.cluster.transfers import Piece
+from headway.placement.base import KvReady, Transfer
+
+
+class Moves:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def transfer(self, action: Transfer) -> None:
+        state = self._state
+        journey = state.journey(action.request)
+        state.group((action.to,), journey)
+        if action.index is not None:
+            if not 0 <= action.index < len(journey.entries):
+                raise Impossible(f"{action.request} has no span {action.index}")
+            entry = journey.entries[action.index]
+            if entry.state in ("running", "done"):
+                self._announce(entry, action.to)
+            else:
+                journey.sends[action.index] = action.to
+            return
+        group = journey.group or (journey.entries[-1].group if journey.entries else ())
+        if not group:
+            raise Impossible(f"{action.request} has no KV anywhere")
+        known, share = journey.request.prompt_tokens + journey.tokens, len(group)
+        state.transfers.add(
+            [Piece(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
+        )
+
+    def begun(self, entry: SpanEntry) -> None:
+        """A request's span begins: its KV is announced to whom it will be sent."""
+        to = entry.journey.sends.pop(entry.index, None)
+        if to is not None:
+            self._announce(entry, to)
+
+    def _announce(self, entry: SpanEntry, to: int) -> None:
+        span, share = entry.span, len(entry.group)
+        pieces = [Piece(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
+        self._state.transfers.add(pieces, self._state.now)
+
+    def sent(self, piece: Piece, journey: Journey | None) -> None:
+        """A piece is there; `journey`: its request's, unless that has ended."""
+        state = self._state
+        if state.transfers.finish(piece) and journey is not None and not journey.sends:
+            journey.kv_at.add(piece.target)
+            state.news.append(KvReady(piece.request, piece.target))

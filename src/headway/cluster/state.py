@@ -1,0 +1,128 @@
+"""What all parts of a machine share: the book, lanes, requests, news, and what the book has to be told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from headway.cluster.entries import SpanEntry
+from headway.cluster.hands import Hands, Impossible
+from headway.cluster.journey import Journey
+from headway.cluster.lanes import Entry, Lanes
+from headway.cluster.timeline import Timeline
+from headway.cluster.transfers import Transfers
+from headway.placement.base import Event
+from headway.placement.view import ClusterBook
+
+
+class State:
+    """now: as of the last callback. load: requests in the schedulers of each instance. closed: instances that take
+    nothing new; gone: that are lost. touched: where something may begin."""
+
+    def __init__(self, book: ClusterBook, hands: Hands, layers: int, backends: int, order: str) -> None:
+        self.book, self.hands, self.layers = book, hands, layers
+        count = len(book.instances)
+        self.lanes = Lanes(instance.node for instance in book.instances)
+        self.timeline = Timeline(self.lanes, layers, self._busy_s)
+        self.transfers = Transfers(backends, order)
+        self.journeys: dict[str, Journey] = {}
+        self.news: deque[Event] = deque()
+        self.now = 0.0
+        self.load = [0] * count
+        self.closed: set[int] = set()
+        self.gone: set[int] = set()
+        self.touched: set[int] = set()
+        self._stale: set[int] = set()
+        self._tokens = [0.0] * count
+
+    def _busy_s(self, entry: Entry) -> float:
+        return 0.0 if entry.beside else self.hands.busy_s(entry.group)
+
+    # -- what an action names -----------------------------------------------------------------------------------------
+
+    def journey(self, name: str) -> Journey:
+        journey = self.journeys.get(name)
+        if journey is None:
+            raise Impossible(f"there is no request {name}")
+        return journey
+
+    def group(self, group: Iterable[int], journey: Journey | None = None) -> tuple[int, ...]:
+        """A group in the order of its acquisition. `journey`: whose it is to be; an instance that is closed takes only
+        what it has already."""
+        known = len(self.load)
+        for i in group:
+            if not 0 <= i < known:
+                raise Impossible(f"there is no instance {i}")
+        chosen = self.lanes.ordered(group)
+        if not chosen:
+            raise Impossible("a group needs an instance")
+        if self.gone or self.closed:
+            self._check_open(chosen, journey)
+        return chosen
+
+    def _check_open(self, group: tuple[int, ...], journey: Journey | None) -> None:
+        at = self.places(journey) if journey is not None else set()
+        for i in group:
+            if i in self.gone:
+                raise Impossible(f"instance {i} is gone")
+            if i in self.closed and i not in at:
+                raise Impossible(f"instance {i} takes nothing new")
+
+    def places(self, journey: Journey) -> set[int]:
+        """Instances that a request needs as it is now: for its KV, a turn, pieces under way, or what it holds."""
+        name = journey.request.id
+        held = {i for i, holder in enumerate(self.lanes.holder) if holder == name}
+        waiting = (entry for lane in self.lanes.waiting for entry in lane if entry.kind == "hold")
+        asked = {i for entry in waiting if entry.owner == name for i in entry.group}
+        return journey.places() | self.transfers.ends(name) | held | asked
+
+    # -- what has changed ---------------------------------------------------------------------------------------------
+
+    def touch(self, group: Iterable[int]) -> None:
+        """Something has changed there: something may begin, and the book must be told."""
+        self.touched.update(group)
+        self._stale.update(group)
+
+    def anew(self) -> None:
+        """Predictions were wrong, or something left its place."""
+        self._stale.update(self.timeline.anew(self.now))
+
+    def count(self, group: tuple[int, ...], tokens: int) -> None:
+        """So many tokens more (or fewer) wait or run on a group, besides those in schedulers."""
+        share = tokens / len(group)
+        for i in group:
+            self._tokens[i] += share
+
+    def uncount(self, entry: SpanEntry) -> None:
+        """A span's tokens no longer wait or run."""
+        share = (entry.span.end - entry.span.start) / len(entry.group)
+        for i in entry.group:
+            self._tokens[i] -= share
+
+    def flush(self) -> None:
+        """Bring the book up to date."""
+        book, refresh, free_s, holder = self.book, self.hands.refresh, self.timeline.free_s, self.lanes.holder
+        for i in sorted(self._stale):
+            if i in self.gone:
+                continue
+            figures = refresh(i)
+            book.put(
+                msgspec.structs.replace(
+                    book.instances[i],
+                    free_at_s=max(free_s[i], figures.free_at_s),
+                    queued=round(self._tokens[i] + figures.queued),
+                    used=figures.used,
+                    running=figures.running,
+                    holder=holder[i],
+                )
+            )
+        self._stale.clear()
+
+    def join(self, node: int) -> None:
+        """One more instance, with the next id."""
+        self.lanes.join(node)
+        self.timeline.free_s.append(0.0)
+        self.load.append(0)
+        self._tokens.append(0.0)
