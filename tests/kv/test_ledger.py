@@ -81,7 +81,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
 def replay(tables: BlockTables, ops: tuple[KvOp, ...]) -> None:
     for op in ops:
-        tables.free(op.request) if op.verb == "free" else tables.add(op.request, op.blocks)
+        if op.verb == "rename":
+            tables.rename(op.before, op.request)
+        else:
+            tables.free(op.request) if op.verb == "free" else tables.add(op.request, op.blocks)
 
 
 TestLedger = LedgerMachine.TestCase

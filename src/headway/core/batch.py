@@ -14,18 +14,20 @@ from typing import Literal
 
 import msgspec
 
-KvVerb = Literal["reserve", "grow", "free"]
+KvVerb = Literal["reserve", "grow", "free", "rename"]
 
 
 class KvOp(msgspec.Struct, frozen=True, array_like=True):
     """One operation on a group's block allocator, to be replayed in order: `blocks` is how many it adds (0 for free).
 
-    With "reserve", `start` is the first token of the request that this group holds: its shard begins there."""
+    With "reserve", `start` is the first token of the request that this group holds: its shard begins there. "rename"
+    gives what `before` owns to `request`, and moves nothing; only an instance that is one process does it."""
 
     verb: KvVerb
     request: str
     blocks: int
     start: int = 0
+    before: str = ""
 
 
 class DecodeGroup(msgspec.Struct, frozen=True):

@@ -11,10 +11,11 @@ class Event(msgspec.Struct, frozen=True):
     """Something that happened to one request at `at_s`.
 
     started: its first chunk was scheduled. finished: all output is there. aborted: freed before its end.
-    preempted: its KV was given up and `tokens` of work must be done again.
+    preempted: its KV was given up and `tokens` of work must be done again. staged: its prefill, all that was asked for,
+    is done; KV of `tokens` tokens stays.
     """
 
-    kind: Literal["started", "finished", "aborted", "preempted"]
+    kind: Literal["started", "finished", "aborted", "preempted", "staged"]
     request: str
     at_s: float
     tokens: int = 0

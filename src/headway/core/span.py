@@ -16,6 +16,11 @@ AttentionStrategy = Literal["local", "ring", "striped", "ulysses", "megatron"]
 MlpStrategy = Literal["local", "ulysses", "megatron"]
 
 
+Phase = Literal["all", "prefill", "decode"]
+"""What a scheduler does of a request: all of it; its prefill only, which leaves its KV behind; its decode only, with KV
+that has come from elsewhere."""
+
+
 class Strategy(msgspec.Struct, frozen=True):
     """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3).
 

@@ -7,23 +7,12 @@ in the cluster. Numbers of tokens count from the beginning of the prompt.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
 from headway.engine.protocol import Delta
-
-Phase = Literal["all", "prefill", "decode"]
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """How one instance reaches another. `incarnation` grows with each process that takes the number."""
-
-    instance: int
-    incarnation: int
-    address: str
+from headway.transfer.peer import Peer as Peer
 
 
 class Meet(msgspec.Struct, frozen=True, tag=True):

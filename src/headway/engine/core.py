@@ -20,6 +20,7 @@ from headway.core.executor import Emitted, Executor, StepResult
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
+from headway.engine.cluster_messages import Staged
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
 from headway.engine.recovery import Restarts
 from headway.latency.recorded import describe
@@ -60,6 +61,9 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.draining = False
+        self.staged: list[Staged] = []
+        """Requests of phase "prefill" that have been done since whoever tells of them emptied this, after the deltas of
+        the step."""
         self._clock = clock
         self._log = log
         self._live: dict[str, _Live] = {}
@@ -102,9 +106,10 @@ class EngineCore:
         return None
 
     def _admit(self, submit: Submit, prompt: memoryview, now: float) -> None:
-        if self.draining:
+        known = submit.again or submit.phase == "decode"  # accepted before
+        if self.draining and submit.phase != "decode":
             raise UnavailableError("the server is shutting down and takes no new requests")
-        if self.scheduler.waiting >= self.info.max_queued_requests and not submit.again:
+        if self.scheduler.waiting >= self.info.max_queued_requests and not known:
             raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
         if submit.id in self._live or submit.id in self.scheduler:  # the latter: aborted, and still in a batch
             raise RequestError(f"request id {submit.id!r} is in use", "id")
@@ -128,13 +133,14 @@ class EngineCore:
             id=submit.id,
             arrival_s=submit.received_s,
             prompt_tokens=int(ids.size) + told,
-            max_output_tokens=most - told,
+            max_output_tokens=1 if submit.phase == "prefill" else most - told,
+            cached_tokens=int(ids.size) + told - 1 if submit.phase == "decode" else 0,
             slo=submit.slo,
             priority=submit.priority,
         )
         self.executor.admit(submit.id, prompt, submit.params, submit.output)
         try:
-            self.scheduler.add(Span.whole(request), now)
+            self.scheduler.add(Span.whole(request), now, submit.phase)
         except RequestError:
             self.executor.forget(submit.id)
             raise
@@ -152,6 +158,7 @@ class EngineCore:
                 ttft_s=request.slo.ttft_s,
                 tbt_s=request.slo.tbt_s,
                 priority=request.priority,
+                **({} if submit.phase == "all" else {"phase": submit.phase}),
             )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Delta | None:
@@ -236,6 +243,10 @@ class EngineCore:
                 self._live[event.request].first_scheduled_s = submitted_s
             elif event.kind in ("finished", "aborted"):
                 self.executor.forget(event.request)
+            elif event.kind == "staged":
+                del self._live[event.request]
+                self.executor.forget(event.request)
+                self.staged.append(Staged(event.request, event.tokens))
             elif event.kind == "preempted":
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)

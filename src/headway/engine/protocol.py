@@ -14,6 +14,7 @@ import msgspec
 
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams, TokenLogprobs
+from headway.core.span import Phase
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -24,6 +25,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     received_s is `time.monotonic()` when the server had read the request: queueing counts from there. `again`: it was
     accepted before, by an engine that is gone, and `output` is what the client has been told: no limit of a queue
     refuses it, and its answer goes on from there.
+
+    phase: "prefill" ends with the first token and keeps the KV (`cluster_messages.Staged`), unless that token ends the
+    request. "decode": KV of all tokens but the last, `output` included, is in custody under the id; no limit of a queue
+    refuses it either.
     """
 
     id: str
@@ -35,6 +40,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeout_s: float | None = None
     again: bool = False
     output: tuple[int, ...] = ()
+    phase: Phase = "all"
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +110,8 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the engine is ready to serve. latency: its model as data (`latency.recorded`), for a router."""
+    """Sent once, when the engine is ready to serve. latency: its model as data (`latency.recorded`), for a router.
+    peer_address: where other instances of its cluster reach it; None: it takes no part in runs, and no KV moves."""
 
     model: str
     architecture: str
@@ -126,6 +133,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids: tuple[int, ...] = ()
     layout: str = "tp1-pp1-kvp1"
     latency: dict[str, Any] | None = None
+    peer_address: str | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

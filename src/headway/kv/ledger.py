@@ -52,6 +52,10 @@ class Ledger:
         """Tokens' worth of blocks that are leased."""
         return (self.n_blocks - self.free_blocks) * self.block_tokens
 
+    def __contains__(self, request: str) -> bool:
+        """Whether a request has a lease."""
+        return request in self._leases
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
@@ -86,6 +90,16 @@ class Ledger:
         self._tables.free(lease.request)
         self._ops.append(KvOp("free", lease.request, 0))
         lease.blocks = lease.tokens = 0
+
+    def rename(self, lease: Lease, request: str) -> None:
+        """The lease is another's from now on. Raises InvariantError when that one has a lease."""
+        self._own(lease)
+        before = lease.request
+        self._tables.rename(before, request)
+        del self._leases[before]
+        self._leases[request] = lease
+        lease.request = request
+        self._ops.append(KvOp("rename", request, 0, before=before))
 
     def take_ops(self) -> tuple[KvOp, ...]:
         """The operations since the last call, for the next batch to carry."""

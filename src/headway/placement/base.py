@@ -9,15 +9,14 @@ and tells what became of them as later events.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from headway.core.request import Request
+from headway.core.span import Phase as Phase
 from headway.core.span import Span
 from headway.placement.view import ClusterView
-
-Phase = Literal["all", "prefill", "decode"]
 
 
 class Progress(NamedTuple):

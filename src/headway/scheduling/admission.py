@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headway.core.errors import RequestError
 from headway.core.request import Request
+from headway.kv.custody import Custody
 from headway.kv.ledger import Lease, Ledger
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.sequence import Sequence
@@ -27,11 +28,13 @@ def refuse_unservable(request: Request, total_tokens: int) -> None:
 
 
 class Admission:
-    """Reserves in one ledger. `holders` are the requests whose rows are computed here and that hold KV."""
+    """Reserves in one ledger. `holders` are the requests whose rows are computed here and that hold KV; `custody` holds
+    the rest, and has a line of its own."""
 
-    def __init__(self, config: SchedulerConfig, ledger: Ledger) -> None:
+    def __init__(self, config: SchedulerConfig, ledger: Ledger, custody: Custody) -> None:
         self._config = config
         self.ledger = ledger
+        self.custody = custody
         self.holders: dict[str, Sequence] = {}
 
     def fits(self, sequence: Sequence) -> bool:

@@ -18,8 +18,11 @@ def audit(scheduler: Scheduler, guests: frozenset[str] = frozenset()) -> None:
     for group in sets:
         group.settle_all()
     leased = {s.request.id for s in sequences.values() if s.lease is not None}
-    if leased | guests != {lease.request for lease in ledger.leases()} or leased != scheduler.holders.keys():
-        raise InvariantError("sequences and ledger disagree on who holds KV")
+    kept = set(scheduler.custody.names())
+    if leased | guests | kept != {lease.request for lease in ledger.leases()} or leased != scheduler.holders.keys():
+        raise InvariantError("sequences, custody and ledger disagree on who holds KV")
+    if kept & (leased | guests):
+        raise InvariantError(f"KV of {min(kept & (leased | guests))} is in custody and has an owner")
     for sequence in sequences.values():
         landed = sequence.in_flight or sequence.base <= sequence.computed  # else chunks of its last shard are flying
         if not (sequence.computed <= sequence.scheduled <= sequence.known and landed):

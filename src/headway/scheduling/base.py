@@ -13,7 +13,8 @@ from typing import Protocol
 
 from headway.core.batch import Batch, Progress
 from headway.core.events import Event
-from headway.core.span import Span
+from headway.core.span import Phase, Span
+from headway.kv.custody import Custody
 from headway.kv.ledger import Ledger
 from headway.latency.base import LatencyModel
 from headway.scheduling.config import SchedulerConfig
@@ -52,8 +53,17 @@ class InstanceScheduler(Protocol):
     def next_wakeup(self, now: float) -> float | None:
         """When `schedule` should be called although nothing was added or completed; None: no need."""
 
-    def add(self, span: Span, now: float) -> None:
-        """Take on a request. Raises RequestError when it could never be served here."""
+    @property
+    def custody(self) -> Custody | None:
+        """KV here that no sequence owns; None: this instance takes in none."""
+
+    def add(self, span: Span, now: float, phase: Phase = "all") -> None:
+        """Take on a request. Raises RequestError when it could never be served here.
+
+        What custody holds under its id becomes its own: KV of its `cached_tokens` tokens is there, and room for all
+        where more than the last is to be computed. phase "prefill": it ends with its first token (`staged`), and its KV
+        goes into custody, unless that token is reported as its end. "decode": its KV must be in custody, that of all
+        tokens but the last."""
 
     def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
         """The next batch, or None when there is nothing to do or too much in flight (`stages` batches a group).

@@ -20,7 +20,7 @@ class Candidates:
 
     A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
     nobody behind it enters before it does, but short ones within the headroom that it leaves them. After `MISFITS` of
-    them nobody else enters in this iteration.
+    them nobody else enters in this iteration. Nobody enters either while KV from elsewhere has waited as long for room.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Candidates:
         config, admission = self._config, self._admission
         one_at_a_time = config.pipeline_schedule == "microbatch"
         begun, misfits, closed = self._queue.begun, 0, len(admission.holders) >= config.max_num_seqs
+        closed = closed or admission.custody.shut(now, config.admission_age_s)
         spare = admission.spare_blocks(self.shut_for) if self.shut_for is not None else None
         for sequence in self._queue.ordered(now):
             if sequence.lease is not None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from headway.core.batch import Batch, Progress
 from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.events import Event
-from headway.core.span import Span
+from headway.core.span import Phase, Span
 from headway.kv.ledger import Lease, Ledger
 from headway.kv.shards import Shard
 from headway.latency.base import LatencyModel
@@ -118,10 +118,14 @@ class GroupedScheduler:
 
     # -- the three verbs ----------------------------------------------------------------------------------------
 
-    def add(self, span: Span, now: float) -> None:
+    custody = None
+
+    def add(self, span: Span, now: float, phase: Phase = "all") -> None:
         """Take on a request, in the group with the least predicted work. Raises RequestError when all groups together
-        could never serve it."""
+        could never serve it, and for part of a request: KV does not move between instances of several groups."""
         request = span.request
+        if phase != "all":
+            raise RequestError(f"phase '{phase}': an instance of several KV groups serves whole requests only", "phase")
         if request.id in self:
             raise RequestError(f"request id {request.id!r} is in use", "id")
         refuse_unservable(request, sum(ledger.total_tokens for ledger in self.ledgers))

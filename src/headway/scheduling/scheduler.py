@@ -13,7 +13,8 @@ from headway.core.batch import Assist, Batch, Chunk, Part, Progress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.events import Event
 from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.span import Phase, Span
+from headway.kv.custody import Custody
 from headway.kv.ledger import Lease, Ledger
 from headway.latency.base import LatencyModel, Load, decode_load, load_s
 from headway.latency.prefill_cache import PrefillCache
@@ -46,7 +47,8 @@ class Scheduler:
     """Deterministic: the same calls with the same times give the same batches. Implements `InstanceScheduler`.
 
     At most `config.stages` batches are in flight. Preemption of a prefill happens at chunk edges and keeps its KV;
-    KV is given up (and computed again later) only when decodes cannot grow, youngest request first.
+    KV is given up (and computed again later) only when decodes cannot grow, youngest request first. What is in
+    `custody` is nobody's to take.
 
     As one of several groups (`groups.GroupedScheduler`) it has `neighbours`, and is driven a step at a time: `feed`,
     `pack`, `depart`; requests are brought by `enter` or `take_over` and leave by `hand_over`.
@@ -70,8 +72,9 @@ class Scheduler:
         self.urgency = Urgency(config, times)
         self.promises = TbtPromises(config.stages)
         self.ready = DecodeSet()
+        self.custody = Custody(ledger)
         self._neighbours = neighbours
-        self._admission = Admission(config, ledger)
+        self._admission = Admission(config, ledger, self.custody)
         self.holders = self._admission.holders
         self._sequences: dict[str, Sequence] = {}
         self._queue = make_queue(self.urgency.policy.parallel)
@@ -125,23 +128,38 @@ class Scheduler:
 
     # -- the three verbs ----------------------------------------------------------------------------------------
 
-    def add(self, span: Span, now: float) -> None:
-        """Take on a request. Raises RequestError when it could never be served here."""
-        request = span.request
-        if request.id in self._sequences:
+    def add(self, span: Span, now: float, phase: Phase = "all") -> None:
+        """See `InstanceScheduler`."""
+        request, custody = span.request, self.custody
+        if request.id in self._sequences or custody.waits(request.id):
             raise RequestError(f"request id {request.id!r} is in use", "id")
         refuse_unservable(request, self.ledger.total_tokens)
-        self.enter(request, self._arrivals)
+        lease = custody.lease(request.id)
+        if phase == "decode" and (lease is None or request.cached_tokens < request.prompt_tokens - 1):
+            raise RequestError(f"KV of {request.id!r} is not here", "id")
+        decodes = request.cached_tokens == request.prompt_tokens - 1  # its lease may grow
+        if lease is not None and lease.tokens < request.prompt_tokens - decodes:
+            raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
+        sequence = self.enter(request, self._arrivals, lease=custody.take(request.id) if lease is not None else None)
+        sequence.hands_over = phase == "prefill"
         self._arrivals += 1
 
-    def enter(self, request: Request, order: int, limit: int = WHOLE) -> Sequence:
-        """A new request waits here. `order` is the instance's count of arrivals; `limit`: tokens of a shard. What is
-        cached beyond the first shard is computed again: it would belong to other groups."""
+    def enter(self, request: Request, order: int, limit: int = WHOLE, lease: Lease | None = None) -> Sequence:
+        """A new request waits here, or decodes at once when its last token alone is left to compute. `order` is the
+        instance's count of arrivals; `limit`: tokens of a shard; `lease`: where what is cached lies. What is cached
+        beyond the first shard is computed again: it would belong to other groups."""
         sequence = Sequence(request, order, self.urgency.is_long(request))
-        sequence.limit = limit
+        sequence.limit, sequence.lease = limit, lease
         sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
         self.urgency.assess(sequence)
         self._sequences[request.id] = sequence
+        if lease is not None:
+            self.holders[request.id] = sequence
+            sequence.last_progress = self._iterations
+            if sequence.remaining == 1:  # a decode like any other: nobody in the queue comes before it
+                self.ready.add(sequence)
+                self.promises.begin(sequence)
+                return sequence
         self._queue.add(sequence, self.urgency.line(sequence))
         return sequence
 
@@ -228,6 +246,9 @@ class Scheduler:
         self._rejoin(decodes)
         for name, sequence in yielding.items():
             if name not in ended:
+                if sequence.hands_over:
+                    events.append(self._stage(sequence, now))
+                    continue
                 self.ready.add(sequence)
                 self.promises.begin(sequence)
         events += [self._end(sequence, now) for sequence in ended.values()]
@@ -296,6 +317,7 @@ class Scheduler:
                 events.append(self._end(sequence, now))
             elif sequence.lease is not None:
                 events.append(self.give_up(sequence, now))
+        self.custody.lost()
         self.ledger.take_ops()
         return events
 
@@ -451,6 +473,17 @@ class Scheduler:
         self._release(sequence)
         del self._sequences[name]
         return Event("aborted" if sequence.aborted else "finished", name, now)
+
+    def _stage(self, sequence: Sequence, now: float) -> Event:
+        """A request that hands over has its first token: its KV stays, and it goes."""
+        name, lease = sequence.request.id, sequence.lease
+        assert lease is not None
+        if sequence is self.urgency.incumbent:
+            self.urgency.incumbent = None
+        sequence.lease = None
+        del self._sequences[name], self.holders[name]
+        self.custody.keep(lease)
+        return Event("staged", name, now, sequence.computed)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is None:

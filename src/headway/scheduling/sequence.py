@@ -20,7 +20,8 @@ class Sequence:
     """One request in one group. Owned and changed by the group's scheduler only.
 
     A request may have more groups than this one (KVP): this group holds its tokens from `base` on, at most `limit` of
-    them, and computes its rows; `shards` are the earlier tokens, in other groups, in order.
+    them, and computes its rows; `shards` are the earlier tokens, in other groups, in order. One that `hands_over` ends
+    with its first token, and its KV goes into custody.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Sequence:
         "deadline_s",
         "decoding",
         "generated",
+        "hands_over",
         "in_flight",
         "is_long",
         "last_progress",
@@ -63,6 +65,7 @@ class Sequence:
         self.aborted = False
         self.started = False
         self.decoding = False
+        self.hands_over = False
         self.slot = -1
         self.settled = 0
         self.last_progress = 0

@@ -89,7 +89,13 @@ class Worker:
     def replay(self, ops: tuple[KvOp, ...]) -> list[tuple[Run, ...]]:
         """Carry out a part's KV operations. Returns what each request then holds, as runs of blocks."""
         held: list[tuple[Run, ...]] = []
-        for verb, request, blocks, start in ((op.verb, op.request, op.blocks, op.start) for op in ops):
+        for op in ops:
+            verb, request, blocks, start = op.verb, op.request, op.blocks, op.start
+            if verb == "rename":
+                self.tables.rename(op.before, request)
+                self._slots[request] = self._slots.pop(op.before)
+                held.append(self.tables.runs(request))
+                continue
             if verb == "free":
                 self.tables.free(request)
                 self._slots.pop(request, None)

@@ -1,0 +1,314 @@
+"""Phases of a request on one scheduler: KV that stays behind, KV that comes, and room for it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from test_scheduler import add, chunks, make, step
+from unit_latency import small_machine
+
+from headway.core.batch import Batch, KvOp, Progress
+from headway.core.errors import RequestError
+from headway.core.events import Event
+from headway.core.request import Request
+from headway.core.span import Phase, Span
+from headway.kv.allocator import BlockTables
+from headway.kv.ledger import Ledger
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.scheduler import Scheduler
+
+
+def add_phase(scheduler: Scheduler, name: str, known: int, phase: Phase, cached: int = 0, output: int = 4) -> None:
+    request = Request(id=name, arrival_s=0.0, prompt_tokens=known, max_output_tokens=output, cached_tokens=cached)
+    scheduler.add(Span.whole(request), 0.0, phase)
+
+
+def prefill(scheduler: Scheduler, name: str, prompt: int) -> None:
+    add_phase(scheduler, name, prompt, "prefill", output=1)
+    while name in scheduler:
+        step(scheduler)
+
+
+def test_a_prefill_leaves_its_kv_and_a_decode_takes_it_up_where_it_lies() -> None:
+    scheduler = make()
+    add_phase(scheduler, "a", 40, "prefill", output=1)
+    batch = scheduler.schedule(0.0)
+    assert chunks(batch) == [("a", 0, 40)]
+    assert batch is not None
+    events = scheduler.complete(batch.id, [], 0.5)
+    assert [(e.kind, e.request, e.tokens) for e in events] == [("started", "a", 0), ("staged", "a", 40)]
+    scheduler.check()
+    assert scheduler.idle
+    lease = scheduler.custody.lease("a")
+    assert lease is not None
+    runs = scheduler.ledger.runs(lease)
+    add_phase(scheduler, "a", 41, "decode", cached=40)
+    scheduler.check()
+    assert scheduler.custody.lease("a") is None
+    batch = step(scheduler)
+    assert batch.parts[0].decodes.members == ("a",)
+    assert batch.parts[0].decodes.kv_sum == 41
+    assert batch.tokens == 1
+    assert scheduler.ledger.runs(lease)[0][0] == runs[0][0]
+    step(scheduler, 0.0, "a")
+    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+
+
+def test_a_prefill_whose_first_token_ends_it_leaves_nothing() -> None:
+    scheduler = make()
+    add_phase(scheduler, "a", 40, "prefill", output=1)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    events = scheduler.complete(batch.id, [Progress("a", 1, True)], 0.0)
+    assert [event.kind for event in events] == ["started", "finished"]
+    assert list(scheduler.custody.names()) == []
+    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+
+
+def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
+    scheduler = make()
+    add_phase(scheduler, "a", 40, "prefill", output=1)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert scheduler.abort("a", 0.0) == []
+    events = scheduler.complete(batch.id, [Progress("a", 0, True)], 0.0)
+    assert [event.kind for event in events] == ["started", "aborted"]
+    scheduler.check()
+    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+
+
+def test_part_of_a_prompt_in_custody_is_not_computed_again() -> None:
+    """What runs of a group have left, say: the scheduler goes on behind it."""
+    scheduler = make()
+    scheduler.custody.ask("a", 50, 0.0)
+    assert scheduler.custody.grant() == ["a"]
+    add_phase(scheduler, "a", 50, "all", cached=30)
+    assert chunks(step(scheduler)) == [("a", 30, 20)]
+    scheduler.abort("a", 0.0)
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("known", "cached"), [(41, 0), (41, 39), (100, 99)])
+def test_a_decode_without_its_kv_is_refused_and_changes_nothing(known: int, cached: int) -> None:
+    scheduler = make()
+    with pytest.raises(RequestError, match="KV of 'a' is not here"):
+        add_phase(scheduler, "a", 41, "decode", cached=40)
+    prefill(scheduler, "a", 40)
+    with pytest.raises(RequestError, match="KV of 'a'"):
+        add_phase(scheduler, "a", known, "decode", cached=cached)
+    assert "a" not in scheduler
+    assert "a" in scheduler.custody
+    scheduler.check()
+
+
+def test_a_name_that_waits_for_room_is_in_use() -> None:
+    scheduler = make(pool=160)
+    add(scheduler, "b", 150)
+    step(scheduler)
+    scheduler.custody.ask("a", 100, 0.0)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        add(scheduler, "a", 10)
+
+
+def test_newcomers_wait_once_arriving_kv_has_waited_too_long() -> None:
+    scheduler = make(pool=160, admission_age_s=1.0)
+    add(scheduler, "a", 60, 80)
+    step(scheduler)
+    scheduler.custody.ask("large", 128, 0.0)
+    assert scheduler.custody.grant() == []
+    add(scheduler, "b", 20, 20)
+    assert chunks(step(scheduler, 0.9)) == [("b", 0, 20)]
+    add(scheduler, "c", 20, 20)
+    for _ in range(3):
+        assert chunks(step(scheduler, 1.0)) == []
+    step(scheduler, 1.0, "a", "b")
+    assert scheduler.custody.grant() == ["large"]
+    assert chunks(step(scheduler, 1.0)) == [("c", 0, 20)]
+
+
+def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> None:
+    scheduler = make(pool=128)
+    add(scheduler, "old", 60, 60)
+    step(scheduler)
+    scheduler.custody.ask("new", 50, 0.0)
+    assert scheduler.custody.grant() == ["new"]
+    add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
+    batches = [step(scheduler) for _ in range(40)]
+    assert KvOp("free", "new", 0) in [op for batch in batches for op in batch.parts[0].kv_ops]
+    assert "old" in scheduler.holders
+    while "old" in scheduler.holders:
+        step(scheduler, 0.0, "old")
+    assert chunks(step(scheduler))[0][:2] == ("new", 0)
+
+
+def test_a_loss_empties_custody() -> None:
+    scheduler = make(pool=160)
+    prefill(scheduler, "a", 40)
+    scheduler.custody.ask("b", 160, 0.0)
+    scheduler.lost(0, 0.0)
+    scheduler.check()
+    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+    assert scheduler.custody.waiting == ()
+
+
+@dataclass
+class _Stay:
+    known: int
+    phase: Phase
+    left: int
+    cursor: int = 0
+
+
+@dataclass
+class PhasesWorld:
+    """Requests in every phase, KV that comes and goes, aborts; a replica replays all operations in order."""
+
+    rng: random.Random
+    scheduler: Scheduler
+    stays: dict[str, _Stay] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    """What is in custody: tokens whose KV is there (0: it has not come)."""
+    flights: list[Batch] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    named: int = 0
+    done: int = 0
+    asked: list[str] = field(default_factory=list)
+    granted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tables = BlockTables(self.scheduler.ledger.n_blocks)
+
+    def step(self, now: float, arrivals: bool) -> None:
+        rng, scheduler, custody = self.rng, self.scheduler, self.scheduler.custody
+        if arrivals and rng.random() < 0.3:
+            self._arrive(now)
+        for name in custody.grant():
+            self.granted.append(name)
+            self.kept[name] = 0
+        for name, there in list(self.kept.items()):
+            self._tend(name, there, arrivals)
+        if rng.random() < 0.05 and self.stays:
+            name = rng.choice(sorted(self.stays))
+            self._hear(scheduler.abort(name, now))
+            self.gone.add(name)
+        batch = scheduler.schedule(now)
+        if batch is not None:
+            self._take(batch)
+        elif self.flights or rng.random() < 0.5:
+            self._replay(scheduler.ledger.take_ops())
+        if self.flights and (batch is None or rng.random() < 0.7):
+            self._complete(self.flights.pop(0), now)
+        scheduler.check()
+
+    def _arrive(self, now: float) -> None:
+        name, self.named = f"r{self.named}", self.named + 1
+        known = self.rng.choice((3, 40, 200))
+        if self.rng.random() < 0.5:
+            self.scheduler.custody.ask(name, known, now)
+            self.asked.append(name)
+            return
+        self._enter(name, known, self.rng.choice(("all", "prefill")), 0)
+
+    def _enter(self, name: str, known: int, phase: Phase, cached: int) -> None:
+        left = 1 if phase == "prefill" and self.rng.random() < 0.3 else self.rng.randint(2, 30)
+        add_phase(self.scheduler, name, known, phase, cached, 1 if phase == "prefill" else left)
+        self.stays[name] = _Stay(known, phase, left, cached)
+
+    def _tend(self, name: str, there: int, arrivals: bool) -> None:
+        lease = self.scheduler.custody.lease(name)
+        assert lease is not None
+        if not there:
+            self.kept[name] = lease.tokens if self.rng.random() < 0.3 else 0
+        elif not arrivals or self.rng.random() < 0.2:
+            del self.kept[name]
+            if self.rng.random() < 0.5:
+                self._enter(name, there + 1, "decode", there)
+            else:
+                self.scheduler.custody.release(name)
+
+    def _replay(self, ops: tuple[KvOp, ...]) -> None:
+        parts = [batch.parts[0] for batch in self.flights]
+        flying = {name for part in parts for name in (*part.decodes.members, *(c.request for c in part.prefills))}
+        for op in ops:
+            if op.verb == "free":
+                assert op.request not in flying
+                self.tables.free(op.request)
+                if op.request in self.stays:
+                    self.stays[op.request].cursor = 0
+            else:
+                self.tables.add(op.request, op.blocks)
+        self.tables.check()
+
+    def _take(self, batch: Batch) -> None:
+        part = batch.parts[0]
+        self._replay(part.kv_ops)
+        ledger = self.scheduler.ledger
+        assert {lease.request: ledger.runs(lease) for lease in ledger.leases()} == {
+            name: self.tables.runs(name) for name in self.tables.owners()
+        }
+        for name, start, tokens in (
+            *((name, self.stays[name].known - 1, 1) for name in part.decodes.members),
+            *((chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills),
+        ):
+            stay = self.stays[name]
+            assert stay.cursor == start
+            stay.cursor += tokens
+            assert stay.cursor <= sum(count for _, count in self.tables.runs(name)) * 16
+        self.flights.append(batch)
+
+    def _complete(self, batch: Batch, now: float) -> None:
+        part, results = batch.parts[0], []
+        for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
+            stay = self.stays[name]
+            stay.known, stay.left = stay.known + 1, stay.left - 1
+            if name in self.gone:
+                results.append(Progress(name, 0, True))
+            elif stay.left == 0:
+                results.append(Progress(name, 1, True))
+        self._hear(self.scheduler.complete(batch.id, results, now))
+
+    def _hear(self, events: list[Event]) -> None:
+        for event in events:
+            kind, name = event.kind, event.request
+            if kind in ("finished", "aborted"):
+                assert name not in self.scheduler.custody
+                del self.stays[name]
+                self.done += 1
+            elif kind == "staged":
+                stay = self.stays.pop(name)
+                assert stay.phase == "prefill"
+                assert event.tokens == stay.known - 1 == stay.cursor
+                self.kept[name] = stay.known - 1
+                self.gone.discard(name)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_are_conserved_and_all_end(seed: int) -> None:
+    rng = random.Random(seed)
+    config = SchedulerConfig.named(
+        "default",
+        policy=rng.choice(("fcfs", "srpt", "lars")),
+        t_target_s=0.02,
+        max_num_batched_tokens=rng.choice((48, 256)),
+        max_num_seqs=rng.choice((3, 64)),
+        reserve_tokens=rng.choice((0, 8, 64)),
+        kv_headroom=rng.choice((0.0, 0.1)),
+        admission_age_s=rng.choice((0.05, 1.0)),
+        stages=rng.choice((1, 1, 2, 3)),
+    )
+    world = PhasesWorld(rng, Scheduler(config, small_machine(), Ledger(640, 16)))
+    now = 0.0
+    for _ in range(400):
+        world.step(now := now + 0.01, True)
+    for _ in range(4000):
+        if world.scheduler.idle and not world.kept and not world.scheduler.custody.waiting:
+            break
+        world.step(now := now + 0.01, False)
+    assert world.scheduler.idle
+    assert world.scheduler.ledger.free_blocks == world.scheduler.ledger.n_blocks
+    assert world.granted == world.asked, "who asks first is served first, and everybody is"
+    assert len(world.granted) > 10
+    assert world.done > 10
+    assert world.scheduler.promises.held == {}
