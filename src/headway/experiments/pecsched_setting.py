@@ -11,12 +11,13 @@ that prefill under PecSched can compute:
 
 unsaturated  short requests 0.5, long ones 0.3
 busy         short requests 0.9, long ones 0.1
+short 0.6    to `short 1.0`: so much by short requests, long ones 0.3 (`pecsched.ageing`)
 trace        the Azure 2023 trace's 8.05 requests a second, 5% of them long, as the paper says: long requests
              alone are then more than the cluster can do
 
 Requests are drawn (Azure's lengths up to P95; 100K to 500K uniform; Poisson). Queueing delay counts to the end of the
-window for requests that have not begun; JCT likewise, over long requests of the window's first half. Starved: never
-begun, of those that came in the first two thirds.
+window for requests that have not begun; JCT likewise, over long requests of the window's first half; of these those
+that have not ended are unfinished. Starved: never begun, of those that came in the first two thirds.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ from headway.workload import TraceRequest
 from headway.workload.arrivals import Constant
 from headway.workload.presets import preset
 
-Regime = Literal["unsaturated", "busy", "trace"]
-LOADS: dict[Regime, tuple[float, float]] = {"unsaturated": (0.5, 0.3), "busy": (0.9, 0.1)}
+Regime = Literal["unsaturated", "busy", "trace", "short 0.6", "short 0.7", "short 0.8", "short 0.9", "short 1.0"]
+SWEEP: dict[float, Regime] = {
+    0.5: "unsaturated", 0.6: "short 0.6", 0.7: "short 0.7", 0.8: "short 0.8", 0.9: "short 0.9", 1.0: "short 1.0"
+}  # fmt: skip
+LOADS: dict[Regime, tuple[float, float]] = {
+    **{regime: (load, 0.3) for load, regime in SWEEP.items()},
+    "busy": (0.9, 0.1),
+}
 TRACE_RPS, TRACE_LONG = 8.05, 0.05
 CUTS = (1, 25, 50, 75, 99)
 SEEDS = (0,)
@@ -97,12 +104,14 @@ class Point(NamedTuple):
 @dataclass(frozen=True)
 class Measured:
     """What is kept of it. delay_s: queueing of short requests, by percentile. short_rps: completed a second of the
-    window. long_jct_s: mean. starved: share of long requests. idle: share of replicas' time. pauses: of longs."""
+    window. long_jct_s: mean. starved, unfinished: shares of long requests. idle: share of replicas' time. pauses: of
+    longs."""
 
     delay_s: dict[str, float]
     short_rps: float
     long_jct_s: float | None
     starved: float | None
+    unfinished: float | None
     idle: float
     pauses: int
     longs: int
@@ -200,6 +209,7 @@ def measure(result: ClusterResult) -> Measured:
         short_rps=sum(record.ok for record in shorts) / end_s,
         long_jct_s=fmean(jct) if jct else None,
         starved=sum(r.scheduled_s is None for r in due) / len(due) if due else None,
+        unfinished=sum(r.finish_s is None for r in early) / len(early) if early else None,
         idle=result.sim.idle_share,
         pauses=result.paused,
         longs=len(longs),

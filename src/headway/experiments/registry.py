@@ -78,6 +78,7 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "pecsched.fig13": ("pecsched_overall:fig13", "throughput of short requests, part by part"),
     "pecsched.fig14": ("pecsched_overall:fig14", "JCT of long requests, part by part"),
     "pecsched.table6": ("pecsched_overall:table6", "suspensions of long requests, part by part"),
+    "pecsched.ageing": ("pecsched_ageing:run", "long requests as short ones grow more, with ageing and without"),
     "pecsched.table7": ("pecsched_overhead:table7", "scheduling time over JCT"),
     "pecsched.fig15": ("pecsched_overhead:fig15", "scheduling time to 8,192 GPUs"),
 }

@@ -1,0 +1,53 @@
+"""What is kept of a run of PecSched's setting, and the regimes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from headway.experiments.pecsched_setting import LOADS, SWEEP, measure, scenario
+from headway.metrics.record import RequestRecord
+from headway.simulator.cluster.result import ClusterResult
+from headway.simulator.result import SimResult
+
+
+def test_loads_of_the_sweep_are_in_order_and_reach_the_scenario() -> None:
+    assert SWEEP[0.5] == "unsaturated"
+    assert [LOADS[regime] for regime in SWEEP.values()] == [(load, 0.3) for load in SWEEP]
+    workloads = [scenario("Yi 34B", "PecSched", "default", regime, 60.0)["workload"] for regime in SWEEP.values()]
+    longs = [one["qps"] * one["long_share"] for one in workloads]
+    shorts = [one["qps"] * (1 - one["long_share"]) for one in workloads]
+    assert longs == pytest.approx([longs[0]] * len(longs))
+    assert [b / a for a, b in pairwise(shorts)] == pytest.approx([b / a for a, b in pairwise(SWEEP)])
+
+
+def _long(arrival_s: float, scheduled_s: float | None, finish_s: float | None) -> RequestRecord:
+    return RequestRecord(
+        id=f"l{arrival_s}",
+        klass="long",
+        arrival_s=arrival_s,
+        prompt_tokens=100_000,
+        scheduled_s=scheduled_s,
+        finish_s=finish_s,
+    )
+
+
+def test_long_requests_that_never_begin_or_never_end_are_counted_among_those_that_had_the_time() -> None:
+    """100 s: two of three that came in the first half have not ended; one of four of the first two thirds has not
+    begun; what came later is not judged."""
+    records = (
+        _long(0.0, 1.0, 21.0),
+        _long(10.0, 12.0, None),
+        _long(49.0, None, None),
+        _long(60.0, 70.0, None),
+        _long(90.0, None, None),
+        RequestRecord(id="s", klass="short", arrival_s=5.0, prompt_tokens=10, scheduled_s=7.0, finish_s=8.0),
+        RequestRecord(id="t", klass="short", arrival_s=60.0, prompt_tokens=10, error="unfinished"),
+    )
+    found = measure(ClusterResult(sim=SimResult(records=records, replicas=(), duration_s=100.0), paused=3))
+    assert found.unfinished == pytest.approx(2 / 3)
+    assert found.starved == pytest.approx(1 / 4)
+    assert found.long_jct_s == pytest.approx((21 + 90 + 51) / 3)
+    assert (found.longs, found.pauses, found.short_rps) == (5, 3, pytest.approx(0.01))
+    assert found.delay_s["p50"] == pytest.approx(21.0)  # of 2 s, and of 40 s that one has waited until the end
