@@ -18,7 +18,7 @@ from headway.experiments.base import plain
         (v.at_most(0.04), [0.04, 0.0], [0.041, math.inf, math.nan, None]),
         (v.exact(10.0, 0.02), [10.0, 10.02, 9.98], [10.03, 9.9, None]),
         (v.exact({"L": 11.0, "S": 6.2}, 0.01), [{"L": 11.0, "S": 6.205}], [{"L": 11.0, "S": 6.3}, {"L": 11.0}, None]),
-        (v.ascending("rises"), [{"a": 1.0, "b": 1.0, "c": 2.0}], [{"a": 1.0, "b": 0.9}, None]),
+        (v.ascending("rises"), [{"a": 1.0, "b": 1.0, "c": 2.0}], [{"a": 1.0, "b": 0.9}, {"a": 1.0}, {}, None]),
         (v.descending("falls"), [{"a": 2.0, "b": 1.0}], [{"a": 1.0, "b": 1.1}, None]),
         (v.order("above 1", lambda value: value > 1), [1.1], [1.0, None]),
     ],
@@ -50,6 +50,10 @@ def test_a_rule_that_holds_nowhere_says_what_was_found() -> None:
     assert row.verdict == "not reproduced: 1.0 in paper mode and 3.0 in default mode, not 1.4 to 2.2"
     missing = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": None, "default": None})
     assert missing.verdict == "not reproduced: no value, not 1.4 to 2.2"
+    same = v.judge_same("claim", "1.6x", v.band(1.4, 2.2), 3.0)
+    assert same.verdict == "not reproduced: 3.0 in both modes, not 1.4 to 2.2"
+    empty = v.judge("claim", "rising", v.ascending("rising"), {"paper": None, "default": {}})
+    assert empty.verdict == "not reproduced: no value in default mode, not rising"
     assert v.allowed(row.verdict)
     assert v.allowed(missing.verdict)
 
