@@ -87,7 +87,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3)
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3, max_position_embeddings=4096)
 
 
 class Running:
@@ -126,7 +126,7 @@ class Running:
 def serving(hosts: Hosts, model: Path, *sizes: str) -> Iterator[tuple[Running, Running]]:
     """As docs/hosts.md has it: the same command on both hosts, but for --node-rank."""
     flags = [str(model), *sizes, "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
-    own = ["--port", str(PORT), "--latency-profile", "quick", "--kv-cache-memory", "1M"]
+    own = ["--port", str(PORT), "--latency-profile", "quick", "--kv-cache-memory", "4M"]
     with ExitStack() as stack:
         pair = []
         for rank, namespace in enumerate((hosts.a, hosts.b)):
@@ -153,14 +153,18 @@ def until(condition: Callable[[], object], timeout_s: float) -> None:
 
 def get(hosts: Hosts, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the server says to a client on its own host."""
+    answer: dict[str, Any] = json.loads(fetch(hosts, path, body))
+    return answer
+
+
+def fetch(hosts: Hosts, path: str, body: dict[str, Any] | None = None) -> bytes:
     done = subprocess.run(
         ["ip", "netns", "exec", hosts.a, sys.executable, "-c", REQUEST, f"http://127.0.0.1:{PORT}{path}"],
         input=b"" if body is None else json.dumps(body).encode(),
         capture_output=True,
         check=True,
     )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return done.stdout
 
 
 def tokens(hosts: Hosts, model: Path, prompt: list[int], count: int) -> list[int]:
@@ -179,18 +183,52 @@ def test_stages_on_two_hosts_answer_as_one_process(hosts: Hosts, llama: Path) ->
         assert "node 0 has ended" in host.said
 
 
-def test_heads_on_two_hosts_and_a_cable_that_is_pulled(hosts: Hosts, llama: Path) -> None:
-    prompt, count = ASKS[0]
-    wanted = greedy(llama, prompt, count)
-    with serving(hosts, llama, "--tensor-parallel-size", "2") as (server, host), ThreadPoolExecutor(1) as pool:
-        assert tokens(hosts, llama, prompt, count) == wanted
+def workers(agent: Running) -> list[int]:
+    """The processes of ranks under a host's agent: its helpers' children."""
+
+    def children(pid: int) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    return [worker for helper in children(agent.process.pid) for worker in children(helper)]
+
+
+def prefilled(hosts: Hosts) -> float:
+    """Prompt tokens computed so far, also those that were computed before."""
+    found = re.search(
+        r"^headway_prefill_tokens_computed_total(?:{.*})? (\S+)$", fetch(hosts, "/metrics").decode(), re.MULTILINE
+    )
+    assert found is not None
+    return float(found[1])
+
+
+def test_heads_on_two_hosts_through_a_killed_worker_and_a_pulled_cable(hosts: Hosts, llama: Path) -> None:
+    """A long prompt in the midst of its prefill and chats in the midst of their answers, each time."""
+    asks = [(prompt_of(1, 1800), 8), (prompt_of(2, 20), 300), (prompt_of(3, 9), 280)]
+    wanted = [greedy(llama, *ask) for ask in asks]
+    slowly = ("--chunking", "static:8", "--t-target-ms", "1000")
+    with (
+        serving(hosts, llama, "--tensor-parallel-size", "2", *slowly) as (server, host),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        answers = [pool.submit(tokens, hosts, llama, *ask) for ask in asks]
+        until(lambda: prefilled(hosts) > 100, 20.0)
+        (worker,) = workers(host)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: "(on host 1) has ended with signal 9 (SIGKILL)" in server.said, 5.0)
+        again = {"status": "ready", "recoveries": 1, "engine_restarts": 0}
+        until(lambda: get(hosts, "/health") == again, 20.0)
+        begun = prefilled(hosts)
+        until(lambda: prefilled(hosts) > begun + 100, 20.0)
+        assert not any(answer.done() for answer in answers), "all of them are in the midst of it"
         hosts.cable("down")
-        asked = pool.submit(tokens, hosts, llama, prompt, count)
+        into_the_cut = pool.submit(tokens, hosts, llama, *ASKS[0])
         until(lambda: get(hosts, "/health")["status"] != "ready", 20.0)
         assert re.search(r"was not heard of for 10 s|nothing was heard for 10 s", server.said), server.said
         until(lambda: "ending its workers" in host.said, 10.0)
-        assert not asked.done()
+        assert not any(answer.done() for answer in (*answers, into_the_cut))
         hosts.cable("up")
-        assert asked.result() == wanted, "it waited, and knows nothing of it"
+        assert [answer.result() for answer in answers] == wanted
+        assert into_the_cut.result() == greedy(llama, *ASKS[0]), "it waited, and knows nothing of it"
+        assert get(hosts, "/health") == {**again, "recoveries": 2}
         server.terminate()
         assert (server.ended(), host.ended()) == (0, 0)
