@@ -7,6 +7,8 @@ are one zero-copy view and one attention call, whatever the block size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,20 @@ class KvPool:
     def nbytes(self) -> int:
         """Address space reserved, in bytes."""
         return self.data.numel() * self.data.element_size()
+
+    def narrowed(self, kv_heads: int) -> KvPool:
+        """The same memory as a pool of fewer heads and more slots: what a rank uses that holds some heads of more
+        tokens. `narrow_runs` says which slots are which. kv_heads divides those of this pool."""
+        pool = KvPool.__new__(KvPool)
+        fold = self.kv_heads // kv_heads
+        pool.layers, pool.kv_heads, pool.slots, pool.head_dim = self.layers, kv_heads, fold * self.slots, self.head_dim
+        pool.data = self.data.view(self.layers, 2, kv_heads, pool.slots, self.head_dim)
+        return pool
+
+    def narrow_runs(self, kv_heads: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The slots of a narrowed pool that lie in the same memory as these runs."""
+        parts = range(self.kv_heads // kv_heads)
+        return [(part * self.slots + first, count) for first, count in runs for part in parts]
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -38,12 +38,17 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
         from headway.cli.assemble import assemble
 
         core = assemble(config, clock, lambda: os.getppid() == server_pid)
+        member = None
+        if config.instance is not None:
+            from headway.cli.member import join
+
+            member = join(config, core, clock)
     except HeadwayError as error:
         service.fail(str(error))
         service.close()
         return 1
     try:
-        service.run(core)
+        service.run(core, member)
     except Exception as error:
         gave_up = isinstance(error, GaveUpError)
         if not gave_up:

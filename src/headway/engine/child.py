@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from headway.engine.cluster_messages import FromInstance
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import NUMERICS
 from headway.engine.protocol import BEATS, EngineInfo, Fatal, Outputs
@@ -27,7 +28,7 @@ START_TIMEOUT_S = 120.0
 _LOOK_S = 0.1
 _END_S = 2.0
 
-_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal)
+_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal | FromInstance)
 
 
 class EngineChild:
@@ -71,9 +72,9 @@ class EngineChild:
             sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames, copy=False))
             sent.add_done_callback(_seen)
 
-    async def receive(self) -> EngineInfo | Outputs | Fatal:
+    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
         """The next message."""
-        message: EngineInfo | Outputs | Fatal = _decoder.decode(await self._socket.recv())
+        message: EngineInfo | Outputs | Fatal | FromInstance = _decoder.decode(await self._socket.recv())
         return message
 
     def ready(self) -> None:

@@ -21,6 +21,7 @@ from headway.engine.protocol import (
     EngineInfo,
     EngineState,
     EngineStats,
+    Fatal,
     Outputs,
     Submit,
 )
@@ -246,7 +247,7 @@ class ProcessEngineClient:
                 if not ready.done():
                     ready.set_result(message)
                 self._resubmit(child)
-            else:
+            elif isinstance(message, Fatal):
                 child.words = message
                 log.error(message.error)
 

@@ -9,9 +9,22 @@ import msgspec
 from headway.core.errors import ConfigError
 
 
+class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes an engine an instance of a cluster. `incarnation`: how many processes had the number before. `listen`:
+    where it hears the others, `unix:PATH` or `tcp:HOST:0`. `secret`: what all of them share; over sockets in a folder
+    that only this user can enter it may be empty. room_s: how long a run waits for room in the KV pool."""
+
+    number: int
+    incarnation: int = 0
+    listen: str
+    secret: str = ""
+    room_s: float = 30.0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's.
-    memory_share: of the free memory, what this engine may think of as its own."""
+    memory_share: of the free memory, what this engine may think of as its own. instance: None for an engine that is
+    alone: it listens to no others."""
 
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -37,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     event_log: str | None = None
     worker_timeout_s: float = 10.0
     max_restarts: int = 3
+    instance: InstanceConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")

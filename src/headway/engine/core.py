@@ -18,9 +18,9 @@ from headway.core.clock import Clock
 from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
 from headway.core.executor import Emitted, Executor, StepResult
 from headway.core.request import Request
-from headway.core.sampling import SamplingParams
 from headway.core.span import Span
 from headway.engine.cluster_messages import Staged
+from headway.engine.live import Live
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
 from headway.engine.recovery import Restarts
 from headway.latency.recorded import describe
@@ -29,17 +29,16 @@ from headway.scheduling.base import InstanceScheduler
 log = logging.getLogger("headway.engine")
 
 
-class _Live:
+class _Scheduled(Live):
     """A request inside the engine."""
 
-    __slots__ = ("emitted", "first_scheduled_s", "params", "stops", "submit")
+    __slots__ = ("submit",)
 
-    def __init__(self, submit: Submit, eos: tuple[int, ...]) -> None:
+    def __init__(self, submit: Submit, info: EngineInfo) -> None:
+        super().__init__(
+            submit.params, len(submit.output), info.max_model_len - submit.prompt_tokens, info.eos_token_ids
+        )
         self.submit = submit
-        self.params: SamplingParams = submit.params
-        self.stops = frozenset((*submit.params.stop_token_ids, *(() if submit.params.ignore_eos else eos)))
-        self.emitted = len(submit.output)
-        self.first_scheduled_s: float | None = None
 
 
 Log = Callable[[str, dict[str, object]], None]
@@ -66,7 +65,7 @@ class EngineCore:
         the step."""
         self._clock = clock
         self._log = log
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _Scheduled] = {}
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
@@ -144,7 +143,7 @@ class EngineCore:
         except RequestError:
             self.executor.forget(submit.id)
             raise
-        self._live[submit.id] = _Live(submit, self.info.eos_token_ids)
+        self._live[submit.id] = _Scheduled(submit, self.info)
         if submit.timeout_s is not None:
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         if self._log is not None:
@@ -260,29 +259,11 @@ class EngineCore:
             return []
         if live.first_scheduled_s is None:
             live.first_scheduled_s = submitted_s
-        stop = emitted.token in live.stops and live.emitted >= live.params.min_tokens
-        live.emitted += 0 if stop else 1
-        room = self.info.max_model_len - live.submit.prompt_tokens
-        finish: FinishReason | None = None
-        if stop:
-            finish = "stop"
-        elif live.emitted >= min(live.params.max_tokens, room):
-            finish = "length"
-        progress.append(Progress(emitted.request, 1, finish is not None))
-        if finish is not None:
+        delta = live.take(emitted, now)
+        progress.append(Progress(emitted.request, 1, delta.finish is not None))
+        if delta.finish is not None:
             del self._live[emitted.request]
-        logprobs = None if emitted.logprobs is None else (emitted.logprobs,)
-        return [
-            Delta(
-                id=emitted.request,
-                tokens=() if stop else (emitted.token,),
-                logprobs=() if stop and logprobs is not None else logprobs,
-                finish=finish,
-                stop_token=emitted.token if stop else None,
-                emitted_s=now,
-                first_scheduled_s=live.first_scheduled_s if live.emitted + stop == 1 else None,
-            )
-        ]
+        return [delta]
 
     def _expire(self) -> list[Delta]:
         deltas = []

@@ -10,20 +10,24 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import zmq
 
 from headway.core.clock import Clock
+from headway.engine.cluster_messages import FromInstance, ToInstance
 from headway.engine.core import EngineCore
+from headway.engine.member import Member
 from headway.engine.protocol import BEATS, Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit
 from headway.parallel.beats import Heart
 
 _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
+_TOLD_SOON_MS = 50
 
-_decoder = msgspec.msgpack.Decoder(Submit | Abort | Drain)
+_decoder = msgspec.msgpack.Decoder(Submit | Abort | Drain | ToInstance)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -43,6 +47,8 @@ class EngineService:
         self._heart: Heart | None = None
         self._parent = parent
         self._stats_sent_s = 0.0
+        self._was_idle = self._was_recovering = self._untold = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def live(self, every_s: float) -> None:
         """Begin to send beats, from a thread of their own: a long iteration is no silence."""
@@ -52,67 +58,101 @@ class EngineService:
         """The engine cannot start, or go on (`final` false: a new one might)."""
         self._send(Fatal(error, final))
 
-    def run(self, core: EngineCore) -> None:
-        """Announce readiness and serve until drained."""
+    def run(self, core: EngineCore, member: Member | None = None) -> None:
+        """Announce readiness and serve until drained. member: what makes the engine an instance of a cluster."""
+        self._core, self._member = core, member
         self._send(core.info)
         gc.collect()
         gc.freeze()  # the model is here to stay: collections need not walk it
-        was_idle = was_recovering = False
-        elsewhere, poller = core.executor.waits_on, self._poller(core)
+        self._elsewhere, self._poller = core.executor.waits_on, self._listen(core)
         while os.getppid() == self._parent:
-            if (core.idle and not core.draining) or (elsewhere and not core.idle):
-                poller.poll(_IDLE_POLL_MS)
-            refused = self._receive(core)
-            deltas = [*refused, *core.step(0.0 if elsewhere else None)]
-            if core.idle and not was_idle:
-                core.scheduler.check()
-            now = self._clock.now()
-            due = now - self._stats_sent_s >= _STATS_EVERY_S or (core.idle and not was_idle)
-            due = due or core.recovering != was_recovering
-            was_idle, was_recovering = core.idle, core.recovering
-            if elsewhere and core.executor.waits_on != elsewhere:
-                elsewhere, poller = core.executor.waits_on, self._poller(core)
-            if deltas or due:
-                stats = core.stats() if due else None
-                self._stats_sent_s = now if due else self._stats_sent_s
-                self._send(Outputs(deltas=tuple(deltas), stats=stats))
-            if core.draining and core.idle:
+            sleeps = (core.idle and not core.draining) or (self._elsewhere and not core.idle)
+            if sleeps and (member is None or member.idle):
+                self._poller.poll(_TOLD_SOON_MS if self._untold else _IDLE_POLL_MS)
+            self.turn(True)
+            if member is not None:
+                member.work(self)
+            if core.draining and core.idle and (member is None or member.idle):
                 break
+
+    def turn(self, step: bool, wait_s: float = 0.0) -> None:
+        """Take in messages and tell what there is; step: and one iteration. wait_s: wait so long for a message where
+        there is nothing to compute. What a run calls while it is under way."""
+        core, member = self._core, self._member
+        if wait_s and core.idle:
+            self._poller.poll(int(1000 * wait_s))
+        deltas = list(self._receive(core))
+        if step:
+            deltas += core.step(0.0 if self._elsewhere else None)
+        if core.idle and not self._was_idle:
+            core.scheduler.check()
+        now = self._clock.now()
+        due = now - self._stats_sent_s >= _STATS_EVERY_S or (core.idle and not self._was_idle)
+        due = due or core.recovering != self._was_recovering
+        self._was_idle, self._was_recovering = core.idle, core.recovering
+        if self._elsewhere and core.executor.waits_on != self._elsewhere:
+            self._elsewhere, self._poller = core.executor.waits_on, self._listen(core)
+        if deltas or due:
+            stats = core.stats() if due else None
+            self._untold = self._untold and not due
+            self._stats_sent_s = now if due else self._stats_sent_s
+            self._send(Outputs(deltas=tuple(deltas), stats=stats))
+        for staged in core.staged:
+            self._send(staged)
+        core.staged.clear()
+        if member is not None:
+            member.turn(self)
+
+    def say(self, message: FromInstance) -> None:
+        """Tell the router something."""
+        self._send(message)
+
+    def ring(self) -> None:
+        """From any thread: there is something to tell, so a loop that sleeps is to take a turn."""
+        os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         if self._heart is not None:
             self._heart.stop()
         self._socket.close()
         self._context.term()
+        os.close(self._bell)
 
     def _beats(self) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.PUSH)
         socket.connect(self._endpoint + BEATS)
         return socket
 
-    def _poller(self, core: EngineCore) -> zmq.Poller:
+    def _listen(self, core: EngineCore) -> zmq.Poller:
         poller = zmq.Poller()
-        for readable in (self._socket, *core.executor.waits_on):
+        for readable in (self._socket, self._bell, *core.executor.waits_on):
             poller.register(readable, zmq.POLLIN)
         return poller
 
     def _receive(self, core: EngineCore) -> Iterable[Delta]:
         deltas: list[Delta] = []
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return deltas
+            self._untold = True
             message = _decoder.decode(frames[0].buffer)
             delta: Delta | None = None
             if isinstance(message, Submit):
+                if self._member is not None:
+                    self._member.submitted(message)
                 delta = core.submit(message, memoryview(frames[1].buffer))
             elif isinstance(message, Abort):
                 core.abort(message.id)
-            else:
+            elif isinstance(message, Drain):
                 core.draining = True
+            elif self._member is not None:
+                self._member.take(message, memoryview(frames[1].buffer) if len(frames) > 1 else None)
             if delta is not None:
                 deltas.append(delta)
 
-    def _send(self, message: EngineInfo | Outputs | Fatal) -> None:
+    def _send(self, message: EngineInfo | Outputs | Fatal | FromInstance) -> None:
         self._socket.send(_encoder.encode(message))

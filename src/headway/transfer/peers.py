@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from headway.core.errors import ConfigError
 from headway.transfer.connection import Buffer, Connection, Handler, Place, Ticket
 from headway.transfer.frames import Kind, greet
 from headway.transfer.peer import Peer, PeerLostError, listen, prepare, reach
@@ -128,7 +129,7 @@ class Peers:
             return None
         try:
             other = reach(peer.address, _GREETING_S)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             return connection.end(f"instance {peer.instance} cannot be reached: {error}")
         try:
             if greet(other, self.number, self.incarnation, self._secret) != (peer.instance, peer.incarnation):

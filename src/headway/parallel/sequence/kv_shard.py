@@ -26,6 +26,11 @@ class KvShard:
         self.runs = tuple(runs)
         self.capacity = sum(count for _, count in self.runs)
 
+    def extend(self, runs: Runs) -> None:
+        """More slots, behind those that are there."""
+        self.runs += tuple(runs)
+        self.capacity += sum(count for _, count in runs)
+
     def block(self, layer: int, tokens: int) -> Tensor:
         """Keys and values of the first `tokens` slots, (2, kv_heads, tokens, head_dim); a view where it can be."""
         planes = self.pool.data[layer]

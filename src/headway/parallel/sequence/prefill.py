@@ -32,7 +32,8 @@ class SequencePrefill:
     """Made once a prompt on every rank that will take part, and again after a loss: nothing else is kept.
 
     config: the whole model's. storage: where KV is kept, asked once a chunk at most, when the heads are others than
-    before or the room is too small; by default pools of this prompt alone.
+    before or the room is too small; it may give the place that it gave before, extended. By default pools of this
+    prompt alone.
     """
 
     def __init__(
@@ -49,6 +50,18 @@ class SequencePrefill:
     def held(self) -> KvLayout:
         """Who holds the KV of the chunks that are finished."""
         return self._held
+
+    @property
+    def after(self) -> KvLayout | None:
+        """Who will hold what once the chunk under way is finished, and does in its finished layers. None: there is no
+        such chunk."""
+        return None if self._chunk is None else self._chunk.after
+
+    def travel(self, transport: Transport) -> None:
+        """Between chunks: the next one goes over other connections. The rank is the same."""
+        if self._chunk is not None or transport.rank != self._transport.rank:
+            raise InvariantError("a chunk under way goes on over the connections that it began with")
+        self._transport = transport
 
     def adopt(self, held: KvLayout, shard: KvShard | None) -> None:
         """Before the first chunk: KV that is there already, a cached prefix say, and this rank's part of it."""
@@ -101,12 +114,17 @@ class SequencePrefill:
         self._entered = False
 
     @torch.inference_mode()
-    def run(self, until: int | None = None, pause: Callable[[], bool] | None = None) -> bool:
+    def run(
+        self,
+        until: int | None = None,
+        pause: Callable[[], bool] | None = None,
+        behind: Callable[[int], None] | None = None,
+    ) -> bool:
         """Go on from where the chunk stands. True when all layers are done, False when it was paused before one.
 
         until: the layer to stop before, the same on all ranks. pause: in a chunk that is `preemptible`, asked on the
         group's first rank before each layer; when it says yes, every rank stops behind that layer. Its answer travels
-        while the layer is computed.
+        while the layer is computed. behind: called behind each layer, with its number: its KV is all in place.
         """
         layers = self._config.layers
         self._under_way()
@@ -121,6 +139,8 @@ class SequencePrefill:
             asked = self._ask(pause) if self.preemptible else None
             executor.run(plan.layer, self._layer)
             self._layer += 1
+            if behind is not None:
+                behind(self._layer - 1)
             if asked is not None and asked() and self._layer < layers:
                 break
         executor.settle()

@@ -1,0 +1,251 @@
+"""An instance's part in runs: prompts that are computed by several instances together, KV in this one's own pool.
+
+Ranks are instances: the number of one is its rank. What a run needs of others is in `parallel.sequence`; here is where
+its rows' keys and values are kept, how its tensors travel, and how its first token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headway.attention.slots import cut_runs
+from headway.core.errors import InvariantError
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.core.span import Strategy
+from headway.model.sampling import sample
+from headway.parallel.sequence.chunk import ChunkPlan
+from headway.parallel.sequence.group import ChunkSpec, SpGroup
+from headway.parallel.sequence.kv_shard import KvShard
+from headway.parallel.sequence.layout import EMPTY, KvLayout
+from headway.parallel.sequence.prefill import SequencePrefill
+from headway.parallel.sequence.saved import Saved
+from headway.parallel.sequence.tokens import Order
+from headway.parallel.sequence.transport import Lane
+from headway.transfer.peers import Line, Peers, Ticket
+from headway.worker.resident import Resident, sampler_of
+from headway.worker.worker import Worker
+
+Room = Callable[[int, bool], Sequence[tuple[int, int]]]
+"""(tokens, anew) to slots of the pool for so many tokens, as runs: in the place that the request has, made larger, or
+in another one. It may wait, and raises where there is none."""
+
+
+class Run(Protocol):
+    """A run as it is asked for (`engine.cluster_messages.Run`)."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def group(self) -> tuple[int, ...]: ...
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def node(self) -> int | None: ...
+
+
+def spec_of(run: Run, preemptible: bool = False) -> ChunkSpec:
+    """`striped` is placed so, everything else in zigzag, which for one member is the order of tokens."""
+    order: Order = "striped" if run.strategy.attn == "striped" else "zigzag"
+    return ChunkSpec(run.start, run.end, SpGroup(run.group, node=run.node), run.strategy, order, preemptible)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """KV of a request that is here: the places of `layout`'s tokens for this instance are the slots of `shard`, in
+    order. `layers`: of how many layers all of it is there."""
+
+    layout: KvLayout
+    shard: KvShard
+    layers: int
+
+
+class Runs:
+    """Companion of a worker that is one process. Requests are named as in messages; unknown ones must not be asked for.
+
+    Nothing here waits for ever: a peer that is gone raises PeerLostError, `look` may end any wait. After an error the
+    request must be forgotten.
+    """
+
+    def __init__(self, worker: Worker, peers: Peers, eos: tuple[int, ...]) -> None:
+        self._worker, self._peers, self._eos = worker, peers, eos
+        self._parts: dict[str, _Part] = {}
+
+    def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
+        """Keep a request's tokens, `output` being what it has said already."""
+        sampler = sampler_of(prompt, params, self._worker.decoder.config.vocab_size, self._eos)
+        resident = Resident(prompt.nbytes // 4, prompt, sampler)
+        for token in output:
+            resident.count()
+            resident.append(token)
+        self._parts[name] = _Part(self._worker, resident)
+
+    def begin(
+        self, name: str, run: Run, before: Sequence[Run], preemptible: bool, room: Room, look: Callable[[], None]
+    ) -> None:
+        """Take up a run. `before`: those that were computed before it, in order. `look` is called every so often while
+        others are waited for; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
+        group or the KV that is here."""
+        part = self._parts[name]
+        line = self._peers.line(name, run.group)
+        part.begin(spec_of(run, preemptible), before, _PeerTransport(self._peers.number, line, look), room)
+
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+        """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer, with the
+        number of layers that are done."""
+        return self._parts[name].prefill.run(pause=pause, behind=lambda layer: behind(layer + 1))
+
+    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+        """After the last layer. draw: the prompt ends here; the group's first instance gets the token. True: another
+        place than before holds the KV now, and the old one is free."""
+        part = self._parts[name]
+        logits = part.prefill.finish()
+        emitted = None
+        if draw and logits is not None:
+            emitted = part.draw(name, logits)
+        return emitted, part.settle()
+
+    def saved(self, name: str) -> tuple[int, Saved]:
+        """The layer before which a run is paused, and what is kept here."""
+        prefill = self._parts[name].prefill
+        return prefill.layer, prefill.saved
+
+    def kept(self, name: str) -> Kept | None:
+        """Where KV of a request lies here; None: there is none."""
+        part = self._parts.get(name)
+        return None if part is None else part.kept(self._worker.pool.layers)
+
+    def whole(self, name: str, tokens: int) -> bool:
+        """Whether KV of the request's first `tokens` tokens is all here, in their order."""
+        part = self._parts.get(name)
+        return part is not None and part.whole(self._peers.number, tokens)
+
+    def check(self, name: str) -> None:
+        """Raise PeerLostError when somebody in the group of the run under way is gone."""
+        transport = self._parts[name].transport
+        if transport is not None:
+            transport.check()
+
+    def forget(self, name: str) -> None:
+        """Drop a request. Its places may be given to others once `peers.forget` has returned too."""
+        self._parts.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+
+class _Part:
+    """One request."""
+
+    def __init__(self, worker: Worker, resident: Resident) -> None:
+        self._worker, self._resident = worker, resident
+        self._prefill: SequencePrefill | None = None
+        self._shard: KvShard | None = None
+        self._moved = False
+        self._room: Room | None = None
+        self._slots = 0
+        self.transport: _PeerTransport | None = None
+
+    @property
+    def prefill(self) -> SequencePrefill:
+        assert self._prefill is not None
+        return self._prefill
+
+    def begin(self, spec: ChunkSpec, before: Sequence[Run], transport: _PeerTransport, room: Room) -> None:
+        config = self._worker.decoder.config
+        self.transport, self._room = transport, room
+        if self._prefill is None:
+            self._prefill = SequencePrefill(self._worker.decoder, config, transport, self._place)
+        self._prefill.travel(transport)
+        held: KvLayout | None = None
+        if not self._prefill.held and before:
+            held = EMPTY
+            for one in before:
+                held = ChunkPlan(spec_of(one), held, config).after
+        self._prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), held=held)
+
+    def _place(self, heads: int, tokens: int) -> KvShard:
+        """Slots of the pool for so many heads and tokens: the place that is there, made larger, unless its heads are
+        others. Fewer heads of more tokens take a token's slot together."""
+        pool = self._worker.pool
+        fold = pool.kv_heads // heads
+        slots = -(-tokens // fold)
+        assert self._room is not None
+        shard = self._shard
+        anew = shard is None or shard.pool.kv_heads != heads
+        runs = self._room(slots, self._shard is not None and anew)
+        if shard is None or anew:
+            self._moved = self._shard is not None
+            shard = self._shard = KvShard(pool if fold == 1 else pool.narrowed(heads), ())
+            self._slots = 0
+        there = sum(count for _, count in runs)
+        fresh = cut_runs(runs, self._slots, there)
+        self._slots = there
+        shard.extend(pool.narrow_runs(heads, fresh))
+        return shard
+
+    def settle(self) -> bool:
+        moved, self._moved = self._moved, False
+        return moved
+
+    def draw(self, name: str, logits: Tensor) -> Emitted:
+        resident = self._resident
+        if resident.sampler is None:
+            raise InvariantError(f"{name} has no sampler here")
+        (drawn,) = sample(logits, [resident.sampler], [resident.known])
+        resident.count()
+        resident.append(drawn.token)
+        return Emitted(name, drawn.token, drawn.logprobs)
+
+    def kept(self, layers: int) -> Kept | None:
+        prefill = self._prefill
+        if prefill is None or self._shard is None:
+            return None
+        after = prefill.after
+        return Kept(prefill.held, self._shard, layers) if after is None else Kept(after, self._shard, prefill.layer)
+
+    def whole(self, rank: int, tokens: int) -> bool:
+        prefill = self._prefill
+        if prefill is None or prefill.after is not None or set(prefill.held) != {rank}:
+            return False
+        held = prefill.held[rank]
+        whole = len(held.heads) == self._worker.pool.kv_heads and len(held.positions) == tokens
+        return whole and bool((held.positions[1:] > held.positions[:-1]).all())
+
+
+class _PeerTransport:
+    """`Transport` over the sockets between instances, for one run."""
+
+    def __init__(self, rank: int, line: Line, look: Callable[[], None]) -> None:
+        self.rank = rank
+        self._line, self._look = line, look
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
+    ) -> Callable[[], None]:
+        """See `Transport.exchange`."""
+        line = self._line
+        tickets: list[Ticket] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
+        tickets += [line.send(rank, lane, (_bytes(tensor),)) for rank, tensor in sends]
+
+        def wait() -> None:
+            for ticket in tickets:
+                ticket.wait(self._look)
+
+        return wait
+
+    def check(self) -> None:
+        """Raise PeerLostError when one of the others is gone."""
+        self._line.check()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

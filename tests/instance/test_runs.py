@@ -1,0 +1,61 @@
+"""Prompts that several instances compute: exact in every layout, with decode where the KV is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from world import Part, World
+
+from headway.engine.protocol import Delta
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(3, 128) for _ in range(tokens)]
+
+
+def check(deltas: Sequence[Delta], tokens: list[int], chances: list[float]) -> None:
+    assert [token for delta in deltas for token in delta.tokens] == tokens
+    got = [one.logprob for delta in deltas for one in delta.logprobs or ()]
+    assert got == pytest.approx(chances, abs=1e-4)
+
+
+ROUTES = {
+    "one": [Part(50, (0,))],
+    "one, in three runs": [Part(20, (2,)), Part(1, (2,)), Part(30, (2,))],
+    "two, zigzag": [Part(61, (0, 1)), Part(50, (0, 1))],
+    "two, the other way round": [Part(61, (3, 1))],
+    "striped": [Part(41, (1, 2), "striped"), Part(30, (1, 2), "striped")],
+    "zigzag, growing": [Part(41, (0,)), Part(50, (0, 1)), Part(47, (0, 1, 2, 3))],
+    "striped, growing": [Part(41, (3,), "striped"), Part(50, (3, 1), "striped"), Part(47, (3, 1, 0, 2), "striped")],
+    "ulysses": [Part(41, (0, 1), "ulysses"), Part(33, (0, 1), "ulysses")],
+    "ulysses, growing": [Part(41, (0,), "ulysses"), Part(50, (0, 1), "ulysses"), Part(47, (0, 1, 2, 3), "ulysses")],
+    "ulysses in two nodes": [Part(41, (0, 1, 2, 3), "ulysses", node=2), Part(3, (0, 1, 2, 3), "ulysses", node=2)],
+    "megatron": [Part(41, (0, 1), "megatron", "megatron"), Part(30, (0, 1, 2), "megatron", "megatron")],
+    "ring, then ulysses": [Part(41, (0, 1)), Part(30, (0, 1), "ulysses"), Part(29, (0, 1, 2, 3))],
+    "fewer tokens than instances": [Part(3, (0, 1, 2, 3)), Part(1, (0, 1, 2, 3)), Part(2, (0, 1, 2, 3), "striped")],
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_the_first_token_is_that_of_one_process(world: World, expected: Expected, name: str) -> None:
+    parts = ROUTES[name]
+    prompt = prompt_of(sum(part.tokens for part in parts), len(name))
+    first = world.prefill(name, prompt, parts, logprobs=0)
+    check([first], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+@pytest.mark.parametrize("name", ["one", "one, in three runs"])
+def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expected, name: str) -> None:
+    parts = ROUTES[name]
+    prompt = prompt_of(sum(part.tokens for part in parts), 7)
+    first = world.prefill("d" + name, prompt, parts, logprobs=0, max_tokens=12)
+    rest = world.decode("d" + name, prompt, first, parts[-1].group[0], logprobs=0, max_tokens=12)
+    check([first, *rest], *expected(prompt, 12))
+    world.clean()

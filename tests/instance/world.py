@@ -1,0 +1,286 @@
+"""Real instance processes over real sockets, and a script in the router's place."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from headway.core.sampling import SamplingParams
+from headway.core.span import Strategy
+from headway.engine.cluster_messages import (
+    Admit,
+    Compute,
+    Forget,
+    FromInstance,
+    Meet,
+    Peer,
+    Run,
+    RunDone,
+    RunPaused,
+)
+from headway.engine.config import EngineConfig, InstanceConfig
+from headway.engine.protocol import BEATS, Delta, EngineInfo, EngineStats, Fatal, Outputs, Submit
+
+WAIT_S = 20.0
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal | FromInstance)
+
+
+def instance_main(endpoint: str, config: bytes) -> None:
+    """A process that a fork server starts, which is quicker than a new interpreter."""
+    from headway.cli.engine_process import main
+
+    os._exit(main(endpoint, os.getppid(), msgspec.json.decode(config, type=EngineConfig)))
+
+
+class Instance:
+    """One process. What it says is kept in `said` and `deltas` until a test asks."""
+
+    def __init__(self, number: int, incarnation: int, folder: str, settings: dict[str, Any]) -> None:
+        self.number, self.incarnation = number, incarnation
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._beats = self._context.socket(zmq.PULL)
+        endpoint = f"ipc://{folder}/e{number}.{incarnation}"
+        self._socket.bind(endpoint)
+        self._beats.bind(endpoint + BEATS)
+        own = {"room_s": settings.get("room_s", 5.0)}
+        config = EngineConfig(
+            dtype="float32", threads=1, block_size=8, latency_profile="quick", worker_timeout_s=1.0,
+            instance=InstanceConfig(
+                number=number, incarnation=incarnation, listen=f"unix:{folder}/p{number}.{incarnation}", **own
+            ),
+            **{name: value for name, value in settings.items() if name != "room_s"},
+        )  # fmt: skip
+        self.process: BaseProcess = _server().Process(
+            target=instance_main, args=(endpoint, msgspec.json.encode(config)), daemon=True
+        )
+        self.process.start()
+        self.said: list[Any] = []
+        self.deltas: dict[str, list[Delta]] = {}
+        self.stats = EngineStats()
+        self.info: EngineInfo | None = None
+        self.fatal: Fatal | None = None
+
+    @property
+    def peer(self) -> Peer:
+        assert self.info is not None
+        assert self.info.peer_address is not None
+        return Peer(self.number, self.incarnation, self.info.peer_address)
+
+    def tell(self, message: msgspec.Struct, *frames: bytes) -> None:
+        self._socket.send_multipart([_encoder.encode(message), *frames])
+
+    def hear(self, wait_s: float = 0.0) -> None:
+        """Take in what has come, waiting for the first for so long."""
+        while self._socket.poll(int(1000 * wait_s)):
+            wait_s = 0.0
+            message = _decoder.decode(self._socket.recv())
+            if isinstance(message, Outputs):
+                self.stats = message.stats or self.stats
+                for delta in message.deltas:
+                    self.deltas.setdefault(delta.id, []).append(delta)
+            elif isinstance(message, EngineInfo):
+                self.info = message
+            elif isinstance(message, Fatal):
+                self.fatal = message
+            else:
+                self.said.append(message)
+
+    def beats(self) -> int:
+        """How many have come since the last time."""
+        count = 0
+        with suppress(zmq.Again):
+            while True:
+                self._beats.recv(zmq.NOBLOCK)
+                count += 1
+        return count
+
+    def wait(self, kind: type[M], name: str, wait_s: float = WAIT_S) -> M:
+        """The next message of a kind about a request."""
+        return self.until(lambda: self._take(kind, name), wait_s)
+
+    def until(self, look: Callable[[], M | None], wait_s: float = WAIT_S) -> M:
+        end = time.monotonic() + wait_s
+        while (found := look()) is None:
+            assert self.fatal is None, self.fatal
+            assert time.monotonic() < end, f"instance {self.number} has said {self.said}, {self.deltas}"
+            self.hear(0.05)
+        return found
+
+    def _take(self, kind: type[M], name: str) -> M | None:
+        for message in self.said:
+            if isinstance(message, kind) and message.id == name:  # type: ignore[attr-defined]
+                self.said.remove(message)
+                return message
+        return None
+
+    def answer(self, name: str) -> list[Delta]:
+        """All deltas of a request, once the last has come."""
+        return self.until(lambda: d if (d := self.deltas.get(name)) and d[-1].finish is not None else None)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(WAIT_S)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.kill()
+        self._socket.close(0)
+        self._beats.close(0)
+        self._context.term()
+
+
+@dataclass
+class Part:
+    """A run of `tokens` on a group."""
+
+    tokens: int
+    group: tuple[int, ...]
+    attn: str = "ring"
+    mlp: str = "local"
+    node: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def runs(parts: Sequence[Part]) -> list[Run]:
+    found, at = [], 0
+    for part in parts:
+        strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
+        found.append(Run(at, at + part.tokens, part.group, strategy, part.node))
+        at += part.tokens
+    return found
+
+
+def frame(prompt: Sequence[int]) -> bytes:
+    return array("i", prompt).tobytes()
+
+
+class World:
+    """Some instances of one model, which have met."""
+
+    def __init__(self, model: Path, count: int, **settings: Any) -> None:
+        self._folder = tempfile.mkdtemp(prefix="hw-")
+        self._settings = {"model": str(model), **settings}
+        self._lives = [0] * count
+        self.instances = [Instance(n, 0, self._folder, self._settings) for n in range(count)]
+        for instance in self.instances:
+            self._ready(instance)
+        self.meet()
+
+    def _ready(self, instance: Instance) -> None:
+        instance.until(lambda: instance.info, 60.0)
+
+    def __getitem__(self, number: int) -> Instance:
+        return self.instances[number]
+
+    def meet(self, without: Sequence[int] = ()) -> None:
+        there = [one for one in self.instances if one.number not in without]
+        for one in there:
+            one.tell(Meet(tuple(other.peer for other in there)))
+
+    def again(self, number: int) -> None:
+        """Another process takes the number of one that has ended."""
+        self.instances[number].close()
+        self._lives[number] += 1
+        self.instances[number] = Instance(number, self._lives[number], self._folder, self._settings)
+        self._ready(self.instances[number])
+        self.meet()
+
+    def admit(
+        self, name: str, prompt: Sequence[int], on: Sequence[int], params: SamplingParams, output: tuple[int, ...] = ()
+    ) -> None:
+        for number in on:
+            self[number].tell(Admit(id=name, prompt_tokens=len(prompt), params=params, output=output), frame(prompt))
+
+    def compute(self, name: str, parts: Sequence[Part], index: int, **fields: Any) -> None:
+        all_ = runs(parts)
+        one = Compute(
+            id=name, index=index, run=all_[index], before=tuple(all_[:index]), last=index == len(parts) - 1, **fields
+        )
+        for number in all_[index].group:
+            self[number].tell(one)
+
+    def done(self, name: str, part: Part) -> RunDone:
+        """The first one's word, when all have said it."""
+        first, *_ = [self[number].wait(RunDone, name) for number in part.group]
+        return first
+
+    def paused(self, name: str, part: Part) -> list[RunPaused]:
+        return [self[number].wait(RunPaused, name) for number in part.group]
+
+    def prefill(self, name: str, prompt: Sequence[int], parts: Sequence[Part], **params: Any) -> Delta:
+        """All runs of a prompt; what the first instance says at the end."""
+        everybody = sorted({number for part in parts for number in part.group})
+        self.admit(name, prompt, everybody, SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params}))
+        for index, part in enumerate(parts):
+            self.compute(name, parts, index, **part.fields)
+            word = self.done(name, part)
+            assert (word.delta is not None) == (index == len(parts) - 1)
+        assert word.delta is not None
+        return word.delta
+
+    def decode(self, name: str, prompt: Sequence[int], first: Delta, on: int, **params: Any) -> list[Delta]:
+        """The rest of an answer whose KV is all on one instance."""
+        sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
+        self[on].tell(
+            Submit(
+                id=name, prompt_tokens=len(prompt), params=sampling, received_s=time.monotonic(), phase="decode",
+                output=first.tokens,
+            ),
+            frame(prompt),
+        )  # fmt: skip
+        return self[on].answer(name)
+
+    def ask(self, on: int, name: str, prompt: Sequence[int], **params: Any) -> None:
+        """Give a request to the scheduler of one instance."""
+        sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
+        self[on].tell(
+            Submit(id=name, prompt_tokens=len(prompt), params=sampling, received_s=time.monotonic()), frame(prompt)
+        )
+
+    def forget(self, name: str) -> None:
+        for instance in self.instances:
+            if instance.process.is_alive():
+                instance.tell(Forget(name))
+
+    def clean(self, but: Sequence[int] = ()) -> None:
+        """Nothing of any request is left anywhere: pools are empty."""
+        for one in self.instances:
+            if one.number not in but:
+                one.until(lambda one=one: one.stats.kv_tokens_used == 0 or None, 5.0)  # type: ignore[misc]
+
+    def close(self) -> None:
+        for instance in self.instances:
+            instance.close()
+        with suppress(OSError):
+            for path in Path(self._folder).iterdir():
+                path.unlink()
+            Path(self._folder).rmdir()
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["headway.cli.engine_process", "headway.cli.one_process", "headway.cli.member", "headway.worker.runs"]
+    )
+    return context
