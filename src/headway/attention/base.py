@@ -54,7 +54,7 @@ class AttentionBackend(Protocol):
         """
 
 
-_BACKENDS = {"cpu": ("headway.attention.cpu", "CpuBackend")}
+_BACKENDS = {"cpu": ("headway.attention.cpu", "CpuBackend"), "sdpa": ("headway.attention.sdpa", "SdpaBackend")}
 
 
 def make_backend(name: str) -> AttentionBackend:

@@ -69,7 +69,7 @@ class CpuBackend:
         by_kernel = self._kernels is not None and pool_fits(pool)
         for segment in segments:
             if segment.shared:
-                new += _new_runs(segment)
+                new += new_runs(segment)
                 continue
             decode = segment.tokens == 1
             whole = decode or by_kernel
@@ -87,7 +87,7 @@ class CpuBackend:
             else:
                 shards = tuple(pool.run_views(first, count) for first, count in seen)
                 (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
-            new += _new_runs(segment)
+            new += new_runs(segment)
         rows = segments[-1].start + segments[-1].tokens
         native = prefill = None
         if self._kernels is not None and single_rows:
@@ -124,7 +124,7 @@ class CpuBackend:
         return attend(q, k, v, causal, compiled=self._kernels is not None)
 
 
-def _new_runs(segment: Segment) -> list[tuple[int, int, int]]:
+def new_runs(segment: Segment) -> list[tuple[int, int, int]]:
     """(first row, first slot, tokens) of each run that its new tokens go to."""
     new = []
     row = segment.start

@@ -15,6 +15,8 @@ from torch import Tensor
 from headway.attention.native import kernels
 from headway.attention.native_prefill import attend_native, shard_fits
 
+_SCORES = 1 << 26
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -81,8 +83,15 @@ def _attend_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | 
 
 
 def _attend_math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The same by plain operations, for devices without the CPU kernel. Scores are materialised in fp32."""
+    """The same by plain operations, for devices without the CPU kernel. Scores are materialised in fp32, of so many
+    keys at a time that they stay within `_SCORES`."""
     group = q.shape[0] // k.shape[0]
+    most = max(1, _SCORES // (q.shape[0] * q.shape[1]))
+    if not causal and k.shape[1] > most:
+        shards = zip(torch.split(k, most, dim=1), torch.split(v, most, dim=1), strict=True)
+        parts = [_attend_math(q.float(), keys, values, False, scale) for keys, values in shards]
+        merged, lse = merge([out for out, _ in parts], [lse for _, lse in parts])
+        return merged.to(q.dtype), lse
     keys = k.float().repeat_interleave(group, dim=0)
     values = v.float().repeat_interleave(group, dim=0)
     scores = torch.matmul(q.float(), keys.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
