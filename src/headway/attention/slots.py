@@ -1,4 +1,4 @@
-"""Slots of the pool as runs: which ones a range of tokens lies in, and how new tokens are stored there."""
+"""Slots of the pool as runs: how new tokens are stored there. Which ones a range of tokens lies in: `kv.runs`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,10 @@ import torch
 from torch import Tensor
 
 from headway.attention.kv_pool import KvPool
+from headway.kv.runs import cut_runs as cut_runs
 
 _SLICES_WORTH_IT = 64
 """Tokens a run from which a copy per run beats one scattered copy of all of them."""
-
-
-def cut_runs(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """The slots of tokens begin..end of a request, as runs; adjacent runs are joined."""
-    cut: list[tuple[int, int]] = []
-    token = 0
-    for first, count in runs:
-        low, high = max(begin, token), min(end, token + count)
-        if low < high:
-            slot = first + low - token
-            if cut and sum(cut[-1]) == slot:
-                cut[-1] = (cut[-1][0], cut[-1][1] + high - low)
-            else:
-                cut.append((slot, high - low))
-        token += count
-        if token >= end:
-            break
-    return cut
 
 
 @dataclass(frozen=True, slots=True)

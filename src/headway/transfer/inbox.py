@@ -1,0 +1,165 @@
+"""KV that comes: pushed messages written straight into the slots that were kept for them, by the thread that reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from headway.kv.runs import cut_runs, slots_of
+from headway.transfer.connector import KvPlace, Lost, Received
+from headway.transfer.notes import Note, decode, lengthen
+from headway.transfer.peers import Place
+
+_FEW = 16
+"""Tokens a run below which one scatter beats reading to each run."""
+
+
+class _Coming:
+    """A piece of which something has come."""
+
+    __slots__ = ("began_s", "messages")
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s, self.messages = began_s, 0
+
+
+class _Box:
+    """A request's place and what has come of it. `left`: layers, heads and tokens that have not, multiplied."""
+
+    def __init__(self, place: KvPlace) -> None:
+        self.place = place
+        self.left = int(place.cache.shape[0]) * len(place.heads) * place.tokens
+        self.coming: dict[tuple[int, int], _Coming] = {}
+
+
+class Inbox:
+    """Of one instance or rank. `ring` is called, by the thread that reads, when there is something to `take`."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._gate = threading.Lock()
+        self._boxes: dict[str, _Box] = {}
+        self._received: list[Received] = []
+        self._lost: list[Lost] = []
+
+    def open(self, request: str, place: KvPlace) -> None:
+        """From now on what comes of a request is kept."""
+        with self._gate:
+            self._boxes[request] = _Box(place)
+
+    def close(self, request: str) -> None:
+        """What still comes is dropped, but for a body that is being read: `Peers.forget` ends that."""
+        with self._gate:
+            self._boxes.pop(request, None)
+
+    def matched(self, request: str) -> int | None:
+        """See `KvConnector.get_num_new_matched_tokens`."""
+        with self._gate:
+            box = self._boxes.get(request)
+            if box is None:
+                return None
+            whole = int(box.place.cache.shape[0]) * len(box.place.heads)
+            return box.place.tokens - -(-box.left // whole)
+
+    def lose(self, source: int, why: str) -> None:
+        """What one instance had begun to send will not be whole."""
+        with self._gate:
+            for request, box in self._boxes.items():
+                if any(sender == source for _, sender in box.coming):
+                    self._lost.append(Lost(request, why))
+        self._ring()
+
+    def fail(self, request: str, why: str) -> None:
+        """Something of a request cannot be sent or received."""
+        with self._gate:
+            self._lost.append(Lost(request, why))
+        self._ring()
+
+    def take(self) -> tuple[list[Received], list[Lost]]:
+        """What has come to its end since the last call."""
+        with self._gate:
+            received, self._received = self._received, []
+            lost, self._lost = self._lost, []
+        return received, lost
+
+    # -- in the thread that reads -------------------------------------------------------------------------------------
+
+    def handle(self, source: int, request: str, said: bytes, length: int) -> Place | None:
+        """Where the body of a message goes; None: nobody wants it. See `peers.Handler`."""
+        now = time.monotonic()
+        with self._gate:
+            box = self._boxes.get(request)
+            if box is None:
+                return None
+            try:
+                note = decode(said)
+                return self._place(box, source, request, note, length, now)
+            except (msgspec.DecodeError, ValueError) as error:
+                self._lost.append(Lost(request, f"instance {source} has sent what cannot be kept: {error}"))
+        self._ring()
+        return None
+
+    def _place(self, box: _Box, source: int, request: str, note: Note, length: int, now: float) -> Place:
+        coming = box.coming.setdefault((note.piece, source), _Coming(now))
+        if note.layer < 0:
+            return Place((), lambda: self._end(box, source, request, note))
+        place, positions = box.place, lengthen(note.tokens)
+        first, stop = note.heads
+        if first < place.heads.start or stop > place.heads.stop or first >= stop:
+            raise ValueError(f"KV heads {first} to {stop}, where {place.heads.start} to {place.heads.stop} are kept")
+        here = len(positions) and positions.min() >= 0 and positions.max() < place.tokens
+        if note.layer >= len(place.cache) or not here:
+            raise ValueError(f"layer {note.layer}, tokens up to {positions.max(initial=-1)} of {place.tokens}")
+        heads = place.cache[note.layer, :, first - place.heads.start : stop - place.heads.start]
+        if length != heads.shape[0] * heads.shape[1] * len(positions) * heads.shape[3]:
+            raise ValueError(f"{length} bytes for {len(positions)} tokens of {stop - first} heads")
+        units = (stop - first) * len(positions)
+
+        def count() -> None:
+            coming.messages += 1
+            box.left -= units
+
+        ranges = [(start, start + size) for start, size, step in note.tokens if step == 1]
+        found = [run for start, end in ranges for run in cut_runs(place.runs, start, end)]
+        if sum(size for _, size in found) == len(positions) and len(positions) >= _FEW * len(found):
+            views = [
+                heads[plane, head, slot : slot + size].reshape(-1).data
+                for plane in range(2)
+                for head in range(stop - first)
+                for slot, size in found
+            ]
+            return Place(views, self._counted(request, box, count))
+        body = np.empty((*heads.shape[:2], len(positions), heads.shape[3]), dtype=np.uint8)
+        slots = slots_of(place.runs, positions)
+
+        def scatter() -> None:
+            heads[:, :, slots] = body
+            count()
+
+        return Place((body.reshape(-1).data,), self._counted(request, box, scatter))
+
+    def _counted(self, request: str, box: _Box, then: Callable[[], None]) -> Callable[[], None]:
+        """`then`, unless the request was forgotten meanwhile: its slots may be others' now."""
+
+        def complete() -> None:
+            with self._gate:
+                if self._boxes.get(request) is box:
+                    then()
+
+        return complete
+
+    def _end(self, box: _Box, source: int, request: str, note: Note) -> None:
+        with self._gate:
+            if self._boxes.get(request) is not box:
+                return
+            coming = box.coming.pop((note.piece, source))
+            if coming.messages == note.heads[0]:
+                self._received.append(Received(request, note.piece, source, coming.began_s, time.monotonic()))
+            else:
+                why = f"{coming.messages} of {note.heads[0]} messages of instance {source} have come"
+                self._lost.append(Lost(request, why))
+        self._ring()

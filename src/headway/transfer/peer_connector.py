@@ -1,0 +1,145 @@
+"""The connector `peers`: KV over the sockets between instances, one-sided.
+
+A sender pushes {request, piece, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
+them into the slots that were kept. Nobody who computes takes part: what is written is read only after `Received`, and
+slots that are sent are copied out before they change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from headway.transfer.connector import Finished, KvConnector, KvPart, KvPlace, Save
+from headway.transfer.inbox import Inbox
+from headway.transfer.notes import Note
+from headway.transfer.outlet import Outlet, Packet, Way, packets_of
+from headway.transfer.peers import Line, PeerLostError, Peers, Ticket
+
+
+class PeerConnector(KvConnector):
+    """See `KvConnector`. It is who takes what is pushed to these peers."""
+
+    def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
+        self._peers = peers
+        self._inbox = Inbox(ring)
+        self._outlets: dict[int, Outlet] = {}
+        self._ways: dict[Save, tuple[Way, list[int]]] = {}
+        self._heres: dict[str, _Here] = {}
+        peers.handle(self._inbox.handle)
+        peers.on_lost(self._inbox.lose)
+
+    def update_state_after_alloc(self, request: str, place: KvPlace) -> None:
+        self._inbox.open(request, place)
+
+    def get_num_new_matched_tokens(self, request: str) -> int | None:
+        return self._inbox.matched(request)
+
+    def forget(self, request: str) -> None:
+        self._inbox.close(request)
+        for outlet in self._outlets.values():
+            outlet.forget(request)
+        for save in [save for save in self._ways if save.request == request]:
+            del self._ways[save]
+        here = self._heres.pop(request, None)
+        if here is not None:
+            here.close()
+
+    def save_kv_layer(self, save: Save, layer: int, part: KvPart) -> None:
+        way, messages = self._way(save)
+        packets = list(packets_of(save, way, layer, part))
+        messages[0] += len(packets)
+        self._outlet(save.to).add(packets)
+
+    def finish_save(self, save: Save) -> None:
+        way, messages = self._way(save)
+        del self._ways[save]
+        self._outlet(save.to).add([Packet(save.request, way, Note(save.piece, -1, (messages[0], 0)))])
+
+    def wait_for_save(self, request: str) -> None:
+        for outlet in self._outlets.values():
+            outlet.copy(request)
+
+    def get_finished(self) -> Finished:
+        return Finished(*self._inbox.take())
+
+    def shutdown(self) -> None:
+        for outlet in self._outlets.values():
+            outlet.close()
+
+    def _outlet(self, to: int) -> Outlet:
+        if to not in self._outlets:
+            self._outlets[to] = Outlet(f"KV to {to}", self._inbox.fail)
+        return self._outlets[to]
+
+    def _way(self, save: Save) -> tuple[Way, list[int]]:
+        """How a movement travels, and how many messages it has had. One connection for all of it: what a cut one has
+        swallowed would be missing."""
+        if save not in self._ways:
+            way: Way
+            if save.to == self._peers.number:
+                way = self._heres.setdefault(save.request, _Here(self._inbox, save.to, save.request))
+            else:
+                try:
+                    way = _There(self._peers.line(save.request, (save.to,)), save.to)
+                except PeerLostError as error:
+                    way = _Nowhere(str(error))
+            self._ways[save] = (way, [0])
+        return self._ways[save]
+
+
+class _There:
+    """To another instance."""
+
+    dead = False
+
+    def __init__(self, line: Line, to: int) -> None:
+        self._line, self._to = line, to
+
+    def push(self, note: bytes, body: memoryview) -> Ticket:
+        """See `Way.push`."""
+        return self._line.push(self._to, note, (body,))
+
+
+class _Here:
+    """To this instance itself: it gathers KV of which it holds a part."""
+
+    dead = False
+
+    def __init__(self, inbox: Inbox, number: int, request: str) -> None:
+        self._inbox, self._number, self._request = inbox, number, request
+        self._gate = threading.Lock()
+
+    def push(self, note: bytes, body: memoryview) -> Ticket:
+        """See `Way.push`."""
+        ticket = Ticket()
+        with self._gate:
+            place = None if self.dead else self._inbox.handle(self._number, self._request, note, body.nbytes)
+            if place is not None:
+                at = 0
+                for view in place.views:
+                    view[:] = body[at : at + view.nbytes]
+                    at += view.nbytes
+                place.complete()
+        ticket.finish()
+        return ticket
+
+    def close(self) -> None:
+        """Nothing is written any more once this has returned."""
+        with self._gate:
+            self.dead = True
+
+
+class _Nowhere:
+    """To an instance that is not there."""
+
+    dead = False
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def push(self, note: bytes, body: memoryview) -> Ticket:
+        """See `Way.push`."""
+        ticket = Ticket()
+        ticket.finish(self._why)
+        return ticket

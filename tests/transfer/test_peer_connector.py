@@ -1,0 +1,230 @@
+"""The connector over peers: every byte to its slot, whoever holds which heads and tokens; nothing after `forget`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_ends import LAYERS, SLOTS, End, meet
+
+from headway.core.errors import ConfigError
+from headway.parallel.sequence.layout import Held, moves
+from headway.transfer import outlet
+from headway.transfer.connector import KvConnector, Save, make_connector, register
+from headway.transfer.peers import Peer
+
+Make = Callable[..., list[End]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[End] = []
+
+    def make(*heads: range) -> list[End]:
+        made.extend(End(number, tmp_path, part) for number, part in enumerate(heads))
+        meet(*made)
+        return made
+
+    yield make
+    for end in made:
+        end.close()
+
+
+def test_a_piece_comes_whole_and_is_told_once(make: Make) -> None:
+    sender, receiver = make(range(2), range(2))
+    runs = ((50, 30), (10, 10))
+    receiver.open("a", 40, runs)
+    before = receiver.cache.copy()
+    positions = np.arange(40)
+    sender.save(Save("a", 7, 1), sender.part(positions, positions + 3))
+    receiver.until(lambda: bool(receiver.received))
+    (got,) = receiver.received
+    assert (got.request, got.piece, got.source) == ("a", 7, 0)
+    assert got.began_s <= got.ended_s
+    assert np.array_equal(receiver.held(runs, 40, range(2)), sender.cache[:, :, :, 3:43])
+    untouched = np.setdiff1d(np.arange(SLOTS), [*range(50, 80), *range(10, 20)])
+    assert np.array_equal(receiver.cache[:, :, :, untouched], before[:, :, :, untouched])
+    assert receiver.connector.get_num_new_matched_tokens("a") == 40
+    assert receiver.connector.get_num_new_matched_tokens("b") is None
+    assert receiver.lost == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_layout_to_any_heads(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts as `layout.moves` plans them: re-sharding over heads, heads that several have, tokens in any order."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(outlet, "PACKET_BYTES", rng.choice((64, 700, 1 << 20)))
+    senders, receivers = rng.choice(([1, 1], [1, 2], [2, 1], [2, 2], [4, 1], [1, 4], [4, 2], [2, 4], [3, 1]))
+    by_heads = rng.random() < 0.5 and senders != 3
+
+    def cut(ranks: int) -> list[range]:
+        return [range(i * 4 // ranks, (i + 1) * 4 // ranks) for i in range(ranks)]
+
+    target_heads = cut(receivers)
+    source_heads = cut(senders) if by_heads else [range(4)] * senders
+    ends = make(*source_heads, *target_heads)
+    tokens = rng.randint(1, 40)
+    owner = np.array([rng.randrange(senders) for _ in range(tokens)])
+    if rng.random() < 0.5:
+        owner = np.arange(tokens) % senders
+    held = {}
+    for rank in range(senders):
+        positions = np.arange(tokens) if by_heads else np.flatnonzero(owner == rank)
+        if rng.random() < 0.5:
+            positions = np.array(rng.sample(positions.tolist(), len(positions)), dtype=np.int64)
+        held[rank] = Held(source_heads[rank], positions)
+    after = {senders + i: Held(heads, np.arange(tokens)) for i, heads in enumerate(target_heads)}
+    runs = ((0, 7), (40, 33), (20, 20)) if rng.random() < 0.7 else ((31, 60),)
+    for target in range(senders, senders + receivers):
+        ends[target].open("a", tokens, runs)
+    slots = {rank: np.array(rng.sample(range(SLOTS), tokens)) for rank in range(senders)}
+    plan = moves(held, after)
+    expected = 0
+    for rank in range(senders):
+        for target in after:
+            save = Save("a", target, target)
+            mine = [move for move in plan if (move.source, move.target) == (rank, target)]
+            for layer in range(LAYERS):
+                for move in mine:
+                    part = ends[rank].part(
+                        held[rank].positions[move.from_slots], slots[rank][move.from_slots], move.heads
+                    )
+                    ends[rank].connector.save_kv_layer(save, layer, part)
+            ends[rank].connector.finish_save(save)
+            expected += 1
+    for target in after:
+        receiver = ends[target]
+        receiver.until(lambda receiver=receiver: len(receiver.received) == senders)  # type: ignore[misc]
+        assert receiver.connector.get_num_new_matched_tokens("a") == tokens
+        got = receiver.held(runs, tokens, receiver.heads)
+        for rank, one in held.items():
+            shared = range(max(one.heads.start, receiver.heads.start), min(one.heads.stop, receiver.heads.stop))
+            for head in shared:
+                theirs = ends[rank].cache[:, :, head - one.heads.start, slots[rank][: len(one.positions)]]
+                assert np.array_equal(got[:, :, head - receiver.heads.start, one.positions], theirs)
+    assert all(end.lost == [] for end in ends)
+
+
+def test_an_instance_gathers_what_it_holds_itself(make: Make) -> None:
+    home, other = make(range(2), range(2))
+    runs = ((60, 36),)
+    home.open("a", 30, runs)
+    for end, positions in ((home, np.arange(0, 30, 2)), (other, np.arange(1, 30, 2))):
+        end.save(Save("a", 1, 0), end.part(positions, np.arange(len(positions))))
+    home.until(lambda: len(home.received) == 2)
+    assert {got.source for got in home.received} == {0, 1}
+    got = home.held(runs, 30, range(2))
+    assert np.array_equal(got[:, :, :, 0::2], home.cache[:, :, :, :15])
+    assert np.array_equal(got[:, :, :, 1::2], other.cache[:, :, :, :15])
+
+
+def test_a_piece_of_nothing_is_told_too(make: Make) -> None:
+    sender, receiver = make(range(2), range(2))
+    receiver.open("a", 40, ((0, 40),))
+    sender.connector.finish_save(Save("a", 3, 1))
+    receiver.until(lambda: bool(receiver.received))
+    assert receiver.received[0].piece == 3
+    assert receiver.connector.get_num_new_matched_tokens("a") == 0
+
+
+def test_slots_may_change_once_saves_were_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a window so small that nearly nothing has left: the rest is what was there at the time."""
+    monkeypatch.setattr(outlet, "PACKET_BYTES", 64)
+    monkeypatch.setattr(outlet, "WINDOW_BYTES", 0)
+    sender, receiver = make(range(2), range(2))
+    receiver.open("a", 90, ((0, 90),))
+    positions = np.arange(90)
+    before = sender.cache.copy()
+    for layer in range(LAYERS):
+        sender.connector.save_kv_layer(Save("a", 1, 1), layer, sender.part(positions, positions))
+    sender.connector.finish_save(Save("a", 1, 1))
+    sender.connector.wait_for_save("a")
+    sender.cache[:] = 0
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache[:, :, :, :90], before[:, :, :, :90])
+
+
+def test_what_was_forgotten_is_neither_written_nor_told(make: Make) -> None:
+    sender, receiver = make(range(2), range(2))
+    receiver.open("a", 40, ((0, 40),))
+    receiver.connector.forget("a")
+    receiver.peers.forget("a")
+    before = receiver.cache.copy()
+    positions = np.arange(40)
+    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    receiver.open("b", 40, ((40, 40),))
+    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    assert [got.request for got in receiver.received] == ["b"]
+    assert np.array_equal(receiver.cache[:, :, :, :40], before[:, :, :, :40])
+    assert receiver.connector.get_num_new_matched_tokens("a") is None
+    sender.connector.forget("b")
+    sender.peers.forget("b")
+    assert sender.lost == []
+
+
+def test_a_peer_that_goes_is_told_on_both_sides(make: Make) -> None:
+    sender, receiver, other = make(range(2), range(2), range(2))
+    receiver.open("a", 40, ((0, 40),))
+    receiver.open("b", 40, ((40, 40),))
+    positions = np.arange(40)
+    sender.connector.save_kv_layer(Save("a", 1, 1), 0, sender.part(positions, positions))
+    receiver.until(lambda: receiver.connector.get_num_new_matched_tokens("a") == 40 // LAYERS)
+    assert receiver.lost == []
+    other.save(Save("b", 2, 1), other.part(positions, positions))
+    receiver.until(lambda: len(receiver.received) == 1)
+    for end in (receiver, other):
+        end.peers.meet([Peer(end.number, 0, end.peers.address) for end in (receiver, other)])
+    sender.peers.close()
+    receiver.until(lambda: bool(receiver.lost))
+    assert [lost.request for lost in receiver.lost] == ["a"]
+    other.save(Save("c", 3, 0), other.part(positions, positions))
+    other.until(lambda: bool(other.lost))
+    assert [lost.request for lost in other.lost] == ["c"]
+    assert "instance 0" in other.lost[0].why
+
+
+@pytest.mark.parametrize("fault", ["heads", "layer", "tokens", "bytes"])
+def test_what_does_not_fit_the_place_is_lost_and_harms_nobody(make: Make, fault: str) -> None:
+    sender, receiver = make(range(4), range(2))
+    receiver.open("a", 20, ((0, 20),))
+    receiver.open("b", 20, ((20, 20),))
+    before = receiver.cache.copy()
+    positions = np.arange(30 if fault == "tokens" else 10)
+    part = sender.part(positions, positions, range(1, 3) if fault == "heads" else range(2))
+    if fault == "layer":
+        sender.cache = np.concatenate([sender.cache, sender.cache])
+        part = sender.part(positions, positions, range(2))
+    if fault == "bytes":
+        sender.cache = sender.cache[..., :4]
+        part = sender.part(positions, positions, range(2))
+    sender.connector.save_kv_layer(Save("a", 1, 1), LAYERS + 1 if fault == "layer" else 0, part)
+    receiver.until(lambda: bool(receiver.lost))
+    assert receiver.lost[0].request == "a"
+    assert "instance 0 has sent what cannot be kept" in receiver.lost[0].why
+    assert np.array_equal(receiver.cache, before)
+    sender.connector.finish_save(Save("b", 2, 1))
+    receiver.until(lambda: bool(receiver.received))
+
+
+def test_connectors_are_found_by_name(make: Make) -> None:
+    (end,) = make(range(2))
+    with pytest.raises(ConfigError, match=r"kv_connector 'nixl': must be one of peers"):
+        make_connector("nixl", end.peers, end.rung.set)
+    made: list[object] = []
+
+    def factory(peers: object, ring: Callable[[], None]) -> KvConnector:
+        made.append(peers)
+        return end.connector
+
+    register("test-only", factory)
+    try:
+        assert make_connector("test-only", end.peers, end.rung.set) is end.connector
+        assert made == [end.peers]
+    finally:
+        from headway.transfer import connector
+
+        del connector._factories["test-only"]
