@@ -221,6 +221,15 @@ def test_who_does_not_know_the_secret_gets_nothing(make: Make) -> None:
     assert not one._connections[1].up
 
 
+def test_one_that_was_never_there_is_lost_for_both_sides(make: Make) -> None:
+    one, two, three = make(0), make(1), make(2)
+    table = [Peer(peers.number, peers.incarnation, peers.address) for peers in (one, two, three)]
+    two.close()
+    for peers in (one, three):
+        peers.meet(table)
+        fails(peers.line("r", (1,)).expect(1, 0, memoryview(bytearray(1))).wait, "cannot be reached")
+
+
 def test_addresses_are_checked(make: Make) -> None:
     for address in ("127.0.0.1:80", "tcp:80", "unix:", "tcp:h:x"):
         with pytest.raises(ConfigError, match="must be unix:PATH or tcp:HOST:PORT"):

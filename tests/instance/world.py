@@ -8,8 +8,8 @@ import signal
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -141,6 +141,14 @@ class Instance:
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What it is told within comes to it together."""
+        self.signal(signal.SIGSTOP)
+        yield
+        time.sleep(0.02)
+        self.signal(signal.SIGCONT)
 
     def close(self) -> None:
         if self.process.is_alive():

@@ -25,6 +25,7 @@ __all__ = ["Buffer", "Handler", "Line", "Peer", "PeerLostError", "Peers", "Place
 
 _GREETING_S = 5.0
 _AGAIN_S = 0.1
+_LOOK_S = 0.25
 _REMEMBERED = 65536
 """Scopes that are kept in mind after `forget`, so that stragglers are dropped."""
 
@@ -119,8 +120,9 @@ class Peers:
             peer.instance, peer.incarnation, lambda: self._handler, self._forgotten.__contains__, self._over
         )
         self._connections[peer.instance] = connection
-        if self.number > peer.instance and not self._closed.is_set():
-            self._start(lambda: self._reach(peer, connection, after_s), f"peer {peer.instance}")
+        if peer.address and not self._closed.is_set():
+            body = self._reach if self.number > peer.instance else self._await
+            self._start(lambda: body(peer, connection, after_s), f"peer {peer.instance}")
         return connection
 
     def _reach(self, peer: Peer, connection: Connection, after_s: float) -> None:
@@ -139,6 +141,14 @@ class Peers:
             return connection.end(f"instance {peer.instance} cannot be reached: {error}")
         prepare(other)
         return connection.serve(other)
+
+    def _await(self, peer: Peer, connection: Connection, after_s: float) -> None:
+        """While a connection is to be made from elsewhere: see whether anybody is there to make it."""
+        while not self._closed.wait(after_s + _LOOK_S) and connection.ended is None and not connection.served:
+            try:
+                reach(peer.address, _GREETING_S).close()
+            except (OSError, ConfigError) as error:
+                connection.end(f"instance {peer.instance} cannot be reached: {error}")
 
     def _accept(self) -> None:
         while not self._closed.is_set():

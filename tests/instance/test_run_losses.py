@@ -1,0 +1,154 @@
+"""How runs end that cannot be completed: an instance is killed or hangs, a request is forgotten, the pool is full."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_run_pauses import GREEDY, proceed
+from test_runs import check, prompt_of
+from world import Part, World, runs
+
+from headway.engine.cluster_messages import Compute, Forget, Pause, RunDone, RunLost
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+SOON_S = 1.0
+
+
+def half(world: World, name: str, part: Part, tell: tuple[int, ...]) -> None:
+    """A run of which only some of the group are told: they wait for the rest in its midst."""
+    world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
+    for number in tell:
+        world[number].tell(Compute(id=name, index=0, run=runs([part])[0], last=True, preemptible=True))
+    time.sleep(0.1)
+
+
+def serves(world: World, expected: Expected, name: str, on: tuple[int, ...]) -> None:
+    """Its schedulers and runs still do what they should, and nothing is left over."""
+    prompt = prompt_of(37, 9)
+    tokens, chances = expected(prompt, 3)
+    for number in on:
+        world.ask(number, f"{name}-s{number}", prompt, max_tokens=3, logprobs=0)
+        check(world[number].answer(f"{name}-s{number}"), tokens, chances)
+    check([world.prefill(f"{name}-r", prompt, [Part(37, on)], logprobs=0)], tokens[:1], chances[:1])
+    world.forget(f"{name}-r")
+
+
+def test_a_run_ends_when_an_instance_is_killed(world: World, expected: Expected) -> None:
+    half(world, "k", Part(60, (0, 1, 2)), (0, 2))
+    world[1].kill()
+    for number in (0, 2):
+        assert "instance 1" in world[number].wait(RunLost, "k", SOON_S).why
+    serves(world, expected, "k", (0, 2))
+    world.again(1)
+    serves(world, expected, "k2", (0, 1, 2))
+    world.clean()
+
+
+def test_a_paused_run_of_a_lost_group_is_lost_when_it_goes_on(world: World, expected: Expected) -> None:
+    part = Part(60, (0, 3))
+    world.admit("kp", prompt_of(60), part.group, GREEDY)
+    with world[0].at_once():
+        world.compute("kp", [part], 0, preemptible=True)
+        world[0].tell(Pause("kp"))
+    world.paused("kp", part)
+    world[3].kill()
+    proceed(world, "kp", Part(60, (0,)), False)
+    assert "instance 3" in world[0].wait(RunLost, "kp", SOON_S).why
+    world.again(3)
+    serves(world, expected, "kp", (0, 3))
+    world.clean()
+
+
+def test_a_run_ends_when_an_instance_that_hangs_is_left_out(world: World, expected: Expected) -> None:
+    part = Part(60, (0, 1))
+    world[1].signal(signal.SIGSTOP)
+    world.admit("h", prompt_of(60), part.group, GREEDY)
+    world.compute("h", [part], 0)
+    time.sleep(1.0)
+    world[0].hear()
+    assert world[0].said == []
+    assert world[0].beats() >= 4  # a run that waits is no silence
+    world.meet(without=(1,))
+    assert "left the cluster" in world[0].wait(RunLost, "h", SOON_S).why
+    world[0].tell(Forget("h"))
+    serves(world, expected, "h", (0, 2))
+    world[1].kill()
+    world.again(1)
+    serves(world, expected, "h2", (1, 0))
+    world.clean()
+
+
+def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
+    half(world, "f", Part(60, (0, 1)), (0,))
+    world[0].tell(Forget("f"))
+    serves(world, expected, "f", (0, 2))
+    half(world, "f1", Part(60, (0, 1)), (0, 1))
+    world.forget("f1")
+    half(world, "f2", Part(60, (0, 1)), (1,))
+    world.forget("f2")
+    world.forget("unknown")
+    serves(world, expected, "f2", (0, 1))
+    assert not [word for one in world.instances for word in one.said if isinstance(word, RunLost)]
+    for one in world.instances:
+        one.said.clear()
+    world.clean()
+
+
+def test_what_does_not_fit_the_model_or_the_group_is_lost_with_a_reason(world: World, expected: Expected) -> None:
+    world.admit("bad", prompt_of(20), (0, 1, 2), GREEDY)
+    world.compute("bad", [Part(20, (0, 1, 2), "ulysses")], 0)  # 8 query heads over three
+    assert "ulysses over 3 ranks" in world[0].wait(RunLost, "bad", SOON_S).why
+    world.forget("bad")
+    world.admit("strange", prompt_of(20), (0,), GREEDY)
+    world[0].tell(Compute(id="strange", index=0, run=runs([Part(20, (0, 9))])[0], last=True))
+    assert "instance 9 is not here" in world[0].wait(RunLost, "strange", SOON_S).why
+    world[0].tell(Compute(id="nobody", index=0, run=runs([Part(20, (0,))])[0], last=True))
+    serves(world, expected, "bad", (0, 1))
+    for one in world.instances:
+        one.said.clear()
+    world.clean()
+
+
+@pytest.fixture(scope="module")
+def narrow(checkpoint: Path) -> Iterator[World]:
+    """One instance with room for 600 tokens."""
+    one = World(checkpoint, 1, kv_cache_bytes=600 * 384, room_s=0.5)
+    yield one
+    one.close()
+
+
+def test_a_run_waits_for_room_and_its_scheduler_goes_on(narrow: World, expected: Expected) -> None:
+    part = Part(400, (0,))
+    narrow.prefill("a", prompt_of(400), [part])
+    narrow.admit("b", prompt_of(400), (0,), GREEDY)
+    narrow.compute("b", [part], 0)
+    narrow.ask(0, "s", prompt_of(30), max_tokens=5)
+    assert [t for delta in narrow[0].answer("s") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
+    assert narrow[0].said == []
+    narrow.forget("a")
+    word = narrow[0].wait(RunDone, "b", 0.4)
+    assert word.delta is not None
+    check([word.delta], *expected(prompt_of(400), 1))
+    narrow.admit("c", prompt_of(400), (0,), GREEDY)
+    narrow.compute("c", [part], 0)
+    assert "no room for 400 tokens" in narrow[0].wait(RunLost, "c", 1.5).why
+    narrow.forget("b")
+    narrow.clean()
+
+
+def test_a_run_that_waits_for_room_may_be_forgotten(narrow: World) -> None:
+    part = Part(400, (0,))
+    narrow.prefill("d", prompt_of(400), [part])
+    narrow.admit("e", prompt_of(400), (0,), GREEDY)
+    narrow.compute("e", [part], 0)
+    time.sleep(0.1)
+    narrow.forget("e")
+    narrow.forget("d")
+    narrow.prefill("g", prompt_of(400), [part])
+    narrow.forget("g")
+    narrow.clean()
+    assert narrow[0].said == []

@@ -1,0 +1,151 @@
+"""Runs that are paused between layers, what else goes on meanwhile, and how a first token may end a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from test_runs import check, prompt_of
+from world import Part, World, runs
+
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import Compute, Pause, Proceed
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+LAYERS = 3
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+
+
+def proceed(world: World, name: str, part: Part, pause: bool) -> None:
+    with world[part.group[0]].at_once():
+        for number in part.group:
+            world[number].tell(Proceed(name))
+        if pause:
+            world[part.group[0]].tell(Pause(name))
+
+
+@pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
+def test_paused_at_every_layer_with_another_prompt_between(world: World, expected: Expected, attn: str) -> None:
+    parts = [Part(41, (0, 1), attn), Part(30, (0, 1, 2), "ring") if attn == "ring" else Part(30, (0, 1), attn)]
+    prompt, name = prompt_of(71), f"p-{attn}"
+    world.admit(name, prompt, (0, 1, 2), GREEDY)
+    world.compute(name, parts, 0)
+    world.done(name, parts[0])
+    with world[0].at_once():
+        world.compute(name, parts, 1, preemptible=True)
+        world[0].tell(Pause(name))
+    for layer in range(1, LAYERS):
+        words = world.paused(name, parts[1])
+        assert [word.layer for word in words] == [layer] * len(words)
+        assert sum(word.kv_bytes_at_end for word in words) == 71 * LAYERS * 2 * 2 * 8 * 4
+        assert sum(word.activation_bytes for word in words) == 30 * 32 * 4
+        other = [Part(20 + layer, (1, 0))]
+        first = world.prefill(f"{name}-{layer}", prompt_of(20 + layer, layer), other, logprobs=0)
+        check([first], *expected(prompt_of(20 + layer, layer), 1))
+        world.forget(f"{name}-{layer}")
+        proceed(world, name, parts[1], layer + 1 < LAYERS)
+    word = world.done(name, parts[1])
+    assert word.delta is not None
+    assert word.ended_s > word.began_s
+    check([word.delta], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
+    part = Part(40, (2, 3))
+    world.admit("late", prompt_of(40), part.group, GREEDY)
+    word = Compute(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
+    world[2].tell(word)
+    time.sleep(0.1)
+    world[2].tell(Pause("late"))
+    world[3].tell(word)
+    assert [word.layer for word in world.paused("late", part)] == [2, 2]
+    world.forget("late")
+    world.clean()
+
+
+def test_a_run_that_is_not_preemptible_goes_on(world: World, expected: Expected) -> None:
+    part, prompt = Part(40, (0, 1)), prompt_of(40)
+    world.admit("not", prompt, part.group, GREEDY)
+    world.compute("not", [part], 0)
+    world[0].tell(Pause("not"))
+    word = world.done("not", part)
+    assert word.delta is not None
+    check([word.delta], *expected(prompt, 1))
+    world.forget("not")
+    world.clean()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_iterations_go_on_between_layers_where_the_run_allows(world: World, expected: Expected, beside: bool) -> None:
+    name, prompt, part = f"b{beside}", prompt_of(300), Part(300, (0, 1))
+    world.ask(0, f"d{beside}", prompt_of(30), max_tokens=400)
+    world[0].until(lambda: world[0].deltas.get(f"d{beside}"))
+    world.admit(name, prompt, part.group, GREEDY)
+    world.compute(name, [part], 0, beside=beside)
+    word = world.done(name, part)
+    told = world[0].answer(f"d{beside}")
+    during = [delta for delta in told if word.began_s < delta.emitted_s < word.ended_s]
+    assert len(during) == (LAYERS if beside else 0)
+    assert [t for delta in told for t in delta.tokens][:20] == expected(prompt_of(30), 20)[0]
+    assert word.delta is not None
+    check([word.delta], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+def test_runs_of_groups_that_overlap_wait_for_each_other(world: World, expected: Expected) -> None:
+    parts = {f"o{i}": Part(30 + i, group) for i, group in enumerate([(0, 1), (1, 2), (2, 0), (3, 1, 0), (0,), (2, 3)])}
+    for name, part in parts.items():
+        world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
+    for name, part in parts.items():
+        world.compute(name, [part], 0)
+    for name, part in parts.items():
+        word = world.done(name, part)
+        assert word.delta is not None
+        check([word.delta], *expected(prompt_of(part.tokens), 1))
+        world.forget(name)
+    world.clean()
+
+
+SAMPLED = {
+    "seed": {"temperature": 1.0, "seed": 5, "logprobs": 2},
+    "top": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 11},
+    "penalties": {"repetition_penalty": 3.0, "presence_penalty": 1.5, "frequency_penalty": 1.0, "logprobs": 0},
+    "bias": {"logit_bias": {5: 50.0}, "logprobs": 1},
+    "length": {"max_tokens": 1},
+    "ends withheld": {"min_tokens": 1, "stop_token_ids": tuple(range(3, 90)), "ignore_eos": False},
+    "ends": {"stop_token_ids": tuple(range(128))},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World, name: str) -> None:
+    fields = {"max_tokens": 4, **SAMPLED[name]}
+    prompt = prompt_of(45, 3)
+    first = world.prefill("r" + name, prompt, [Part(20, (1,)), Part(25, (1, 2))], **fields)
+    world.ask(3, "s" + name, prompt, **fields)
+    other = world[3].answer("s" + name)[0]
+    assert (first.tokens, first.finish, first.stop_token) == (other.tokens, other.finish, other.stop_token)
+    assert first.first_scheduled_s is not None
+    assert (first.logprobs is None) == (other.logprobs is None)
+    for mine, theirs in zip(first.logprobs or (), other.logprobs or (), strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+    world.forget("r" + name)
+    world.clean()
+
+
+def test_an_answer_goes_on_behind_what_was_said(world: World, expected: Expected) -> None:
+    """After a loss: prompt and output so far are computed again, and the next token is drawn."""
+    prompt, part = prompt_of(33, 4), Part(33 + 3, (0, 3))
+    tokens, chances = expected(prompt, 4)
+    world.admit("again", prompt, part.group, GREEDY, tuple(tokens[:3]))
+    world.compute("again", [part], 0)
+    word = world.done("again", part)
+    assert word.delta is not None
+    check([word.delta], tokens[3:], chances[3:])
+    world.forget("again")
+    world.clean()
