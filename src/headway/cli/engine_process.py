@@ -42,7 +42,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
         if config.instance is not None:
             from headway.cli.member import join
 
-            member = join(config, core, clock)
+            member = join(config, core, clock, service.ring)
     except HeadwayError as error:
         service.fail(str(error))
         service.close()

@@ -12,13 +12,15 @@ from headway.core.errors import ConfigError
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What makes an engine an instance of a cluster. `incarnation`: how many processes had the number before. `listen`:
     where it hears the others, `unix:PATH` or `tcp:HOST:0`. `secret`: what all of them share; over sockets in a folder
-    that only this user can enter it may be empty. room_s: how long a run waits for room in the KV pool."""
+    that only this user can enter it may be empty. room_s: how long a run waits for room in the KV pool. kv_connector:
+    how KV moves to other instances (`transfer.connector`)."""
 
     number: int
     incarnation: int = 0
     listen: str
     secret: str = ""
     room_s: float = 30.0
+    kv_connector: str = "peers"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,6 +60,8 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.draining = False
+        self.awaits: Callable[[str], bool] = lambda request_id: False
+        """Whether KV of a request is to come that has not come yet; told by who brings it."""
         self.staged: list[Staged] = []
         """Requests of phase "prefill" that have been done since whoever tells of them emptied this, after the deltas of
         the step."""
@@ -128,6 +130,8 @@ class EngineCore:
         most, told = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)), len(submit.output)
         if told >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
             raise RequestError(f"{told} tokens cannot be the output so far of at most {most} tokens", "output")
+        if submit.phase == "decode" and self.awaits(submit.id):
+            raise RequestError(f"KV of {submit.id!r} has not all come", "id")
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,

@@ -100,6 +100,8 @@ class EngineService:
         for staged in core.staged:
             self._send(staged)
         core.staged.clear()
+        if member is not None and step:
+            member.turn(self)  # what this iteration has computed may go
         if member is not None:
             member.turn(self)
 

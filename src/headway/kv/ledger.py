@@ -101,6 +101,15 @@ class Ledger:
         lease.request = request
         self._ops.append(KvOp("rename", request, 0, before=before))
 
+    def where(self, request: str) -> tuple[Run, ...]:
+        """The blocks of a request, as runs in the order of its tokens; none without a lease."""
+        return self._tables.runs(request) if request in self._leases else ()
+
+    @property
+    def untold(self) -> int:
+        """How many operations nobody has taken."""
+        return len(self._ops)
+
     def take_ops(self) -> tuple[KvOp, ...]:
         """The operations since the last call, for the next batch to carry."""
         ops = tuple(self._ops)

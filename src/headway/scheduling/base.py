@@ -50,6 +50,9 @@ class InstanceScheduler(Protocol):
     def deadline_s(self, request_id: str) -> float:
         """When the first token of a request that is here is due: its SLO's word, else the default's."""
 
+    def progress(self, request_id: str) -> int:
+        """Tokens of a request that is here whose KV is in place; of one that decodes, a lower bound."""
+
     def next_wakeup(self, now: float) -> float | None:
         """When `schedule` should be called although nothing was added or completed; None: no need."""
 

@@ -105,6 +105,10 @@ class GroupedScheduler:
         """When the first token of a request that is here is due."""
         return self._home(request_id).deadline_s(request_id)
 
+    def progress(self, request_id: str) -> int:
+        """See `InstanceScheduler`."""
+        return self._home(request_id).progress(request_id)
+
     def next_wakeup(self, now: float) -> float | None:
         """See `Scheduler.next_wakeup`."""
         return None

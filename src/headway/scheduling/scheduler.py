@@ -115,6 +115,10 @@ class Scheduler:
         """When the first token of a request that is here is due: its SLO's word, else the default's."""
         return self._sequences[request_id].deadline_s
 
+    def progress(self, request_id: str) -> int:
+        """See `InstanceScheduler`."""
+        return self._sequences[request_id].computed
+
     def next_wakeup(self, now: float) -> float | None:
         """When `schedule` should be called although nothing was added or completed; None: no need.
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from headway.core.batch import Batch
+from headway.core.batch import Batch, KvOp
 from headway.core.executor import StepResult
 from headway.core.sampling import SamplingParams
 from headway.worker.worker import Worker
@@ -33,6 +33,10 @@ class LocalExecutor:
         emitted = self.worker.run(part)
         ended = time.monotonic()
         self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
+
+    def replay(self, ops: tuple[KvOp, ...]) -> None:
+        """KV operations that were made since the last batch, ahead of the next one's."""
+        self.worker.replay(ops)
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         return self._done.popleft() if self._done else None

@@ -31,7 +31,8 @@ from headway.worker.resident import Resident, sampler_of
 class Worker:
     """Holds the model, the KV pool and the tokens of the requests that were admitted.
 
-    `began_s` is when the last batch began to compute (CLOCK_MONOTONIC): all that it waited for had come.
+    `began_s` is when the last batch began to compute (CLOCK_MONOTONIC): all that it waited for had come. `leaving` is
+    told of each request whose blocks are about to be others'.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Worker:
         self.pool = decoder.make_pool(kv_blocks * block_tokens)
         self.tables = BlockTables(kv_blocks)
         self.began_s = 0.0
+        self.leaving: Callable[[str], None] = _nobody
         shard = decoder.shard
         self._embeds, self._ends, self._draws = shard.first, shard.last, shard.last and shard.rank == 0
         self._links = links
@@ -97,6 +99,7 @@ class Worker:
                 held.append(self.tables.runs(request))
                 continue
             if verb == "free":
+                self.leaving(request)
                 self.tables.free(request)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
@@ -161,7 +164,9 @@ class Worker:
         emitted: list[Emitted] = []
         if wanted and self._ends:
             whole = len(wanted) == hidden.shape[0]
-            logits = self.decoder.head(hidden if whole else hidden.index_select(0, torch.tensor(wanted)))
+            logits = self.decoder.head(
+                hidden if whole else hidden.index_select(0, torch.tensor(wanted, device=hidden.device))
+            )
             if logits is not None:
                 emitted = self._draw(names, yielding, logits)
         for resident in yielding:
@@ -260,3 +265,7 @@ class Worker:
 
     def _slots_of(self, runs: tuple[Run, ...]) -> tuple[Run, ...]:
         return tuple((first * self._block, count * self._block) for first, count in runs)
+
+
+def _nobody(request: str) -> None:
+    """Nobody cares whose blocks are given to others."""

@@ -1,0 +1,111 @@
+"""The scheduler's side of moving KV: room for what comes, in order of asking; word of what has come; what may go.
+
+Implements `member.Moves` over a port, the worker's side. Where KV of a request is to be found here follows from who has
+it: the scheduler (as far as it has computed), custody (all of it), or runs (layer by layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headway.core.batch import KvOp
+from headway.core.clock import Clock
+from headway.core.errors import RequestError
+from headway.engine.cluster_messages import Arrived, FromInstance, Reserve, Reserved, RunLost, Send
+from headway.engine.core import EngineCore
+from headway.transfer.connector import Finished, Save
+
+_UNTOLD = 1024
+"""KV operations that may wait for a batch to carry them."""
+
+
+class Port(Protocol):
+    """The worker's side: `worker.kv_port.KvPort`, where it is documented."""
+
+    def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
+
+    def awaits(self, request: str) -> bool: ...
+
+    def send(self, save: Save, start: int, end: int) -> None: ...
+
+    def sending(self) -> list[str]: ...
+
+    def layers_are_there(self, request: str) -> None: ...
+
+    def tokens_are_there(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
+
+    def settle(self, request: str) -> None: ...
+
+    def finished(self) -> Finished: ...
+
+    def forget(self, request: str) -> None: ...
+
+
+class Desk:
+    """Of one engine that is one process. `replay`: the executor's, for KV operations that no batch carries."""
+
+    def __init__(self, core: EngineCore, port: Port, replay: Callable[[tuple[KvOp, ...]], None], clock: Clock) -> None:
+        custody = core.scheduler.custody
+        assert custody is not None, "KV does not move between instances of several KV groups"
+        self._scheduler, self._custody, self._ledger = core.scheduler, custody, core.scheduler.ledgers[0]
+        self._port, self._replay, self._clock = port, replay, clock
+        self._tokens: dict[str, int] = {}
+        self._words: list[FromInstance] = []
+        core.awaits = port.awaits
+
+    def take(self, message: Reserve | Send) -> None:
+        """See `Moves`."""
+        name = message.id
+        if isinstance(message, Send):
+            self._port.send(Save(name, message.piece, message.to), message.start, message.end)
+            self._advance(name)
+            return
+        try:
+            self._custody.ask(name, message.tokens, self._clock.now())
+            self._tokens[name] = message.tokens
+        except RequestError as error:
+            self._words.append(RunLost(name, str(error)))
+
+    def granted(self, name: str) -> None:
+        """See `Moves`."""
+        self._port.receive(name, self._tokens.pop(name), self._ledger.where(name))
+        self._words.append(Reserved(name))
+
+    def settle(self, name: str) -> None:
+        """See `Moves`."""
+        self._port.settle(name)
+
+    def behind(self, name: str, layers: int) -> None:
+        """See `Moves`."""
+        self._port.layers_are_there(name)
+
+    def finished(self, name: str) -> None:
+        """See `Moves`."""
+        self._port.layers_are_there(name)
+
+    def turn(self) -> list[FromInstance]:
+        """See `Moves`."""
+        for name in self._port.sending():
+            self._advance(name)
+        received, lost = self._port.finished()
+        words, self._words = self._words, []
+        words += [Arrived(*one) for one in received]
+        words += [RunLost(*one) for one in lost]
+        if self._ledger.untold > _UNTOLD:
+            self._replay(self._ledger.take_ops())
+        return words
+
+    def forget(self, name: str) -> None:
+        """See `Moves`."""
+        self._tokens.pop(name, None)
+        self._port.forget(name)
+
+    def _advance(self, name: str) -> None:
+        """Send what is there of pieces that have been asked for."""
+        if name in self._scheduler:
+            self._port.tokens_are_there(name, self._scheduler.progress(name), self._ledger.where(name))
+        elif name in self._custody and not self._port.awaits(name):
+            self._port.tokens_are_there(name, self._ledger.total_tokens, self._ledger.where(name))
+        else:
+            self._port.layers_are_there(name)
