@@ -21,7 +21,7 @@ from headway.simulator.sweep import with_field
 CANDIDATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
 SEEDS = (1000, 1001)
 REQUESTS = 1000
-_KNOWN: dict[tuple[str, str, bool], tuple[tuple[float, float], ...]] = {}
+_KNOWN: dict[tuple[str, str, bool, float], tuple[tuple[float, float], ...]] = {}
 
 
 def best_rates(
@@ -31,9 +31,9 @@ def best_rates(
     return tuple((load, min(candidates, key=lambda rate: (mean_ttft_s(load, rate), rate))) for load in loads)
 
 
-def profiled(cluster: str, workload: str, options: Options) -> tuple[tuple[float, float], ...]:
-    """The table of a cluster and workload of the setting, made once a process."""
-    key = (cluster, workload, options.quick)
+def profiled(cluster: str, workload: str, options: Options, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
+    """The table of a cluster and workload of the setting, made once a process. noise: of the profiler's own runs."""
+    key = (cluster, workload, options.quick, noise)
     if key not in _KNOWN:
         loads = LOADS[cluster, workload]
         loads = loads[::4] if options.quick else loads
@@ -41,7 +41,7 @@ def profiled(cluster: str, workload: str, options: Options) -> tuple[tuple[float
         count, seeds = (40, SEEDS[:1]) if options.quick else (REQUESTS, SEEDS)
 
         def points(load: float, rate: float) -> list[Point]:
-            return [Point(cluster, workload, "Tetris", load, count, seed, 0.0, ((0.0, rate),)) for seed in seeds]
+            return [Point(cluster, workload, "Tetris", load, count, seed, noise, ((0.0, rate),)) for seed in seeds]
 
         found = measured((p for load in loads for rate in candidates for p in points(load, rate)), options.jobs)
         _KNOWN[key] = best_rates(

@@ -60,11 +60,13 @@ Fields = tuple[tuple[str, Any], ...]
 
 
 class System(NamedTuple):
-    """A policy and its options. `profiled`: its improvement rates come from the profiler."""
+    """A policy and its options. `profiled`: its improvement rates come from the profiler; `noisy`: whose runs then have
+    the execution noise of the point, of which it knows nothing otherwise."""
 
     policy: str
     options: Fields = ()
     profiled: bool = False
+    noisy: bool = False
 
 
 SYSTEMS: dict[str, System] = {
@@ -76,6 +78,7 @@ SYSTEMS: dict[str, System] = {
     "Tetris": System("tetris", (), True),
     "Tetris, single chunk": System("tetris", (("single_chunk", True),), True),
     "Tetris, open loop": System("tetris", (("anchored", False),), True),
+    "Tetris, rates under noise": System("tetris", (), True, True),
     **{f"Tetris, rate {rate}": System("tetris", (("rate", rate),)) for rate in (0.1, 0.3, 0.5, 0.7)},
 }
 
@@ -193,14 +196,15 @@ class Runs:
         loads = LOADS[self.cluster, workload]
         return loads[1 : len(loads) : 4] if self.options.quick else loads[:: self._every]
 
-    def rates(self, workload: str) -> tuple[tuple[float, float], ...]:
+    def rates(self, workload: str, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
         """The profiled table of improvement rates."""
         from headway.experiments.tetris_rates import profiled
 
-        return profiled(self.cluster, workload, self.options)
+        return profiled(self.cluster, workload, self.options, noise)
 
     def point(self, system: str, workload: str, rps: float, seed: int, noise: float = 0.0) -> Point:
-        rates = self.rates(workload) if SYSTEMS[system].profiled else ()
+        of = SYSTEMS[system]
+        rates = self.rates(workload, noise if of.noisy else 0.0) if of.profiled else ()
         return Point(self.cluster, workload, system, rps, self.requests, seed, noise, rates)
 
     def need(
