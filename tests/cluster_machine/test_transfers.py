@@ -1,4 +1,4 @@
-"""KV transfers: limits are kept, requests are served by first handshake, nothing is lost, what is lost blocks nobody."""
+"""KV transfers: limits are kept, requests are served by first handshake, what is lost blocks nobody."""
 
 from __future__ import annotations
 
@@ -90,10 +90,12 @@ def test_what_is_cancelled_or_lost_frees_both_ends_and_counts_once() -> None:
     (first,) = transfers.start(0.0)
     assert transfers.ends("a") == {0, 1, 9}
     transfers.cancel("a")
-    assert first.over and not transfers.finish(first), "told twice"
+    assert first.over
+    assert not transfers.finish(first), "told twice"
     assert not transfers.ends("a")
     assert [p.request for p in transfers.start(1.0)] == ["c", "b"], "its sender and its backend are free"
     transfers.lose(8)
     (left,) = transfers.under_way()
-    assert left.request == "c" and transfers.finish(left)
+    assert left.request == "c"
+    assert transfers.finish(left)
     assert transfers.left("b", 8) == transfers.left("c", 9) == 0

@@ -8,7 +8,9 @@ become of something is told by a callback of the machine, later.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from headway.cluster.entries import SpanEntry
 from headway.cluster.journey import Journey
@@ -21,7 +23,7 @@ class Impossible(Exception):  # noqa: N818 - caught where it is raised for
     """An action cannot be carried out; says why. The policy is told `Refused`."""
 
 
-class Figures(NamedTuple):
+class Figures(msgspec.Struct, frozen=True, gc=False):
     """What the schedulers of an instance have: when their prefills will be done (absolute, predicted), prompt tokens
     that are not computed, KV tokens that are leased, requests."""
 

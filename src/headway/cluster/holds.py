@@ -16,6 +16,8 @@ class Holds:
 
     def hold(self, action: Hold) -> None:
         state = self._state
+        if action.holder in state.leaving:
+            raise Impossible(f"there is no request {action.holder}")
         group = state.group(action.group)
         if any(holder == action.holder for holder in state.lanes.holder):
             taken = [i for i in group if not state.lanes.empty(i)]

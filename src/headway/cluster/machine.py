@@ -220,6 +220,8 @@ class Machine:
         news, state, policy = self._news, self.state, self.policy
         while news:
             event = news.popleft()
+            if isinstance(event, Finished | Dropped):
+                state.leaving.discard(event.request)
             state.flush()
             view = ClusterView(self.book, state.now)
             if self._stopwatch is None:
@@ -308,6 +310,7 @@ class Machine:
         self._stays.leave(journey, "ended")
         self._stays.withdraw(journey)
         journey.ended = True
+        state.leaving.add(name)
         left = [entry for entry in journey.entries if entry.state != "done"]
         for entry in left:
             self._spans.leave(entry)

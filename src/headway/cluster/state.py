@@ -18,8 +18,9 @@ from headway.placement.view import ClusterBook
 
 
 class State:
-    """now: as of the last callback. load: requests in the schedulers of each instance. closed: instances that take
-    nothing new; gone: that are lost. touched: where something may begin."""
+    """now: as of the last callback. load: requests in the schedulers of each instance; tokens: that wait or run there
+    otherwise. closed: instances that take nothing new; gone: that are lost. leaving: requests that have ended, of which
+    the policy has not heard yet. touched: where something may begin."""
 
     def __init__(self, book: ClusterBook, hands: Hands, layers: int, backends: int, order: str) -> None:
         self.book, self.hands, self.layers = book, hands, layers
@@ -29,13 +30,14 @@ class State:
         self.transfers = Transfers(backends, order)
         self.journeys: dict[str, Journey] = {}
         self.news: deque[Event] = deque()
+        self.leaving: set[str] = set()
         self.now = 0.0
         self.load = [0] * count
         self.closed: set[int] = set()
         self.gone: set[int] = set()
         self.touched: set[int] = set()
         self._stale: set[int] = set()
-        self._tokens = [0.0] * count
+        self.tokens = [0.0] * count
 
     def _busy_s(self, entry: Entry) -> float:
         return 0.0 if entry.beside else self.hands.busy_s(entry.group)
@@ -93,31 +95,36 @@ class State:
         """So many tokens more (or fewer) wait or run on a group, besides those in schedulers."""
         share = tokens / len(group)
         for i in group:
-            self._tokens[i] += share
+            self.tokens[i] += share
 
     def uncount(self, entry: SpanEntry) -> None:
         """A span's tokens no longer wait or run."""
         share = (entry.span.end - entry.span.start) / len(entry.group)
         for i in entry.group:
-            self._tokens[i] -= share
+            self.tokens[i] -= share
 
     def flush(self) -> None:
         """Bring the book up to date."""
-        book, refresh, free_s, holder = self.book, self.hands.refresh, self.timeline.free_s, self.lanes.holder
-        for i in sorted(self._stale):
-            if i in self.gone:
-                continue
-            figures = refresh(i)
-            book.put(
-                msgspec.structs.replace(
-                    book.instances[i],
-                    free_at_s=max(free_s[i], figures.free_at_s),
-                    queued=round(self._tokens[i] + figures.queued),
-                    used=figures.used,
-                    running=figures.running,
-                    holder=holder[i],
+        if not self._stale:
+            return
+        book, refresh, free_s, holders = self.book, self.hands.refresh, self.timeline.free_s, self.lanes.holder
+        for i in sorted(self._stale - self.gone):
+            known, figures = book.instances[i], refresh(i)
+            free_at_s = max(figures.free_at_s, free_s[i])
+            queued, used = round(self.tokens[i] + figures.queued), figures.used
+            running, holder = figures.running, holders[i]
+            if (
+                free_at_s != known.free_at_s
+                or queued != known.queued
+                or used != known.used
+                or running != known.running
+                or holder != known.holder
+            ):
+                book.put(
+                    msgspec.structs.replace(
+                        known, free_at_s=free_at_s, queued=queued, used=used, running=running, holder=holder
+                    )
                 )
-            )
         self._stale.clear()
 
     def join(self, node: int) -> None:
@@ -125,4 +132,4 @@ class State:
         self.lanes.join(node)
         self.timeline.free_s.append(0.0)
         self.load.append(0)
-        self._tokens.append(0.0)
+        self.tokens.append(0.0)

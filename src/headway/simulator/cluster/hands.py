@@ -58,9 +58,11 @@ class VirtualHands(Hands):
             return NOTHING
         free_s, queued, used, running = 0.0, 0.0, 0, 0
         for engine in engines:
-            free_s = max(free_s, engine.free_at_s)
-            queued += engine.queued / len(engine.group)
-            used += engine.replica.ledger.used_tokens // len(engine.group)
+            share = len(engine.group)
+            if engine.free_at_s > free_s:
+                free_s = engine.free_at_s
+            queued += engine.queued / share
+            used += engine.replica.ledger.used_tokens // share
             running += len(engine.stays)
         if not self.world.machine.lanes.running[instance]:
             for engine in engines:
