@@ -22,6 +22,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, Log
 from headway.engine.protocol import EngineInfo
 from headway.engine.recovery import Restarts
+from headway.hardware.device import Devices
 from headway.hardware.memory import gib
 from headway.hardware.processor import processor_name
 from headway.kv.ledger import Ledger
@@ -41,7 +42,8 @@ log = logging.getLogger("headway.engine")
 
 @dataclass(frozen=True)
 class Built:
-    """A model that is loaded, wherever it runs. Sizes are of all ranks together; `kv_tokens` of one KV group."""
+    """A model that is loaded, wherever it runs. Sizes are of all ranks together; `kv_tokens` of one KV group. device:
+    cpu or cuda; processor: what it is called, where it is not this host's CPU."""
 
     executor: Executor
     measure: profiling.Measure
@@ -53,6 +55,8 @@ class Built:
     kv_bytes: int
     parameters: int
     weights_bytes: int
+    device: str = "cpu"
+    processor: str | None = None
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -63,8 +67,6 @@ def layout_of(config: EngineConfig) -> Layout:
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Built:
     """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit. `wanted`:
     whether somebody still waits for it, asked while other hosts are waited for."""
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(f"device {config.device!r} is not supported yet: this version computes on cpu")
     if layout_of(config).accelerators > 1:
         from headway.cli.many_processes import build_many
 
@@ -99,7 +101,7 @@ def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built
         model=model_name(config.model),
         architecture=built.shape.architecture,
         dtype=built.dtype,
-        device="cpu",
+        device=built.device,
         layout=layout_of(config).name,
         max_model_len=min(built.shape.max_model_len, kv_tokens),
         vocab_size=built.shape.vocab_size,
@@ -147,7 +149,15 @@ def _with_exchange(config: EngineConfig, built: Built, source: TableSource) -> T
 
 def profile_mark(config: EngineConfig, built: Built) -> str:
     """What a profile of this model here holds for."""
-    return store.fingerprint(built.mark, built.dtype, processor_name(), built.threads, layout_of(config).name)
+    name = built.processor or processor_name()
+    return store.fingerprint(built.mark, built.dtype, name, built.threads, layout_of(config).name)
+
+
+def backend_name(config: EngineConfig, devices: Devices | None) -> str:
+    """The attention backend: the one that was asked for, else the device's own."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "cpu" if devices is None else "sdpa"
 
 
 def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, available: int, groups: int = 1) -> int:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.cli.assemble import Built, eos_ids, kv_blocks
+from headway.cli.assemble import Built, backend_name, eos_ids, kv_blocks
 from headway.core.errors import CheckpointError
 from headway.engine.config import EngineConfig
+from headway.hardware.device import Devices, choose
 from headway.hardware.memory import available_bytes
 from headway.latency.layout import Layout
 from headway.model.config import DecoderConfig, read_config
@@ -18,6 +19,7 @@ from headway.parallel.fit import check_memory, check_shape, need
 from headway.parallel.network import parse_endpoint
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.terms import terms
+from headway.worker.cuda import look_apart
 from headway.worker.launch import warm
 from headway.worker.processes import ProcessWire
 from headway.worker.rendezvous import Rendezvous
@@ -39,9 +41,10 @@ def build_many(config: EngineConfig, layout: Layout, wanted: Callable[[], bool] 
     itemsize = _ITEMSIZE[shape.dtype_for(config.dtype)]
     longest = config.max_model_len or min(shape.max_model_len, 2 * config.block_size)
     check_shape(shape, layout)
+    devices = choose(config.device, layout.accelerators // config.nnodes, look_apart)
     hosts = open_rendezvous(config, layout) if config.nnodes > 1 else None
     try:
-        return _build(config, layout, shape, itemsize, longest, hosts, wanted)
+        return _build(config, layout, shape, itemsize, longest, devices, hosts, wanted)
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -64,6 +67,7 @@ def _build(
     shape: DecoderConfig,
     itemsize: int,
     longest: int,
+    devices: Devices | None,
     hosts: Rendezvous | None,
     wanted: Callable[[], bool],
 ) -> Built:
@@ -73,17 +77,18 @@ def _build(
         everybody = hosts.gather(wanted)
         available = len(everybody) * min(host.available_bytes for host in everybody)
         cores *= len(everybody)
+    if devices is not None:
+        available = layout.accelerators * devices.free_bytes
     check_memory(shape, layout, itemsize, available, config.kv_cache_bytes, longest)
     takes = need(shape, layout, itemsize)
     left = max(0, available - takes.weights - takes.processes)
     blocks = kv_blocks(config, shape, takes.kv_per_token, left, layout.kvp)
     threads = config.threads or max(1, cores // layout.accelerators)
-    backend = "cpu" if config.attention_backend == "auto" else config.attention_backend
     ranks = RankConfig(
         model=config.model,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
-        attention_backend=backend,
+        attention_backend=backend_name(config, devices),
         threads=threads,
         kv_blocks=blocks,
         block_tokens=config.block_size,
@@ -91,6 +96,8 @@ def _build(
         tp=layout.tp,
         stages=layout.stages,
         kvp=layout.kvp,
+        cuda=None if devices is None else devices.first,
+        nodes=config.nnodes,
         host="127.0.0.1" if hosts is None else hosts.address,
         token=config.rdzv_token if hosts is not None else None,
         timeout_s=config.worker_timeout_s,
@@ -118,4 +125,6 @@ def _build(
         kv_bytes=sum(rank.kv_bytes for rank in ready),
         parameters=weights // itemsize // layout.kvp,
         weights_bytes=weights,
+        device="cpu" if devices is None else "cuda",
+        processor=None if devices is None else devices.name,
     )

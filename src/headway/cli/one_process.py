@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from headway.attention.base import make_backend
-from headway.cli.assemble import Built, eos_ids, kv_blocks
+from headway.cli.assemble import Built, backend_name, eos_ids, kv_blocks
 from headway.engine.config import EngineConfig
+from headway.hardware.device import choose
 from headway.hardware.memory import available_bytes
 from headway.model.loading import load_decoder
+from headway.worker.cuda import look
 from headway.worker.local import LocalExecutor
 from headway.worker.measure import measure
 from headway.worker.worker import Worker
@@ -21,9 +23,14 @@ def build_one(config: EngineConfig) -> Built:
     """Load, and make the pool. Raises ConfigError when it cannot be."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    backend = make_backend("cpu" if config.attention_backend == "auto" else config.attention_backend)
-    decoder = load_decoder(config.model, config.dtype, config.max_model_len, "cpu", backend)
-    blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, available_bytes())
+    devices = choose(config.device, 1, look)
+    backend = make_backend(backend_name(config, devices))
+    device = "cpu" if devices is None else f"cuda:{devices.first}"
+    if devices is not None:
+        torch.cuda.set_device(device)
+    decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend)
+    free = available_bytes() if devices is None else torch.cuda.mem_get_info(device)[0]
+    blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, free)
     worker = Worker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
     parameters = decoder.weights.parameters
     return Built(
@@ -37,4 +44,6 @@ def build_one(config: EngineConfig) -> Built:
         kv_bytes=worker.pool.nbytes,
         parameters=parameters,
         weights_bytes=parameters * decoder.dtype.itemsize,
+        device=decoder.device.type,
+        processor=None if devices is None else devices.name,
     )

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig(
         model=model,
         dtype=values["dtype"],
+        device=values["device"],
         max_model_len=values["max_model_len"],
         kv_cache_bytes=values["kv_cache_memory"],
         block_size=values["block_size"],

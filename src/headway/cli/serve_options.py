@@ -9,12 +9,17 @@ from headway.cli.options import Option, boolean
 from headway.cli.units import size, tokens
 from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
+from headway.hardware.device import check
 from headway.scheduling.config import SchedulerConfig
 from headway.server.settings import ServerSettings
 
 
 def _text(value: Any) -> str:
     return str(value)
+
+
+def _device(value: Any) -> str:
+    return check(str(value))
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -29,7 +34,13 @@ def _schedule(value: Any) -> str:
 
 ENGINE_OPTIONS = (
     Option("dtype", _text, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
-    Option("device", _text, "auto", "where to compute: auto or cpu"),
+    Option(
+        "device",
+        _device,
+        "auto",
+        "where to compute: auto (a CUDA device for each worker if there are so many, else cpu), cpu, cuda, or cuda:N "
+        "for the first worker's; CUDA is experimental: this version has not been run on a GPU",
+    ),
     Option(
         "max_model_len",
         tokens,

@@ -81,6 +81,7 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """(T,) token ids to (T, hidden)."""
         assert self.weights.embedding is not None, "this stage holds no embedding"
+        tokens = tokens.to(self.device)
         if self.group is None:
             return functional.embedding(tokens, self.weights.embedding)
         local = tokens - self.words.start
@@ -90,7 +91,7 @@ class Decoder:
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
         """Once an iteration, for every layer: the rotation of (T,) positions."""
-        return self.rotary.table(positions, self.dtype)
+        return self.rotary.table(positions.to(self.device), self.dtype)
 
     def run_layers(
         self, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, first: int = 0, last: int | None = None
@@ -106,6 +107,8 @@ class Decoder:
             return hidden
         for index in indices:
             hidden = self._layer(index, self.weights.layers[index], hidden, rotary, plan)
+        if self.device.type == "cuda":  # what is timed has been computed
+            torch.cuda.synchronize(self.device)
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor | None:

@@ -1,4 +1,9 @@
-"""Links over torch.distributed's gloo backend: CPU processes of one host or of several."""
+"""Links over torch.distributed: ranks of one host or of several, on CPU or on CUDA devices.
+
+Messages from one rank to another go over gloo, from host memory to host memory. NCCL carries the sums of ranks that
+share layers, where they are on CUDA devices: it would hold up a message that is sent behind one that is waited for,
+which our order of asking early relies on not happening.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +28,23 @@ _ROWS, _TOKENS, _LOGITS, _PEERS = 1, 2, 3, 4
 
 
 class GlooLinks:
-    """Made after `join`. `dtype` and `hidden` are those of the rows that stages pass on."""
+    """Made after `join`. `dtype` and `hidden` are those of the rows that stages pass on; `device` is where this rank
+    computes."""
 
-    def __init__(self, place: Place, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        place: Place,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self._place = place
+        self._device = device
         self._hidden, self._dtype = hidden, dtype
         stages = place.layout.stages
         self._before = place.at_stage(place.stage - 1).rank if place.stage else None
         self._behind = place.at_stage(place.stage + 1).rank if place.stage + 1 < stages else None
-        self._group = _tensor_groups(place)
+        self._group = _tensor_groups(place, "nccl" if device.type == "cuda" else "gloo")
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._answered: deque[tuple[Any, Tensor]] = deque()
         self._most = (stages + 1) * (place.layout.tp + 2)
@@ -47,6 +60,7 @@ class GlooLinks:
         if self._place.tp:
             self._send(x.contiguous(), ranks[0], _LOGITS)
             return None
+        x = x.cpu()
         parts = [x, *(x.new_empty(x.shape[0], width) for width in widths[1:])]
         for work in [_asked(part, rank, _LOGITS) for part, rank in zip(parts[1:], ranks[1:], strict=True)]:
             work.wait()
@@ -60,7 +74,7 @@ class GlooLinks:
 
         def wait() -> Tensor:
             work.wait()
-            return hidden
+            return hidden.to(self._device)
 
         return wait
 
@@ -94,13 +108,14 @@ class GlooLinks:
 
         def wait() -> Tensor:
             work.wait()
-            return x
+            return x.to(self._device)
 
         return wait
 
     def send_to(self, group: int, x: Tensor) -> None:
         """See `PeerLinks.send_to`. A send is looked at when every peer may have been sent two more layers' messages:
         the answers to it, or the queries that follow it, have come by then."""
+        x = x.cpu()
         work = dist.isend(x, self._place.in_group(group).rank, tag=_PEERS)
         assert work is not None
         self._answered.append((work, x))
@@ -116,6 +131,7 @@ class GlooLinks:
     def _send(self, tensor: Tensor, rank: int, tag: int) -> None:
         """Begin to send. Old sends are only looked at when so many batches have followed that they are long done:
         no more than `stages` batches are in flight."""
+        tensor = tensor.cpu()
         work = dist.isend(tensor, rank, tag=tag)
         assert work is not None
         self._sent.append((work, tensor))
@@ -151,13 +167,13 @@ def choose_interface(host: str) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _tensor_groups(mine: Place) -> Any:
+def _tensor_groups(mine: Place, backend: str) -> Any:
     """This stage's process group. Every rank makes all of them, in one order: torch wants it so."""
     layout: Layout = mine.layout
     own = None
     for place in places(layout):
         if place.tp == 0 and layout.tp > 1:
-            group = dist.new_group(list(place.stage_ranks))
+            group = dist.new_group(list(place.stage_ranks), backend=backend)
             if place.stage_ranks == mine.stage_ranks:
                 own = group
     return own

@@ -83,8 +83,10 @@ class SharedPlan:
         self.began_s = 0.0
         self.queries: list[Callable[[], Tensor]] = []
         self.answers: list[Callable[[], Tensor]] = []
+        device = pool.data.device
         self.sent = [
-            (ask.group, torch.cat([torch.arange(s.start, s.start + s.tokens) for s in ask.segments])) for ask in asks
+            (ask.group, torch.cat([torch.arange(s.start, s.start + s.tokens) for s in ask.segments]).to(device))
+            for ask in asks
         ]
         """(group, rows of the batch)."""
         where: dict[int, tuple[Segment, list[tuple[int, int]]]] = {}

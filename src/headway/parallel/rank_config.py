@@ -8,7 +8,8 @@ from headway.latency.layout import Layout
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The same for all ranks of a host. `host` is the address of node 0, where the rendezvous store is; `token` is what
+    """The same for all ranks of a host. `cuda`: the CUDA device of a host's first worker, the others have those behind
+    it; None: the CPU. `host` is the address of node 0, where the rendezvous store is; `token` is what
     the engine's socket asks for when it can be reached from other hosts. `patience_s` bounds how long ranks wait for
     each other in a collective (a rank that is gone is noticed much sooner by its process). `timeout_s`: a rank that was
     not heard of for so long is lost; `start_timeout_s` while it loads."""
@@ -24,11 +25,18 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     stages: int
     kvp: int
+    cuda: int | None = None
+    nodes: int = 1
     host: str = "127.0.0.1"
     token: str | None = None
     patience_s: float = 300.0
     timeout_s: float = 10.0
     start_timeout_s: float = 120.0
+
+    def device(self, rank: int) -> str:
+        """Where a rank computes, as torch spells it. Hosts have equally many ranks, in order."""
+        each = self.layout.accelerators // self.nodes
+        return "cpu" if self.cuda is None else f"cuda:{self.cuda + rank % each}"
 
     @property
     def layout(self) -> Layout:

@@ -59,7 +59,7 @@ def _attention(
     decoder, pool = worker.decoder, worker.pool
     config = decoder.config
     q_heads, kv_heads = config.q_heads, config.kv_heads
-    qkv = torch.randn(rows, q_heads + 2 * kv_heads, config.head_dim).to(decoder.dtype)
+    qkv = torch.randn(rows, q_heads + 2 * kv_heads, config.head_dim).to(decoder.device, decoder.dtype)
     q, k, v = qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
 
     def run() -> None:
@@ -67,6 +67,8 @@ def _attention(
             planned = decoder.backend.plan(segments, pool) if plan is None else plan()
             for layer in range(pool.layers):
                 decoder.backend.run(layer, q, k, v, planned)
+            if decoder.device.type == "cuda":
+                torch.cuda.synchronize(decoder.device)
 
     return run
 
@@ -102,7 +104,7 @@ def _forward(worker: Worker, rows: int) -> Callable[[], None]:
     config, shard = decoder.config, decoder.shard
     tokens = torch.arange(rows) % config.vocab_size
     positions = torch.arange(rows)
-    arrived = torch.randn(rows, config.hidden_size).to(decoder.dtype)
+    arrived = torch.randn(rows, config.hidden_size).to(decoder.device, decoder.dtype)
 
     @torch.inference_mode()
     def run() -> None:

@@ -19,7 +19,7 @@ import zmq
 
 from headway import __version__
 from headway.attention.base import make_backend
-from headway.core.errors import HeadwayError
+from headway.core.errors import ConfigError, HeadwayError
 from headway.model.config import read_config
 from headway.model.fields import read_json
 from headway.model.loading import load_decoder, resolve_dtype
@@ -121,10 +121,15 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     join(rank, config.layout.accelerators, store, config.patience_s)
     path = Path(config.model) / "config.json"
     shape = read_config(read_json(path), config.max_model_len, str(path))
-    links = GlooLinks(place, shape.hidden_size, resolve_dtype(config.dtype, shape))
+    device = torch.device(config.device(rank))
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(f"worker {rank} shall compute on {device}, and this host has {torch.cuda.device_count()}")
+        torch.cuda.set_device(device)
+    links = GlooLinks(place, shape.hidden_size, resolve_dtype(config.dtype, shape), device)
     backend = make_backend(config.attention_backend)
     group = links if config.tp > 1 else None
-    decoder = load_decoder(config.model, config.dtype, config.max_model_len, "cpu", backend, place.shard, group)
+    decoder = load_decoder(config.model, config.dtype, config.max_model_len, str(device), backend, place.shard, group)
     if config.kvp > 1:
         decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
     worker = Worker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)

@@ -1,0 +1,144 @@
+"""Where workers compute: what is chosen, what is refused, and SDPA in place of the CPU's own kernels.
+
+On CUDA where there is a device (never run by us so far); on CPU in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
+from serving import Ask, make_core, prompt_of, serve
+from test_processes import ranks, settings
+from virtual import VirtualWorld
+
+from headway.attention.sdpa import SdpaBackend
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.hardware import device as device_module
+from headway.hardware.device import Cuda, Devices, choose
+from headway.model.loading import load_decoder
+from headway.parallel.group_attention import GroupAttention
+from headway.worker import cuda
+from headway.worker.local import LocalExecutor
+from headway.worker.worker import Worker
+
+ASKS = [Ask(prompt_of(1, 200), 8), Ask(prompt_of(2, 20), 10, 2), Ask(prompt_of(3, 3), 12, 5)]
+PAIR = Cuda("2.9+cu130", True, ("A", "B"), (50, 30))
+
+
+def needs(devices: int) -> Any:
+    have = torch.cuda.device_count()
+    return pytest.mark.skipif(have < devices, reason=f"CUDA devices: it takes {devices}, and there are {have}")
+
+
+def never() -> NoReturn:
+    raise AssertionError("nobody had to ask torch")
+
+
+def drivers(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(device_module, "_DRIVERS", ("/",) if there else ("/there is none",))
+
+
+def test_auto_is_the_cpu_unless_every_worker_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    drivers(monkeypatch, False)
+    assert choose("auto", 1, never) is None
+    assert choose("cpu", 1, never) is None
+    drivers(monkeypatch, True)
+    assert choose("cpu", 1, never) is None
+    assert choose("auto", 2, lambda: PAIR) == Devices(0, "A", 30)
+    assert choose("auto", 3, lambda: PAIR) is None
+    assert choose("auto", 1, lambda: Cuda("2.9+cpu")) is None
+
+
+def test_cuda_is_asked_for_by_number() -> None:
+    assert choose("cuda", 1, lambda: PAIR) == Devices(0, "A", 50)
+    assert choose("cuda:1", 1, lambda: PAIR) == Devices(1, "B", 30)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "found", "words"),
+    [
+        ("cuda", 1, Cuda("2.9+cpu"), "torch 2.9+cpu has no CUDA: install a CUDA build of torch"),
+        ("cuda", 1, Cuda("2.9+cu130", True), "torch 2.9+cu130 finds no CUDA device"),
+        ("cuda", 3, PAIR, "3 workers on this host need as many CUDA devices, from number 0 on, and there are 2"),
+        ("cuda:2", 1, PAIR, "1 worker on this host need as many CUDA devices, from number 2 on, and there are 2"),
+        ("gpu", 1, PAIR, "auto, cpu, cuda or cuda:N, not 'gpu'"),
+        ("cuda:-1", 1, PAIR, "not 'cuda:-1'"),
+    ],
+)
+def test_what_cannot_be_says_why(asked: str, workers: int, found: Cuda, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose(asked, workers, lambda: found)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("look", [cuda.look, cuda.look_apart])
+def test_torch_says_what_is_there(look: Callable[[], Cuda]) -> None:
+    found = look()
+    assert found.torch == torch.__version__
+    assert found.built == (torch.version.cuda is not None)
+    assert len(found.names) == len(found.free_bytes) == torch.cuda.device_count()
+
+
+def test_a_process_that_cannot_say_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="cannot be asked"):
+        cuda.look_apart()
+
+
+def test_a_wrong_device_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--device", "gpu"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_each_rank_has_a_device_of_its_host() -> None:
+    config = settings(checkpoint("llama"), 2, 2)
+    assert [config.device(rank) for rank in range(4)] == ["cpu"] * 4
+    alone = settings(checkpoint("llama"), 2, 2, cuda=1)
+    assert [alone.device(rank) for rank in range(4)] == ["cuda:1", "cuda:2", "cuda:3", "cuda:4"]
+    spread = settings(checkpoint("llama"), 2, 2, cuda=0, nodes=2)
+    assert [spread.device(rank) for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=needs(1))])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_process_over_sdpa_says_what_transformers_say(family: str, place: str) -> None:
+    decoder = load_decoder(checkpoint(family), device=place, backend=SdpaBackend())
+    executor = LocalExecutor(Worker(decoder, BLOCKS, BLOCK, ()))
+    wanted = [expected(family, seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]
+    assert serve(make_core(executor, BLOCKS, BLOCK), ASKS) == wanted
+
+
+def test_kv_groups_share_requests_over_sdpa() -> None:
+    layout = layout_of("S2K2")
+    with VirtualWorld(checkpoint("llama"), layout, BLOCKS, BLOCK) as world:
+        for worker in world.workers:
+            assert isinstance(worker.decoder.backend, GroupAttention)
+            worker.decoder.backend.inner = SdpaBackend()
+        got = serve(core_of(world.executor, shard_tokens=96), ASKS)
+    assert got == [expected("llama", seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]
+
+
+@pytest.mark.parametrize("name", ["T2", "S2", "K2"])
+@pytest.mark.parametrize("first", [pytest.param(None, id="cpu"), pytest.param(0, id="cuda", marks=needs(2))])
+def test_ranks_over_sdpa_say_what_transformers_say(name: str, first: int | None) -> None:
+    layout = layout_of(name)
+    config = settings(
+        checkpoint("llama"), layout.tp, layout.stages, kvp=layout.kvp, attention_backend="sdpa", cuda=first
+    )
+    with ranks(config) as (executor, _):
+        got = serve(core_of(executor, shard_tokens=96), ASKS)
+        assert executor.measure("forward", 4, 0, 1) > 0.0
+    assert got == [expected("llama", seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
+def test_a_rank_without_its_device_ends_with_one_line() -> None:
+    words = r"worker [01] shall compute on cuda:[01], and this host has 0"
+    with pytest.raises(ConfigError, match=words), ranks(settings(checkpoint("llama"), 2, 1, cuda=0)):
+        pass
