@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_chaos import Chaos
+from machine_chaos import LAYERS, Chaos
 
-from headway.placement.base import Arrived, Dropped, Finished, Lost, Paused, Refused
+from headway.cluster.audit import check
+from headway.core.errors import InvariantError
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Dropped,
+    Enqueue,
+    Event,
+    Finished,
+    Held,
+    Hold,
+    Lost,
+    Paused,
+    Prefilled,
+    Refused,
+    Transfer,
+)
+from headway.placement.view import ClusterView, Instance
 
 
 @settings(max_examples=40)
@@ -40,8 +62,151 @@ def test_random_work_reaches_what_it_is_meant_to() -> None:
 
 @pytest.mark.long
 def test_nobody_is_lost_for_long() -> None:
-    for seed in range(2000):
+    for seed in range(400):
         chaos = Chaos(seed, losses=0.1)
         for _ in range(400):
             chaos.step()
         chaos.end()
+
+
+class Told:
+    """A policy that only listens; tests act through `Machine.do`."""
+
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        self.heard.append(event)
+        return ()
+
+    def next_wakeup(self, now: float) -> float | None:
+        return None
+
+    def last(self, kind: type) -> Event:
+        return next(event for event in reversed(self.heard) if isinstance(event, kind))
+
+
+Quiet = tuple[Chaos, Told, Callable[..., None]]
+
+
+@pytest.fixture
+def quiet() -> Quiet:
+    """A driver with two requests, and its policy; the function acts and settles."""
+    chaos, told = Chaos(0, losses=0.0, leavers=0.0), Told()
+    chaos.machine.policy = told
+    for name in ("a", "b"):
+        chaos.machine.arrive(Request(id=name, arrival_s=0.0, prompt_tokens=100, max_output_tokens=3), 0.0)
+    chaos.machine.settle(0.0)
+
+    def act(*actions: Action) -> None:
+        for action in actions:
+            chaos.machine.do(action)
+        chaos.machine.settle(chaos.now)
+        check(chaos.machine)
+
+    return chaos, told, act
+
+
+def span(chaos: Chaos, name: str, group: tuple[int, ...], start: int = 0, end: int = 100) -> Span:
+    return Span(request=chaos.machine.journeys[name].request, start=start, end=end, group=group)
+
+
+def test_who_holds_by_a_name_keeps_what_is_left_and_who_waits_is_refused(quiet: Quiet) -> None:
+    chaos, told, act = quiet
+    machine = chaos.machine
+    act(Hold("maintenance", (0, 1)), Hold("other", (1, 2)))
+    assert told.last(Held).holder == "maintenance"
+    assert machine.lost(1, 0.0) == []
+    machine.settle(0.0)
+    check(machine)
+    assert machine.lanes.holder[:3] == ["maintenance", None, None]
+    assert told.last(Refused) == Refused("other", "hold", "instance 1 is gone")
+    act(Enqueue("a", (0,)))
+    assert not machine.journeys["a"].staying, "it is held still"
+    act(Enqueue("b", (1,)))
+    assert told.last(Refused).why == "instance 1 is gone"
+    assert machine.lost(1, 0.0) == []
+
+
+def test_a_closed_instance_ends_what_it_has_and_takes_nothing_new(quiet: Quiet) -> None:
+    chaos, told, act = quiet
+    machine = chaos.machine
+    act(Enqueue("a", (0,), "prefill"))
+    machine.close(0, 0.0)
+    act(Enqueue("b", (0,)))
+    assert told.last(Refused) == Refused("b", "enqueue", "instance 0 takes nothing new")
+    assert not machine.quiet(0)
+    chaos.stays.clear()
+    machine.stayed(machine.journeys["a"], 1, False, 0.0)
+    act(Transfer("b", 0))
+    assert told.last(Refused).verb == "transfer"
+    act(Enqueue("a", (0,), "decode"))
+    assert machine.journeys["a"].staying, "its KV is there"
+    machine.stayed(machine.journeys["a"], 3, True, 0.0)
+    machine.settle(0.0)
+    assert machine.quiet(0)
+    assert 0 not in ClusterView(machine.book, 0.0).with_role("mixed")
+    machine.open(machine.book.instances[0], 0.0)
+    act(Enqueue("b", (0,)))
+    assert machine.journeys["b"].staying
+    with pytest.raises(InvariantError):
+        machine.open(machine.book.instances[0], 0.0)
+
+
+def test_what_was_moved_away_before_a_loss_goes_on(quiet: Quiet) -> None:
+    chaos, told, act = quiet
+    machine = chaos.machine
+    act(Commit("a", (span(chaos, "a", (0, 1)),), machine.book.version))
+    entry = machine.journeys["a"].entries[0]
+    act(Transfer("a", 3, index=0))
+    machine.span_done(entry, 1.0)
+    for piece in machine.state.transfers.under_way():
+        machine.sent(piece, 1.0)
+    act(Enqueue("a", (3,), "decode"))
+    assert machine.lost(0, 2.0) == []
+    assert [request.id for request in machine.lost(3, 2.0)] == ["a"]
+    assert chaos.ended == {"a": "instance 3 is gone"}
+    machine.settle(2.0)
+    check(machine)
+    assert told.heard[-2:] == [Lost(3), Dropped("a", "instance 3 is gone")]
+    machine.arrive(Request(id="a", arrival_s=0.0, prompt_tokens=100, max_output_tokens=3), 2.0)
+    machine.settle(2.0)
+    assert isinstance(told.heard[-1], Arrived)
+
+
+def test_a_batch_goes_with_its_instance_and_survives_one_of_its_own(quiet: Quiet) -> None:
+    chaos, _, act = quiet
+    machine = chaos.machine
+    batch = Commit("a", (span(chaos, "a", (0, 1)),), machine.book.version, False, (span(chaos, "b", (0, 1)),))
+    act(batch)
+    machine.drop(machine.journeys["a"], "left", 1.0)
+    machine.settle(1.0)
+    check(machine)
+    assert machine.lanes.running[0] is not None, "the other one goes on"
+    assert [request.id for request in machine.lost(1, 2.0)] == ["b"]
+    machine.settle(2.0)
+    check(machine)
+    assert machine.lanes.running[0] is None
+    assert machine.quiet(0)
+
+
+def test_a_group_is_lost_with_one_of_it_and_others_take_their_turn(quiet: Quiet) -> None:
+    chaos, told, act = quiet
+    machine = chaos.machine
+    version = machine.book.version
+    spans = (span(chaos, "a", (0, 1), 0, 50), span(chaos, "a", (0, 1, 2, 3), 50, 100))
+    act(Commit("a", spans, version), Commit("b", (span(chaos, "b", (0,)),), machine.book.version))
+    act(Commit("b", (span(chaos, "b", (0,)),), machine.book.version))
+    assert [run and run.owner for run in machine.lanes.running] == ["a", "a", None, None, None, None]
+    machine.span_paused(machine.journeys["a"].entries[0], LAYERS // 2, 1.0)
+    machine.settle(1.0)
+    assert machine.lanes.running[0] is not None
+    assert machine.lanes.running[0].owner == "b"
+    assert [request.id for request in machine.lost(3, 2.0)] == ["a"], "a later span of it was to run there"
+    machine.settle(2.0)
+    check(machine)
+    assert machine.quiet(1)
+    machine.open(Instance(id=len(machine.book.instances), node=7, capacity=10), 2.0)
+    machine.settle(2.0)
+    assert machine.book.by_node[7] == (6,)
+    assert Prefilled not in {type(event) for event in told.heard}

@@ -26,7 +26,10 @@ def check(machine: Machine) -> None:
 def _check_lanes(machine: Machine) -> None:
     """Whoever waits or runs belongs to a request that has not ended."""
     lanes = machine.lanes
-    for entry in {id(e): e for lane in (*lanes.waiting, lanes.running) for e in lane if e is not None}.values():
+    present = [entry for lane in lanes.waiting for entry in lane] + [
+        entry for entry in lanes.running if entry is not None
+    ]
+    for entry in present:
         if isinstance(entry, SpanEntry):
             members = [member.journey for member in (entry, *entry.along)]
             alive = any(not journey.ended for journey in members)
