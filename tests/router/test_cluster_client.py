@@ -1,288 +1,262 @@
-"""The router over engines that say what they are told: who computes what, ends, losses, refusals."""
+"""A cluster as one engine: what its clients and operators see."""
 
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Sequence
 
-import msgspec
 import pytest
+from fake_instances import FakeCluster, answer
+from routers import all_quiet, ask, prompt, router, running, until
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
-from headway.core.sampling import SamplingParams
-from headway.engine.protocol import Delta, EngineInfo, EngineStats, Submit
-from headway.hardware.links import Link
-from headway.hardware.models import model
-from headway.latency.groups import GroupLatency, GroupShape
-from headway.placement.base import Placement
-from headway.placement.registry import Surroundings, make_placement
-from headway.placement.view import Instance, Links
-from headway.router.client import ClusterClient, Member
-from headway.router.lanes import Lane
+from headway.core.request import Slo
+from headway.engine.cluster_messages import Compute, Meet, Pause, Proceed, RunLost
+from headway.engine.protocol import Abort, EngineStats, Submit
 from headway.router.loads import Load
-from server.fake_engine import INFO, FakeEngine, say
-
-SHAPE = model("llama-3-8b")
-HOST = Link(name="host", bytes_per_s=1e9, latency_s=0.0, source="test")
-
-
-class PerToken:
-    """A millisecond a token."""
-
-    source = "test"
-
-    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        return tokens * 1e-3
-
-    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        return int(budget_s * 1e3)
-
-
-def cluster(engines: Sequence[FakeEngine], placement: str = "jsq", **options: object) -> ClusterClient:
-    def make(infos: Sequence[EngineInfo]) -> tuple[Placement, GroupLatency]:
-        return make_placement(placement, Surroundings(latency=PerToken(), shape=SHAPE), options), PerToken()
-
-    members = [Member(client=engine, instance=Instance(id=i, node=0)) for i, engine in enumerate(engines)]
-    return ClusterClient(members, Links(inside=HOST, across=HOST), make)
-
-
-async def ask(client: ClusterClient, name: str, prompt: int = 3, max_tokens: int = 2) -> list[int]:
-    submit = Submit(id=name, prompt_tokens=prompt, params=SamplingParams(max_tokens=max_tokens), received_s=0.0)
-    ids = array("i", range(10, 10 + prompt))
-    return [token async for delta in client.generate(submit, ids.tobytes()) for token in delta.tokens]
-
-
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def names(engine: FakeEngine) -> list[str]:
-    return [submit.id for submit in engine.submits]
 
 
 def test_requests_join_the_shorter_queue_in_seconds() -> None:
     async def run() -> None:
-        hold = asyncio.Event()
-        engines = [FakeEngine(hold=hold), FakeEngine(hold=hold)]
-        client = cluster(engines)
-        info = await client.start()
-        assert info.kv_tokens_total == 2 * INFO.kv_tokens_total
-        asks = [asyncio.create_task(ask(client, "long", 500))]
-        await settled()
-        for number in range(4):
-            asks.append(asyncio.create_task(ask(client, f"s{number}", 3)))
-            await settled()
-        assert names(engines[0]) == ["long"]
-        assert names(engines[1]) == ["s0", "s1", "s2", "s3"]
-        hold.set()
-        answers = await asyncio.gather(*asks)
-        assert answers[1] == [10, 11]
-        assert client.state == "ready"
-        await client.close()
-        assert all(engine.closed for engine in engines)
+        fake = FakeCluster(run_s=0.2)
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            asks = [asyncio.create_task(ask(client, "long", prompt(0, 500)))]
+            await asyncio.sleep(0)
+            for number in range(3):
+                asks.append(asyncio.create_task(ask(client, f"s{number}", prompt(1, 3))))
+                await asyncio.sleep(0)
+            await asyncio.gather(*asks)
+            at = {message.id: number for number, message in fake.log if isinstance(message, Submit)}
+            assert at == {"long#1": 0, "s0#1": 1, "s1#1": 1, "s2#1": 1}
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_frees_its_instance() -> None:
+def test_priorities_deadlines_and_limits_reach_the_instance() -> None:
     async def run() -> None:
-        engines = [FakeEngine(hold=asyncio.Event()), FakeEngine(hold=asyncio.Event())]
-        client = cluster(engines)
-        await client.start()
-        first = asyncio.create_task(ask(client, "gone", 500))
-        await settled()
-        first.cancel()
-        await settled()
-        assert engines[0].aborted == ["gone"]
-        waits = asyncio.create_task(ask(client, "next"))
-        await settled()
-        assert names(engines[0]) == ["gone", "next"]
-        with pytest.raises(RequestError, match="in use"):
-            await ask(client, "next")
-        waits.cancel()
+        fake = FakeCluster()
+        async with running(fake, ("mixed",), "jsq") as client:
+            await ask(client, "a", prompt(0, 9), slo=Slo(ttft_s=1.0, tbt_s=0.1), priority=-3, timeout_s=60.0)
+            (submit,) = fake.said(Submit)
+            assert (submit.slo, submit.priority) == (Slo(ttft_s=1.0, tbt_s=0.1), -3)
+            assert submit.timeout_s is None, "the router keeps time for all attempts"
 
     asyncio.run(run())
 
 
-def test_the_requests_of_a_lost_instance_go_on_elsewhere_with_what_they_have_said() -> None:
-    class Dying(FakeEngine):
-        async def generate(self, submit, prompt):  # type: ignore[no-untyped-def]
-            self.submits.append(submit)
-            yield Delta(id=submit.id, tokens=(7,))
-            await self.hold.wait()
-            self.state = "lost"
-            raise UnavailableError("gone")
+def test_a_client_that_leaves_frees_its_work_everywhere() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.05, token_s=0.01)
+        async with running(fake, ("prefill", "prefill", "decode"), "fixed-sp", {"sp": 2}) as client:
+            for at_s in (0.01, 0.06, 0.1):  # while it is computed, handed over, decoded
+                gone = asyncio.create_task(ask(client, "gone", prompt(0, 200), 50))
+                await asyncio.sleep(at_s)
+                with pytest.raises(RequestError, match="in use"):
+                    await ask(client, "gone", prompt(0, 3))
+                gone.cancel()
+                await all_quiet(client, fake)
+                assert await ask(client, "next", prompt(1, 40)) == answer(prompt(1, 40), 4)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_out_of_time_ends() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=10.0)
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10}) as client:
+            late = asyncio.create_task(ask(client, "late", prompt(0, 50), timeout_s=0.05))
+            assert await asyncio.wait_for(late, 2) == []
+            assert fake.said(Compute)
+
+    asyncio.run(run())
+
+
+def test_what_waits_is_bounded_and_those_sent_away_are_told_when_to_come_back() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.1, kv_tokens=1000)
+        async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:
+            most = client.info.max_queued_requests
+            asks = [asyncio.create_task(ask(client, f"r{n}", prompt(n, 5), 1)) for n in range(most + 1)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="waiting") as full:
+                await ask(client, "more", prompt(0, 5))
+            assert full.value.retry_after_s >= 1.0
+            for each in asks:
+                each.cancel()
+            with pytest.raises(RequestError, match="largest instance's KV pool holds 1000"):
+                await ask(client, "large", prompt(0, 990), 20)
+
+    asyncio.run(run())
+
+
+def test_a_long_run_pauses_for_a_short_one() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.03)
+        async with running(fake, ("prefill", "decode"), "pecsched", {"long_tokens": 100}) as client:
+            long = asyncio.create_task(ask(client, "long", prompt(0, 400)))
+            await until(lambda: fake.said(Compute))
+            assert await ask(client, "short", prompt(1, 20)) == answer(prompt(1, 20), 4)
+            assert await long == answer(prompt(0, 400), 4)
+            assert len(fake.said(Pause)) == 1
+            assert len(fake.said(Proceed)) == len(fake.said(Compute)) == 1
+
+    asyncio.run(run())
+
+
+def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.router.live.PAUSE_S", 0.001)
 
     async def run() -> None:
-        hold = asyncio.Event()
-        dying, other = Dying(hold=hold), FakeEngine(script=say([8, 9]))
-        client = cluster([dying, other])
+        fake = FakeCluster(run_s=0.001)
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+            lost = 3
+
+            def loses(process: object, message: Compute) -> None:
+                nonlocal lost
+                if lost:
+                    lost -= 1
+                    process._say(RunLost(message.id, "no room"))  # type: ignore[attr-defined]
+                else:
+                    whole(process, message)
+
+            whole = type(fake.processes[0])._compute
+            monkeypatch.setattr(type(fake.processes[0]), "_compute", loses)
+            assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
+            assert {message.id for message in fake.said(Compute)} == {"a#1", "a#2", "a#3"}
+            lost = 10**6
+            monkeypatch.setattr("headway.router.live.MOST_ATTEMPTS", 5)
+            with pytest.raises(UnavailableError, match="lost 5 times"):
+                await ask(client, "b", prompt(0, 50))
+
+    asyncio.run(run())
+
+
+def test_instances_join_drain_and_leave_while_serving() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.005, token_s=0.002)
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 100, "long_sp": 2}) as client:
+            asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30 + 200 * (n % 2)), 20)) for n in range(6)]
+            await asyncio.sleep(0.004)
+            assert client.join(0).state == "starting"
+            with pytest.raises(RequestError, match="pool 0"):
+                client.join(1)
+            await until(lambda: client.report().instances[2].state == "ready")
+            assert {peer.instance for peer in fake.said(Meet)[-1].peers} == {0, 1, 2}
+            asks += [asyncio.create_task(ask(client, f"b{n}", prompt(n, 60), 20)) for n in range(6)]
+            await until(lambda: client.report().instances[2].placed)
+            assert client.leave(0).state == "draining"
+            assert client.leave(0).state == "draining"
+            asks += [asyncio.create_task(ask(client, f"c{n}", prompt(n, 300), 5)) for n in range(3)]
+            answers = await asyncio.gather(*asks)
+            wanted = [answer(prompt(n, 30 + 200 * (n % 2)), 20) for n in range(6)]
+            wanted += [answer(prompt(n, 60), 20) for n in range(6)] + [answer(prompt(n, 300), 5) for n in range(3)]
+            assert answers == wanted
+            assert not any(name.startswith("c") for number, name in begun(fake) if number == 0)
+            await until(lambda: [each.id for each in client.report().instances] == [1, 2])
+            client.leave(1)
+            await until(lambda: len(client.report().instances) == 1)
+            with pytest.raises(RequestError, match="cannot leave: without it no instance is there"):
+                client.leave(2)
+            assert client.join(0).id == 0
+            await until(lambda: client.report().instances[0].state == "ready")
+            assert client.report().instances[0].incarnation == 1
+            assert await ask(client, "d", prompt(3, 300)) == answer(prompt(3, 300), 4)
+
+    asyncio.run(run())
+
+
+def begun(fake: FakeCluster) -> list[tuple[int, str]]:
+    return [(number, message.id) for number, message in fake.log if isinstance(message, Submit | Compute)]
+
+
+def test_requests_wait_while_nobody_is_there_and_are_told_when_nobody_will_be() -> None:
+    async def run() -> None:
+        fake = FakeCluster(token_s=0.002, start_s=0.02)
+        client = router(fake, ("mixed",), "jsq")
         await client.start()
-        answer = asyncio.create_task(ask(client, "a"))
-        await settled()
-        hold.set()
-        assert await answer == [7, 8, 9]
-        assert [(submit.again, submit.output) for submit in other.submits] == [(True, (7,))]
-        assert await ask(client, "b") == [8, 9]
-        assert names(dying) == ["a"]
+        said = asyncio.create_task(ask(client, "a", prompt(0, 20), 30))
+        await until(lambda: client._live is not None and client._live.asked and client._live.asked["a"].told)
+        fake.kill(0)
+        await until(lambda: client.state == "recovering")
+        waits = asyncio.create_task(ask(client, "b", prompt(1, 20)))
+        assert await said == answer(prompt(0, 20), 30)
+        assert await waits == answer(prompt(1, 20), 4)
         assert client.state == "ready"
-        other.state = "lost"
+        assert client.stats.engine_restarts_total == 1
+        fake.refuse = lambda number, serial: "the disk is gone"
+        last = asyncio.create_task(ask(client, "c", prompt(0, 20), 10_000))
+        with pytest.raises(RequestError, match="largest instance"):
+            await last
+        last = asyncio.create_task(ask(client, "c", prompt(0, 20), 5000))
+        await until(lambda: client._live is not None and "c" in client._live.asked)
+        fake.kill(0)
+        with pytest.raises(UnavailableError, match="nobody is left"):
+            await asyncio.wait_for(last, 5)
         assert client.state == "lost"
-        with pytest.raises(UnavailableError):
-            await ask(client, "c")
+        with pytest.raises(UnavailableError, match="nobody is left"):
+            await ask(client, "d", prompt(0, 20))
+        assert "the disk is gone" in (client.report().instances[0].failure or "")
+        await client.close()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("prompt", [5, 200])
-def test_reservation_goes_on_with_the_instances_that_are_left(lost: int, prompt: int) -> None:
-    class Dying(FakeEngine):
-        async def generate(self, submit, prompt):  # type: ignore[no-untyped-def]
-            self.state = "lost"
-            raise UnavailableError("gone")
-            yield
-
+def test_what_an_earlier_router_had_told_is_not_told_again() -> None:
     async def run() -> None:
-        for count in (2, 3):
-            engines = [Dying() if i == lost else FakeEngine(script=say([8])) for i in range(count)]
-            client = cluster(engines, "reservation", long_tokens=100, long_sp=1)
+        fake = FakeCluster()
+        async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:
+            ids = prompt(0, 50)
+            known = tuple(answer(ids, 3))
+            said = await ask(client, "a", ids, 10, output=known, again=True)
+            assert [*known, *said] == answer(ids, 10)
+
+    asyncio.run(run())
+
+
+def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.01)
+        async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:
+            asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 20))) for n in range(3)]
+            await asyncio.sleep(0)
+            drained = asyncio.create_task(client.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(UnavailableError, match="draining"):
+                await ask(client, "late", prompt(0, 3))
+            assert await asyncio.gather(*asks) == [answer(prompt(n, 20), 4) for n in range(3)]
+            await asyncio.wait_for(drained, 5)
+
+    asyncio.run(run())
+
+
+def test_instances_that_cannot_start_or_differ_are_no_cluster() -> None:
+    async def run() -> None:
+        fake = FakeCluster(refuse=lambda number, serial: "no such model" if number else None)
+        client = router(fake, ("mixed", "mixed"), "jsq")
+        with pytest.raises(ConfigError, match="no such model"):
             await client.start()
-            for number in range(4):
-                for tokens in (prompt, 205 - prompt):
-                    assert await asyncio.wait_for(ask(client, f"{number} {tokens}", tokens), 5) == [8]
-
-    asyncio.run(run())
-
-
-def test_when_the_last_instance_is_lost_those_who_wait_are_told() -> None:
-    async def run() -> None:
-        hold = asyncio.Event()
-
-        class Dying(FakeEngine):
-            async def generate(self, submit, prompt):  # type: ignore[no-untyped-def]
-                await hold.wait()
-                self.state = "lost"
-                raise UnavailableError("gone")
-                yield
-
-        client = cluster([Dying()], "fifo", long_tokens=100, long_sp=1)
-        await client.start()
-        asks = [asyncio.create_task(ask(client, name, 200)) for name in ("a", "b")]
-        await settled()
-        assert client.stats.waiting == 1
-        hold.set()
-        errors = await asyncio.gather(*asks, return_exceptions=True)
-        assert all(isinstance(error, UnavailableError) for error in errors)
-
-    asyncio.run(run())
-
-
-def test_a_long_prompt_under_fifo_has_its_instance_alone_until_its_first_token() -> None:
-    async def run() -> None:
-        gate, holds = asyncio.Semaphore(0), [asyncio.Event(), asyncio.Event()]
-        engines = [FakeEngine(hold=hold, gate=gate) for hold in holds]
-        client = cluster(engines, "fifo", long_tokens=100, long_sp=1)
-        await client.start()
-        asks = []
-        for name, tokens in (("s0", 90), ("s1", 80), ("long", 200), ("s2", 5)):
-            asks.append(asyncio.create_task(ask(client, name, tokens)))
-            await settled()
-        assert names(engines[0]) == ["s0", "s2"], "the long one is before instance 1"
-        assert names(engines[1]) == ["s1"], "the long one waits until s1 has ended"
-        assert client.stats.waiting == 1
-        gate.release()
-        holds[1].set()
-        await settled()
-        assert names(engines[1]) == ["s1", "long"]
-        asks += [asyncio.create_task(ask(client, f"t{number}", 60)) for number in range(3)]
-        await settled()
-        assert "t0" in names(engines[1]), "the long one has its first token"
-        for _ in range(9):
-            gate.release()
-        holds[0].set()
-        assert await asyncio.gather(*asks) == [[10, 11]] * 7
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_refuses_is_heard() -> None:
-    async def run() -> None:
-        client = cluster([FakeEngine(refuse=OverloadedError("full"))])
-        with pytest.raises(UnavailableError, match="starting"):
-            await ask(client, "early")
-        await client.start()
-        with pytest.raises(OverloadedError, match="full"):
-            await ask(client, "a")
-        assert client.stats == EngineStats()
-
-    asyncio.run(run())
-
-
-def test_what_live_instances_cannot_do_is_said_and_nothing_hangs() -> None:
-    async def run() -> None:
-        client = cluster([FakeEngine(), FakeEngine()], "fifo", long_tokens=10, long_sp=2)
-        await client.start()
-        with pytest.raises(UnavailableError, match="live instances"):
-            await asyncio.wait_for(ask(client, "long", 50), 5)
-        assert await ask(client, "short", 2) == [10, 11]
-
-    asyncio.run(run())
-
-
-def test_instances_of_different_models_are_no_cluster() -> None:
-    async def run() -> None:
-        other = msgspec.structs.replace(INFO, vocab_size=7)
-        client = cluster([FakeEngine(), FakeEngine(info_value=other)])
-        with pytest.raises(ConfigError, match="instance 1 has vocab_size 7"):
+        assert client.failure == "no such model"
+        assert client.state == "lost"
+        await client.close()
+        client = router(FakeCluster(), ("prefill", "prefill"), "pecsched")
+        with pytest.raises(ConfigError, match="pecsched keeps short decodes apart"):
             await client.start()
-        assert client.failure is not None
+        await client.close()
 
     asyncio.run(run())
 
 
-def test_draining_finishes_what_waits_and_takes_nothing_new() -> None:
+def test_an_abort_is_sent_where_the_request_is() -> None:
     async def run() -> None:
-        hold = asyncio.Event()
-        engine = FakeEngine(hold=hold, script=say([5]))
-        client = cluster([engine], "fifo", long_tokens=10, long_sp=1)
-        await client.start()
-        asks = [asyncio.create_task(ask(client, name, 20)) for name in ("a", "b")]
-        await settled()
-        drained = asyncio.create_task(client.drain())
-        await settled()
-        with pytest.raises(UnavailableError, match="draining"):
-            await ask(client, "late")
-        hold.set()
-        assert await asyncio.gather(*asks) == [[5], [5]]
-        await asyncio.wait_for(drained, 5)
+        fake = FakeCluster(run_s=1.0)
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            gone = asyncio.create_task(ask(client, "gone", prompt(0, 30)))
+            await until(lambda: fake.said(Submit))
+            gone.cancel()
+            await until(lambda: fake.said(Abort))
+            assert [(n, m.id) for n, m in fake.log if isinstance(m, Abort)] == [(0, "gone#1")]
 
     asyncio.run(run())
-
-
-def test_a_lane_keeps_spans_to_themselves() -> None:
-    started: list[str] = []
-    lane = Lane(started.append)
-    lane.door("a", False)
-    lane.span("x", False)
-    lane.door("b", False)
-    lane.door("c", True)
-    assert started == ["a", "c"]
-    lane.ended("a")
-    assert started == ["a", "c"]
-    lane.ended("c")
-    assert started == ["a", "c", "x"]
-    assert lane.is_span("x")
-    lane.computed("x")
-    assert started == ["a", "c", "x", "b"]
-    lane.span("y", True)
-    assert started[-1] == "y"
-    lane.door("d", False)
-    assert lane.waiting == 1
-    lane.ended("y")
-    assert (lane.waiting, lane.running, started[-1]) == (0, 3, "d")
 
 
 def test_a_load_spreads_progress_over_the_prompts_that_wait() -> None:

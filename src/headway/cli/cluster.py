@@ -14,16 +14,16 @@ import msgspec
 from headway.cli import serve_options
 from headway.cli.options import add_options, combine, environment, read_yaml
 from headway.cli.serve import model_folder
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, RequestError
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
-from headway.router.cluster_file import ClusterFile, cluster_file, model_of, placement_options
+from headway.router.cluster_file import ClusterFile, cluster_file, model_of, moves_kv, nodes_of, options_of
 
 if TYPE_CHECKING:
     from headway.engine.protocol import EngineInfo
-    from headway.latency.groups import GroupLatency
-    from headway.placement.base import Placement
+    from headway.hardware.shapes import ModelShape
     from headway.placement.view import Links
+    from headway.router.client import Rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,35 +53,55 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
 
-    from headway.engine.client import ProcessEngineClient
-    from headway.placement.view import Instance
-    from headway.router.client import ClusterClient, Member
+    from headway.core.scratch import ScratchFolder
+    from headway.router.client import ClusterClient
+    from headway.router.instance import LiveInstance
+    from headway.router.launch import launcher
 
-    engines = [ProcessEngineClient(config) for config in configs]
+    folder = ScratchFolder("headway-cluster-")
+    first = first_of(file)
+
+    def another(number: int, pool: int, incarnation: int) -> LiveInstance:
+        if not 0 <= pool < len(file.pools):
+            raise RequestError(f"pool must be between 0 and {len(file.pools) - 1}, not {pool}", "pool")
+        node = nodes_of(file)[first[pool]]
+        launch = launcher(number, folder.path)
+        return LiveInstance(number, file.pools[pool].role, node, pool, configs[first[pool]], launch, incarnation)
+
+    instances: list[LiveInstance] = []
     try:
+        for number, (node, config) in enumerate(zip(nodes_of(file), configs, strict=True)):
+            pool = max(i for i, start in enumerate(first) if start <= number)
+            launch = launcher(number, folder.path)
+            instances.append(LiveInstance(number, file.pools[pool].role, node, pool, config, launch))
         from headway.server.app import create_app
         from headway.server.run import serve
         from headway.server.tokenizer import Tokenizer
 
-        roles = [pool.role for pool in file.pools for _ in range(pool.count)]
-        members = [
-            Member(
-                client=engine,
-                instance=Instance(
-                    id=i, node=0, role=role, tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size
-                ),
-            )
-            for i, (engine, config, role) in enumerate(zip(engines, configs, roles, strict=True))
-        ]
-        client = ClusterClient(members, _links(), lambda infos: _policy(file, model, infos))
+        client = ClusterClient(
+            instances,
+            _links(),
+            lambda infos: _rules(file, model, infos),
+            placement=file.placement,
+            another=another,
+            backends=file.backends,
+        )
         app = create_app(client, Tokenizer.load(Path(model)), settings)
         started = serve(app, settings, force_binding=arguments.allow_public)
+        instances = list(client.fleet)
     finally:
-        for engine in engines:
-            engine.end()
+        for each in instances:
+            each.end()
+        folder.close()
     if client.failure is not None:
         raise ConfigError(client.failure)
     return 0 if started else 1
+
+
+def first_of(file: ClusterFile) -> list[int]:
+    """The number of each pool's first instance."""
+    counts = [pool.count for pool in file.pools]
+    return [sum(counts[:i]) for i in range(len(counts))]
 
 
 def instance_configs(
@@ -97,6 +117,12 @@ def instance_configs(
             raise ConfigError(f"{where}: the instances of a cluster run on this host: nnodes must be 1")
         made = serve_options.engine_config(model, mine, given | named)
         workers = made.tensor_parallel_size * made.pipeline_parallel_size * made.kv_parallel_size
+        if workers > 1 and (moves_kv(file) or pool.role != "mixed"):
+            raise ConfigError(
+                f"{where}: pools[{i}] is of instances of several processes (tensor-, pipeline- or kv-parallel-size "
+                "above 1): these serve whole requests, of role mixed, under jsq, or under fifo, priority or "
+                "reservation with `long_sp: 1`"
+            )
         threads = made.threads or max(1, len(os.sched_getaffinity(0)) // (count * workers))
         for _ in range(pool.count):
             log = made.event_log and f"{made.event_log}.{len(configs)}"
@@ -112,19 +138,27 @@ def _links() -> Links:
     return Links(inside=host, across=host)
 
 
-def _policy(file: ClusterFile, model: str, infos: Sequence[EngineInfo]) -> tuple[Placement, GroupLatency]:
+def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo]) -> Rules:
     """The policy, told what the first engine has measured."""
-    from headway.hardware.models import from_hf_config
     from headway.latency.recorded import restore
     from headway.latency.ring import RingLatency
     from headway.placement.registry import Surroundings, make_placement
+    from headway.router.client import Rules
 
-    shape = from_hf_config(json.loads((Path(model) / "config.json").read_text()))
+    shape = _shape(model)
     table, _ = restore(infos[0].latency)
     links = _links()
     latency = RingLatency(table, shape, links.inside, links.across)
     surroundings = Surroundings(latency=latency, shape=shape)
-    return make_placement(file.placement, surroundings, placement_options(file)), latency
+    return Rules(
+        policy=lambda: make_placement(file.placement, surroundings, options_of(file)), latency=latency, shape=shape
+    )
+
+
+def _shape(model: str) -> ModelShape:
+    from headway.hardware.models import from_hf_config
+
+    return from_hf_config(json.loads((Path(model) / "config.json").read_text()))
 
 
 def _report(file: ClusterFile, configs: list[EngineConfig]) -> str:

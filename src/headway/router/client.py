@@ -1,325 +1,354 @@
-"""A cluster as one engine: the server's `EngineClient` over many, with a placement policy between.
+"""A cluster as one engine: the server's `EngineClient`, with a router behind it.
 
-The policy is one of `placement/`, the very objects that the simulator drives. It sees arrivals, first tokens, ends and
-losses, and a view kept from the engines' snapshots; its actions say which instance computes a request. Actions that
-need KV to move between instances, or a group of several, fail their request: live instances do neither.
+The policy is one of `placement/`, the very objects that the simulator drives, through the very machine
+(`headway.cluster`). Requests are accepted here, within a bound, and answered here; what becomes of them is `live`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
 import msgspec
 
-from headway.core.errors import ConfigError, RequestError, UnavailableError
-from headway.core.request import Request
-from headway.engine.protocol import Delta, EngineClient, EngineInfo, EngineState, EngineStats, Submit
-from headway.latency.groups import GroupLatency, GroupShape
-from headway.placement.base import (
-    Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
-    Event,
-    Finished,
-    Lost,
-    Placement,
-    Refused,
-    Reject,
-    SpanDone,
-    Woken,
-)
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.router.lanes import Lane
-from headway.router.loads import Load
+from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
+from headway.engine.cluster_messages import FromInstance
+from headway.engine.protocol import Delta, EngineInfo, EngineState, EngineStats, Submit
+from headway.engine.totals import carried
+from headway.hardware.shapes import ModelShape
+from headway.latency.groups import GroupLatency
+from headway.placement.base import Placement
+from headway.placement.view import Links
+from headway.router.asked import Asked
+from headway.router.fleet import Fleet
+from headway.router.instance import LiveInstance
+from headway.router.listing import ClusterReport, InstanceReport
+from headway.router.live import Live
 from headway.router.merged import merged_info, merged_stats
 
 log = logging.getLogger("headway.router")
-_ALONE = GroupShape(1)
 
 
-class _Task:
-    """A request that the router has accepted."""
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
+    are predicted by."""
 
-    __slots__ = ("at", "first", "output", "placed", "request", "started")
-
-    def __init__(self, request: Request, output: tuple[int, ...]) -> None:
-        self.request = request
-        self.output = list(output)
-        self.unplace()
-
-    def unplace(self) -> None:
-        self.placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.at: int | None = None
-        self.started = self.first = False
-
-
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance: its engine, and how the policy sees it."""
-
-    client: EngineClient
-    instance: Instance
-
-
-Make = Callable[[Sequence[EngineInfo]], tuple[Placement, GroupLatency]]
+    policy: Callable[[], Placement]
+    latency: GroupLatency
+    shape: ModelShape
 
 
 class ClusterClient:
-    """One a router. `make` is called once all engines are ready, with what they say of themselves in the order of
-    `members`, and returns the policy and the model that predicts prefills."""
+    """One a router."""
 
-    def __init__(self, members: Sequence[Member], links: Links, make: Make) -> None:
-        self._clients = [member.client for member in members]
-        self._book = ClusterBook([member.instance for member in members], links)
-        self._make = make
-        self._loads = [Load() for _ in members]
-        self._lanes = [Lane(self._starter(i)) for i in range(len(members))]
-        self._gone: set[int] = set()
-        self._tasks: dict[str, _Task] = {}
-        self._events: deque[Event] = deque()
-        self._telling = False
-        self._alarm: asyncio.TimerHandle | None = None
+    def __init__(
+        self,
+        instances: Sequence[LiveInstance],
+        links: Links,
+        make: Callable[[Sequence[EngineInfo]], Rules],
+        *,
+        placement: str,
+        another: Callable[[int, int, int], LiveInstance] | None = None,
+        backends: int = 16,
+    ) -> None:
+        """`make` is called once all of them are ready, with what they say of themselves. placement: the policy's name.
+        another: starts one more, of (number, pool, how many processes had the number); raises RequestError."""
+        self.fleet = Fleet(instances)
+        self._links, self._make, self._placement = links, make, placement
+        self._another, self._backends = another, backends
+        self._live: Live | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._incarnations: dict[int, int] = {}
+        self._ready: dict[int, asyncio.Future[None]] = {}
+        self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
+        self._before = EngineStats()
         self._drains = False
-        self._policy: Placement | None = None
-        self._latency: GroupLatency | None = None
         self.failure: str | None = None
         """Why the cluster could not start, once that is known."""
 
+    # -- as an engine -------------------------------------------------------------------------------------------------
+
     @property
     def state(self) -> EngineState:
-        if self._info is None:
-            return "starting"
+        if self._info is None or self._live is None:
+            return "lost" if self.failure is not None else "starting"
         if self._drains:
             return "draining"
-        states = [client.state for i, client in enumerate(self._clients) if i not in self._gone]
-        for state in ("ready", "recovering"):
-            if state in states:
-                return cast(EngineState, state)
-        return "lost"
+        if self._live.able is None:
+            return "ready"
+        return "recovering" if self._hopes else "lost"
+
+    @property
+    def _hopes(self) -> bool:
+        """Whether instances may come that are not there."""
+        return any(each.state in ("starting", "lost") for each in self.fleet)
 
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise UnavailableError("the cluster's engines are still starting")
+            raise UnavailableError("the cluster's instances are still starting")
         return self._info
 
     @property
     def stats(self) -> EngineStats:
-        """All engines' together; requests that wait at the router are waiting."""
-        return merged_stats([client.stats for client in self._clients], sum(lane.waiting for lane in self._lanes))
+        """All instances' together; requests that wait at the router are waiting."""
+        live = self._live
+        stats = merged_stats([each.stats for each in self.fleet], 0)
+        if live is not None:
+            running = stats.running + live.running
+            waiting = max(stats.waiting, live.waiting)
+            stats = msgspec.structs.replace(
+                stats, running=running, waiting=waiting, recovering=self.state == "recovering"
+            )
+        return carried(self._before, stats)
 
     async def start(self) -> EngineInfo:
+        """May be awaited by several; all get the same answer."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        instances = list(self.fleet)
+        self._ready = {each.number: loop.create_future() for each in instances}
+        for each in instances:
+            self._look_after(each)
         try:
-            infos = await asyncio.gather(*(client.start() for client in self._clients))
+            await asyncio.gather(*self._ready.values())
+            infos = [cast(EngineInfo, each.info) for each in instances]
             info = merged_info(infos)
-            self._policy, self._latency = self._make(infos)
+            rules = self._make(infos)
+            live = Live(self.fleet, self._links, rules.policy, rules.latency, rules.shape, self._backends)
+            live.renew()
+            if live.able is not None:
+                raise ConfigError(live.able)
         except ConfigError as error:
             self.failure = str(error)
             raise
-        for i, each in enumerate(infos):
-            self._book.put(msgspec.structs.replace(self._book.instances[i], capacity=each.kv_tokens_total))
-        self._info = info
+        self._live, self._info = live, info
         return info
 
     async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
-        if self.state not in ("ready", "recovering"):
-            raise UnavailableError(f"the cluster is {self.state}", 5.0)
-        if submit.id in self._tasks:
-            raise RequestError(f"request id {submit.id!r} is in use", "id")
-        task = self._tasks[submit.id] = _Task(_request(submit), submit.output)
-        over, again = False, submit.again
+        live = self._accepts(submit)
+        asked = Asked(submit, prompt)
+        timer: asyncio.TimerHandle | None = None
+        if submit.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(submit.received_s + submit.timeout_s, self._timed_out, asked)
         try:
-            self._book.arrived(time.monotonic())
-            self._tell(Arrived(task.request))
-            while not over:
-                client = self._clients[await task.placed]
-                asked = msgspec.structs.replace(submit, again=again, output=tuple(task.output))
-                try:
-                    deltas = cast("AsyncGenerator[Delta, None]", client.generate(asked, prompt))
-                    async with aclosing(deltas):
-                        async for delta in deltas:
-                            over = self._heard(task, delta)
-                            yield delta
-                            if over:
-                                break
-                except UnavailableError:
-                    if client.state != "lost":
-                        raise
-                    again = True
-                    self._lose(task)
+            live.ask(asked)
+            self._look(live)
+            deltas = cast("AsyncGenerator[Delta, None]", asked.answer())
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
         finally:
-            if not over:
-                self._leave(task, Dropped(submit.id, "its client left, or it was refused"))
+            if timer is not None:
+                timer.cancel()
+            live.leave(asked)
+            self._look(live)
+
+    def _accepts(self, submit: Submit) -> Live:
+        """Raises where a request cannot be accepted."""
+        live, state = self._live, self.state
+        if live is None or state in ("starting", "draining"):
+            raise UnavailableError(f"the cluster is {state}", 5.0)
+        if state == "lost":
+            raise UnavailableError(f"nobody is left to serve ({live.able}); the cluster must be restarted", 30.0)
+        if submit.id in live.asked:
+            raise RequestError(f"request id {submit.id!r} is in use", "id")
+        self._check_size(submit)
+        most = self.info.max_queued_requests
+        if not submit.again and live.waiting >= most:
+            raise OverloadedError(
+                f"{live.waiting} requests are waiting, which is the limit; try again later", live.patience_s
+            )
+        return live
+
+    def _check_size(self, submit: Submit) -> None:
+        """One instance has to hold all of a request's KV when it decodes."""
+        holds = max((each.info.kv_tokens_total for each in self.fleet if each.info is not None), default=0)
+        needed = submit.prompt_tokens + submit.params.max_tokens
+        if needed > holds:
+            raise RequestError(
+                f"the prompt's {submit.prompt_tokens} tokens and max_tokens {submit.params.max_tokens} add up to "
+                f"{needed}; the largest instance's KV pool holds {holds}",
+                "prompt",
+            )
+
+    def _timed_out(self, asked: Asked) -> None:
+        assert self._live is not None
+        asked.tell(Delta(id=asked.submit.id, finish="timeout"))
+        self._live.leave(asked, "it has timed out")
+        self._look(self._live)
 
     async def drain(self) -> None:
         self._drains = True
-        while any(lane.waiting for lane in self._lanes) or any(not task.started for task in self._tasks.values()):
+        while self._live is not None and self._live.asked:
             await asyncio.sleep(0.01)
-        await asyncio.gather(*(client.drain() for i, client in enumerate(self._clients) if i not in self._gone))
 
     async def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        await asyncio.gather(*(client.close() for client in self._clients))
+        if self._live is not None:
+            self._live.close_all()
+        for future in self._ready.values():
+            if not future.done():
+                future.set_exception(UnavailableError("the server is closing"))
+                future.exception()  # seen, should nobody wait for it
+        for task in self._tasks.values():
+            task.cancel()
+        self.end()
 
-    # -- what happens ---------------------------------------------------------------------------------------------
+    def end(self) -> None:
+        """End all instances. For callers without an event loop. Harmless when repeated."""
+        for each in self.fleet:
+            each.end()
 
-    def _heard(self, task: _Task, delta: Delta) -> bool:
-        """An engine has told something of a request; True when that was the last of it."""
-        name, at = task.request.id, task.at
-        assert at is not None
-        task.output.extend(delta.tokens)
-        over = delta.finish is not None
-        if not task.first and (delta.tokens or over):
-            task.first = True
-            self._loads[at].first_token(name)
-            if self._lanes[at].is_span(name):
-                self._lanes[at].computed(name)
-                if not over:
-                    self._tell(SpanDone(name, 0, last=True))
-        if over:
-            done = delta.finish in ("stop", "length")
-            self._leave(task, Finished(name) if done else Dropped(name, delta.error or str(delta.finish)))
-        return over
+    # -- what instances tell ------------------------------------------------------------------------------------------
 
-    def _leave(self, task: _Task, event: Event) -> None:
-        name = task.request.id
-        if self._tasks.pop(name, None) is None:
+    def _look_after(self, instance: LiveInstance) -> None:
+        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self))
+
+    def joined(self, number: int) -> None:
+        """See `instance.Listener`."""
+        ready = self._ready.get(number)
+        if ready is not None and not ready.done():
+            ready.set_result(None)
+        if self._live is None:
             return
-        if task.at is not None:
-            self._loads[task.at].remove(name)
-            self._lanes[task.at].ended(name)
-        self._tell(event)
-
-    def _lose(self, task: _Task) -> None:
-        """The instance of a request is gone for good: the request goes to another, with what it has said."""
-        assert task.at is not None
-        lost = task.at
-        if lost not in self._gone:
-            self._gone.add(lost)
-            self._book.remove(lost)
-            log.error("instance %d is lost; %d are left", lost, len(self._clients) - len(self._gone))
-            self._tell(Lost(lost))
-            for name in self._lanes[lost].empty():
-                self._place_again(self._tasks[name], lost)
-        self._lanes[lost].ended(task.request.id)
-        task.unplace()
-        self._place_again(task, lost)
-
-    def _place_again(self, task: _Task, lost: int) -> None:
-        self._loads[lost].remove(task.request.id)
-        task.at = None
-        if len(self._gone) == len(self._clients):
-            task.placed.set_exception(UnavailableError("all instances are gone; the cluster must be restarted", 30.0))
+        if (why := self._differs(number)) is not None:
+            self.fleet[number].fail(why)
             return
-        self._tell(Dropped(task.request.id, f"instance {lost} is lost"))
-        self._tell(Arrived(task.request))
+        self._live.joined(number)
+        self._look(self._live)
 
-    # -- the policy -----------------------------------------------------------------------------------------------
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.said(number, message)
+            self._look(self._live)
 
-    def _tell(self, event: Event) -> None:
-        """Tell the policy, and carry out what it says; events that follow from that are told after it."""
-        self._events.append(event)
-        if self._telling:
-            return
-        assert self._policy is not None
-        self._telling = True
+    def heard(self, number: int, delta: Delta) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.heard(number, delta)
+            if self._live.leaving:
+                self._look(self._live)
+
+    def measured(self, number: int) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.measured(number)
+
+    def lost(self, number: int, why: str) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.lost(number, why)
+            self._look(self._live)
+
+    def ended(self, number: int) -> None:
+        """See `instance.Listener`."""
+        instance = self.fleet[number]
+        ready = self._ready.get(number)
+        if ready is not None and not ready.done():
+            ready.set_exception(ConfigError(instance.failure or f"instance {number} has ended while starting"))
+        if instance.state == "left":
+            self._remove(instance)
+        if self._live is not None and self.state == "lost":
+            self._live.give_up(UnavailableError(f"nobody is left to serve: {instance.failure}", 30.0))
+
+    def _differs(self, number: int) -> str | None:
+        """Why an instance that has joined cannot be one of this cluster."""
+        info = self.fleet[number].info
+        assert info is not None
         try:
-            while self._events:
-                following = self._events.popleft()
-                now = time.monotonic()
-                self._refresh(now)
-                for action in self._policy.on_event(following, ClusterView(self._book, now)):
-                    self._carry_out(action)
-        finally:
-            self._telling = False
-        self._set_alarm()
+            merged_info([self.info, info])
+        except ConfigError as error:
+            return str(error)
+        return None
 
-    def _set_alarm(self) -> None:
-        assert self._policy is not None
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        now = time.monotonic()
-        at = self._policy.next_wakeup(now)
-        if at is not None:
-            self._alarm = asyncio.get_running_loop().call_later(max(0.0, at - now), self._tell, Woken())
+    def _look(self, live: Live) -> None:
+        """Let go of instances that are drained and have nothing left."""
+        for number in list(live.leaving):
+            if live.quiet(number):
+                live.leaving.discard(number)
+                self.fleet[number].drain()
 
-    def _refresh(self, now: float) -> None:
-        for i, (client, load) in enumerate(zip(self._clients, self._loads, strict=True)):
-            load.take(client.stats)
-            held = self._book.instances[i]
-            left_s = load.left_s
-            self._book.put(
-                msgspec.structs.replace(
-                    held,
-                    free_at_s=now + left_s if left_s else min(held.free_at_s, now),
-                    queued=load.queued,
-                    used=client.stats.kv_tokens_used,
-                    running=self._lanes[i].running,
-                )
-            )
+    def _remove(self, instance: LiveInstance) -> None:
+        self._before = carried(self._before, carried(instance.stats, EngineStats()))
+        self._incarnations[instance.number] = instance.incarnation + 1
+        self.fleet.remove(instance.number)
+        self._tasks.pop(instance.number, None)
 
-    def _carry_out(self, action: Action) -> None:
-        task = self._tasks.get(getattr(action, "request", ""))
-        if task is None:
-            return  # it left while the policy thought
-        match action:
-            case Enqueue(group=(at,), phase="all") if at not in self._gone:
-                self._expect(task, at)
-                self._lanes[at].door(action.request, action.beside)
-            case Enqueue(group=(at,), phase="decode") if at == task.at:
-                pass  # its engine goes on by itself
-            case Commit(spans=spans, along=()) if self._one_alive({span.group for span in spans}):
-                self._expect(task, spans[0].group[0])
-                self._lanes[spans[0].group[0]].span(action.request, action.beside)
-            case Reject():
-                if not task.placed.done():
-                    task.placed.set_exception(RequestError(action.why))
-            case _:
-                self._refuse(task, action)
+    # -- for operators ------------------------------------------------------------------------------------------------
 
-    def _one_alive(self, groups: set[tuple[int, ...]]) -> bool:
-        """Whether these are one and the same single instance, which is there."""
-        return len(groups) == 1 and all(len(group) == 1 and group[0] not in self._gone for group in groups)
+    def report(self) -> ClusterReport:
+        """See `listing.Instances`."""
+        live = self._live
+        return ClusterReport(
+            placement=self._placement,
+            state=self.state,
+            requests=0 if live is None else len(live.asked),
+            waiting=0 if live is None else live.waiting,
+            transfers=0 if live is None else live.hands.moves.under_way,
+            instances=[self._report(each, live) for each in self.fleet],
+        )
 
-    def _refuse(self, task: _Task, action: Action) -> None:
-        verb = type(action).__name__.lower()
-        why = f"the placement asked for {verb}, which live instances cannot do yet: they compute whole requests alone"
-        self._events.append(Refused(task.request.id, verb, why))
-        if not task.placed.done():
-            task.placed.set_exception(UnavailableError(why))
+    def _report(self, instance: LiveInstance, live: Live | None) -> InstanceReport:
+        number, stats = instance.number, instance.stats
+        placed, queued, free_in_s = (0, 0, 0.0) if live is None else live.figures(number)
+        return InstanceReport(
+            id=number,
+            role=instance.role,
+            node=instance.node,
+            pool=instance.pool,
+            state="draining" if live is not None and number in live.leaving else instance.state,
+            incarnation=instance.incarnation,
+            pid=instance.pid,
+            placed=placed,
+            running=stats.running,
+            waiting=stats.waiting,
+            queued_tokens=queued,
+            free_in_s=free_in_s,
+            kv_tokens_used=stats.kv_tokens_used,
+            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
+            prefill_tokens_total=stats.prefill_tokens_total,
+            decode_tokens_total=stats.decode_tokens_total,
+            restarts_total=stats.engine_restarts_total,
+            failure=instance.failure,
+        )
 
-    def _expect(self, task: _Task, at: int) -> None:
-        assert self._latency is not None
-        tokens = task.request.prompt_tokens + len(task.output)
-        task.at = at
-        self._loads[at].add(task.request.id, tokens, self._latency.prefill_s(0, tokens, _ALONE))
+    def join(self, pool: int) -> InstanceReport:
+        """See `listing.Instances`."""
+        if self._live is None or self._another is None or self._drains:
+            raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
+        number = 0
+        while self.fleet.get(number) is not None:
+            number += 1
+        instance = self._another(number, pool, self._incarnations.get(number, 0))
+        self.fleet.add(instance)
+        self._live.reserve(number)
+        self._look_after(instance)
+        return self._report(instance, self._live)
 
-    def _starter(self, at: int) -> Callable[[str], None]:
-        def start(name: str) -> None:
-            task = self._tasks[name]
-            task.started = True
-            if not task.placed.done():
-                task.placed.set_result(at)
-
-        return start
-
-
-def _request(submit: Submit) -> Request:
-    return Request(
-        id=submit.id,
-        arrival_s=submit.received_s,
-        prompt_tokens=submit.prompt_tokens,
-        max_output_tokens=submit.params.max_tokens,
-        slo=submit.slo,
-        priority=submit.priority,
-    )
+    def leave(self, number: int) -> InstanceReport:
+        """See `listing.Instances`."""
+        live, instance = self._live, self.fleet[number]
+        if live is None:
+            raise RequestError("the cluster is starting", "id")
+        if not instance.serves:
+            instance.drain()
+            if instance.state == "failed":
+                self._remove(instance)
+            return self._report(instance, live)
+        if number not in live.leaving and instance.state == "ready":
+            why = live.refuses(live.others(number))
+            if why is not None:
+                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
+            live.close(number)
+            self._look(live)
+        return self._report(instance, live)

@@ -15,12 +15,13 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.engine.cluster_messages import FromInstance, Peer
+from headway.engine.cluster_messages import FromInstance
 from headway.engine.config import EngineConfig
 from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
 from headway.engine.recovery import GaveUpError, Restarts
 from headway.engine.totals import carried
 from headway.placement.view import Role
+from headway.transfer.peer import Peer
 
 log = logging.getLogger("headway.router")
 
@@ -73,6 +74,9 @@ class Listener(Protocol):
     def heard(self, number: int, delta: Delta) -> None:
         """Its scheduler has something for a request."""
 
+    def measured(self, number: int) -> None:
+        """There is a new snapshot."""
+
     def lost(self, number: int, why: str) -> None:
         """Its process is gone, after `joined`. What follows is told as its state."""
 
@@ -83,18 +87,20 @@ class Listener(Protocol):
 class LiveInstance:
     """Started at construction, so that it loads while the router imports its own modules. `look_after` is its life."""
 
-    def __init__(self, number: int, role: Role, node: int, pool: int, config: EngineConfig, launch: Launch) -> None:
-        """pool: which one of the file's it was made for."""
+    def __init__(
+        self, number: int, role: Role, node: int, pool: int, config: EngineConfig, launch: Launch, incarnation: int = 0
+    ) -> None:
+        """pool: which one of the file's it was made for; incarnation: how many processes had the number before."""
         self.number, self.role, self.node, self.pool = number, role, node, pool
         self.config = config
         self.state: InstanceState = "starting"
-        self.incarnation = 0
+        self.incarnation = incarnation
         self.info: EngineInfo | None = None
         self.failure: str | None = None
         """Why it could not start, or was given up."""
         self._stats = self._before = EngineStats()
         self._launch = launch
-        self._process = launch(config, 0)
+        self._process = launch(config, incarnation)
         self._restarts = Restarts(config.max_restarts, f"instance {number}")
 
     @property
@@ -106,6 +112,11 @@ class LiveInstance:
     def serves(self) -> bool:
         """Whether it can be given work."""
         return self.state in ("ready", "draining")
+
+    @property
+    def computes_runs(self) -> bool:
+        """Whether it can take part in runs and move KV, or only compute whole requests."""
+        return self.info is not None and getattr(self.info, "peer_address", None) is not None
 
     @property
     def pid(self) -> int:
@@ -137,7 +148,13 @@ class LiveInstance:
             self.tell(Drain())
         else:
             self._process.end(at_once=True)
-        self.state = "draining"
+        if self.state != "failed":
+            self.state = "draining"
+
+    def fail(self, why: str) -> None:
+        """It cannot be of this cluster: it is given up."""
+        self._fail(why)
+        self._process.end(at_once=True)
 
     def end(self) -> None:
         """End its process, whatever it is doing. Harmless when repeated."""
@@ -153,6 +170,8 @@ class LiveInstance:
             while True:
                 why = await self._live(listener)
                 served, leaves = self._process.served, self.state == "draining"
+                if self.state == "failed":
+                    break
                 words = self._process.words
                 why = f"the process of instance {self.number} {why}" if words is None else words.error
                 self._process.end(at_once=True)
@@ -189,6 +208,7 @@ class LiveInstance:
             if isinstance(message, Outputs):
                 if message.stats is not None:
                     self._stats = carried(self._before, message.stats)
+                    listener.measured(self.number)
                 for delta in message.deltas:
                     listener.heard(self.number, delta)
             elif isinstance(message, EngineInfo):

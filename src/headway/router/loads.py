@@ -14,6 +14,7 @@ class Load:
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, float]] = {}
+        self._here: set[str] = set()
         self._credit = 0
         self._counted = 0
 
@@ -23,6 +24,19 @@ class Load:
             self._credit = 0
         self._waiting[request] = (prompt_tokens, prefill_s)
 
+    def entered(self, request: str) -> None:
+        """It is in the scheduler, or will be as soon as its KV is there."""
+        self._here.add(request)
+
+    def left(self, request: str) -> None:
+        """It is not any more. Harmless when repeated."""
+        self._here.discard(request)
+
+    @property
+    def requests(self) -> int:
+        """In the scheduler."""
+        return len(self._here)
+
     def first_token(self, request: str) -> None:
         """Its prompt is computed. Harmless when repeated."""
         tokens, _ = self._waiting.pop(request, (0, 0.0))
@@ -31,6 +45,7 @@ class Load:
     def remove(self, request: str) -> None:
         """It has ended, or left."""
         self._waiting.pop(request, None)
+        self._here.discard(request)
 
     def take(self, stats: EngineStats) -> None:
         """A snapshot; the same one may be given again."""

@@ -29,10 +29,11 @@ from headway.placement.view import ClusterView
 
 
 class Policies:
-    """A `Placement` of placements: each request is its own policy's. `is_there`: whether an instance is."""
+    """A `Placement` of placements: each request is its own policy's. `may`: whether a request may be given to an
+    instance; not to one that is gone."""
 
-    def __init__(self, make: Callable[[], Placement], is_there: Callable[[int], bool]) -> None:
-        self._make, self._is_there = make, is_there
+    def __init__(self, make: Callable[[], Placement], may: Callable[[str, int], bool]) -> None:
+        self._make, self._may = make, may
         self._newest = make()
         self._of: dict[str, Placement] = {}
         self._has: dict[int, int] = {}
@@ -95,7 +96,7 @@ class Policies:
             name = action.holder if isinstance(action, Hold | Release) else action.request
             if name in self.stranded:
                 continue
-            if all(self._is_there(i) for i in _instances(action)):
+            if all(self._may(name, i) for i in _instances(action)):
                 wanted.append(action)
                 if isinstance(action, Commit | Enqueue):
                     self._placed.add(name)

@@ -1,0 +1,112 @@
+"""One attempt at a request, as the router and its instances know it: what was sent where, and where its KV is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from headway.cluster.entries import SpanEntry
+from headway.cluster.journey import Journey
+from headway.cluster.transfers import Piece
+from headway.core.request import Request
+from headway.engine.cluster_messages import Run, Send
+from headway.router.asked import Asked
+
+
+class Movement:
+    """KV that has been asked for: who still has to send, and what follows when all have."""
+
+    __slots__ = ("sources", "then")
+
+    def __init__(self, sources: set[int], then: Callable[[], None]) -> None:
+        self.sources, self.then = sources, then
+
+
+class Attempt:
+    """`request` is what the policy sees; `wire` the id by which instances know it (its name, or another one when a
+    scheduler begins with it anew).
+
+    admitted: instances that have its prompt. runs: spans that were begun, in order; running: who has not yet told the
+    end, or a pause, of the one under way, which is `entry`. spread: the group over which its KV lies; whole: instances
+    that have all of it, ready to decode. at: the instance in whose scheduler it is. gathers: its KV is being brought
+    together, to be decoded there. room: instances that were asked to keep room, and whether they do; unsent: what waits
+    for that, with its senders; late: pieces that wait until its last span is computed; early:
+    pieces that are there before their span is."""
+
+    __slots__ = ("admitted", "asked", "at", "base", "early", "entry", "finished", "gathers", "journey", "late",
+                 "moving", "request", "room", "running", "runs", "spread", "unsent", "whole", "wire")  # fmt: skip
+
+    journey: Journey
+
+    def __init__(self, asked: Asked, request: Request) -> None:
+        self.asked, self.request = asked, request
+        self.wire = request.id
+        self.base = len(asked.told)
+        self.admitted: set[int] = set()
+        self.runs: list[Run] = []
+        self.running: set[int] = set()
+        self.entry: SpanEntry | None = None
+        self.spread: tuple[int, ...] = ()
+        self.whole: set[int] = set()
+        self.at: int | None = None
+        self.gathers = False
+        self.finished = False
+        self.room: dict[int, bool] = {}
+        self.unsent: list[tuple[int, Send]] = []
+        self.moving: dict[int, Movement] = {}
+        self.late: list[Piece] = []
+        self.early: list[Piece] = []
+
+    @property
+    def said(self) -> int:
+        """Output tokens of this attempt."""
+        return len(self.asked.told) - self.base
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that have KV once the prompt is computed: all but the last one that is known."""
+        return self.request.prompt_tokens + max(0, self.said - 1)
+
+    def places(self) -> set[int]:
+        """Instances without which it cannot go on as it is."""
+        found = {*self.running, *self.spread, *self.whole, *self.room}
+        if self.at is not None:
+            found.add(self.at)
+        return found
+
+
+class Attempts:
+    """Those under way, by the id that instances know."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Attempt] = {}
+        self._named: dict[str, Attempt] = {}
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(list(self._of.values()))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def named(self, name: str) -> Attempt | None:
+        """By the name that the policy knows."""
+        return self._named.get(name)
+
+    def get(self, wire: str) -> Attempt | None:
+        """None: whoever speaks of it does not know yet that it was given up."""
+        return self._of.get(wire)
+
+    def add(self, attempt: Attempt) -> None:
+        """It begins."""
+        self._of[attempt.wire] = self._named[attempt.request.id] = attempt
+
+    def remove(self, attempt: Attempt) -> None:
+        """It has ended. Harmless when repeated."""
+        self._of.pop(attempt.wire, None)
+        self._named.pop(attempt.request.id, None)
+
+    def rename(self, attempt: Attempt) -> None:
+        """What instances say of it under its old name is not heard any more."""
+        del self._of[attempt.wire]
+        attempt.wire += "'"
+        attempt.admitted.clear()
+        self._of[attempt.wire] = attempt

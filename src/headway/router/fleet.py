@@ -1,0 +1,83 @@
+"""All instances by number, and what is told to several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from headway.engine.cluster_messages import Admit, Forget, Meet
+from headway.router.attempt import Attempt
+from headway.router.instance import LiveInstance
+
+
+class Fleet:
+    """Those that are in the cluster, whatever their state."""
+
+    def __init__(self, instances: Iterable[LiveInstance]) -> None:
+        self._of = {instance.number: instance for instance in instances}
+
+    def __iter__(self) -> Iterator[LiveInstance]:
+        return iter(sorted(self._of.values(), key=lambda instance: instance.number))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getitem__(self, number: int) -> LiveInstance:
+        return self._of[number]
+
+    def get(self, number: int) -> LiveInstance | None:
+        """None: there is no such instance."""
+        return self._of.get(number)
+
+    def add(self, instance: LiveInstance) -> None:
+        """One more."""
+        self._of[instance.number] = instance
+
+    def remove(self, number: int) -> None:
+        """One less."""
+        del self._of[number]
+
+    def tell(self, numbers: Iterable[int], message: msgspec.Struct, *frames: Any) -> None:
+        """The same to each; who is gone does not hear it."""
+        for number in numbers:
+            instance = self._of.get(number)
+            if instance is not None:
+                instance.tell(message, *frames)
+
+    def meet(self) -> None:
+        """Tell everybody who is there."""
+        peers = tuple(peer for instance in self if (peer := instance.peer) is not None)
+        self.tell([peer.instance for peer in peers], Meet(peers))
+
+    def admit(self, attempt: Attempt, numbers: Iterable[int]) -> None:
+        """See that these instances have a request's prompt."""
+        new = [number for number in numbers if number not in attempt.admitted]
+        if not new:
+            return
+        asked = attempt.asked
+        admit = Admit(
+            id=attempt.wire,
+            prompt_tokens=asked.submit.prompt_tokens,
+            params=asked.submit.params,
+            output=tuple(asked.told),
+        )
+        attempt.admitted.update(new)
+        self.tell(new, admit, asked.prompt)
+
+    def forget(self, attempt: Attempt, but: Iterable[int] = ()) -> None:
+        """A request has nothing to do any more with the instances that know it, but for some."""
+        kept = set(but)
+        known = attempt.admitted | attempt.whole
+        if attempt.at is not None:
+            known.add(attempt.at)
+        for number in sorted(known - kept):
+            instance = self._of.get(number)
+            if instance is None:
+                continue
+            if number == attempt.at and not attempt.finished:
+                instance.abort(attempt.wire)
+            if instance.computes_runs:
+                instance.tell(Forget(attempt.wire))
+        attempt.admitted &= kept

@@ -1,0 +1,151 @@
+"""The machine's hands over live instances: what it asks for becomes messages, and what it expects is predicted.
+
+Times are the event loop's: whoever owns the machine calls it with `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from headway.cluster.entries import SpanEntry
+from headway.cluster.hands import Figures, Impossible
+from headway.cluster.journey import Journey
+from headway.cluster.transfers import Piece
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.hardware.shapes import ModelShape
+from headway.latency.groups import GroupLatency, GroupShape, batch_s
+from headway.placement.base import Phase
+from headway.router.attempt import Attempt, Attempts
+from headway.router.fleet import Fleet
+from headway.router.loads import Load
+from headway.router.moves import Moves
+from headway.router.runs import Runs
+from headway.router.stays import Stays
+
+_ALONE = GroupShape(1)
+
+
+class LiveHands:
+    """See `cluster.hands.Hands`. completed: batches that are complete though nobody told so: their last request left.
+    over: requests that had ended when their decode was enqueued. ended: requests that the machine has let go of, with
+    why (None: they have all of their output). Who owns the machine empties these after each of its calls."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        attempts: Attempts,
+        latency: GroupLatency,
+        shape: ModelShape,
+        sent: Callable[[Piece], None],
+        cancel: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """sent, cancel: the machine's, the former to be called from outside only."""
+        self.fleet, self.attempts = fleet, attempts
+        self.latency, self._sent, self._cancel, self._clock = latency, sent, cancel, clock
+        self.loads: dict[int, Load] = {}
+        self.moves = Moves(fleet, sent)
+        self.over: list[Attempt] = []
+        self.completed: list[SpanEntry] = []
+        self.ended: deque[tuple[Attempt, str | None]] = deque()
+        self.stays = Stays(fleet, attempts, self.moves, self._placed, self.over.append)
+        self.runs = Runs(fleet, shape, self.stays.submit, self._nodes)
+
+    # -- what it expects ----------------------------------------------------------------------------------------------
+
+    def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
+        for span in spans:
+            if any(self.fleet.get(i) is None for i in span.group):
+                raise Impossible(f"{span.group} are not all there")
+        shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
+        return batch_s(self.latency, ((span.start, span.end - span.start) for span in spans), shape)
+
+    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+        tokens = request.prompt_tokens - request.cached_tokens
+        return tokens, self.latency.prefill_s(request.cached_tokens, tokens, _ALONE)
+
+    def busy_s(self, group: tuple[int, ...]) -> float:
+        left_s = max(self.load(i).left_s for i in group)
+        return self._clock() + left_s if left_s else 0.0
+
+    def refresh(self, instance: int) -> Figures:
+        one, load = self.fleet.get(instance), self.load(instance)
+        if one is None:
+            return Figures()
+        load.take(one.stats)
+        left_s = load.left_s
+        free_at_s = self._clock() + left_s if left_s else 0.0
+        return Figures(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
+
+    # -- what it does -------------------------------------------------------------------------------------------------
+
+    def committed(self, entry: SpanEntry, now: float) -> None:
+        self.runs.committed(entry)
+
+    def begin(self, entry: SpanEntry, now: float) -> None:
+        self.runs.begin(entry)
+
+    def pause(self, entry: SpanEntry, now: float) -> None:
+        self.runs.pause(entry)
+
+    def stop(self, entry: SpanEntry, now: float) -> None:
+        """Its request is forgotten next, which stops it."""
+
+    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        attempt: Attempt = journey.driver
+        self.stays.enter(attempt, group, phase)
+        for i in group:
+            self.load(i).entered(attempt.request.id)
+
+    def leave(self, journey: Journey, why: str, now: float) -> int:
+        attempt: Attempt = journey.driver
+        for i in journey.group:
+            self.load(i).left(attempt.request.id)
+        if why == "moved":
+            self.stays.leave(attempt)
+        return attempt.said
+
+    def send(self, piece: Piece, now: float) -> None:
+        attempt = self.attempts.named(piece.request)
+        if attempt is not None:
+            self.moves.send(attempt, piece)
+        else:  # its request has left a batch that goes on
+            self._sent(piece)
+
+    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+        attempt: Attempt = journey.driver
+        name = attempt.request.id
+        for load in self.loads.values():
+            load.remove(name)
+        self.fleet.forget(attempt)
+        self.moves.forget(attempt)
+        self.attempts.remove(attempt)
+        complete = self.runs.left(attempt)
+        if complete is not None:
+            self.completed.append(complete)
+        self.ended.append((attempt, why))
+        self._cancel(name)
+
+    def pump(self, now: float) -> None:
+        """Schedulers go on by themselves."""
+
+    def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
+        """Nothing is to be done: what is not begun does not run."""
+
+    def released(self, holder: str, instances: Iterable[int], now: float) -> None:
+        """As `held`."""
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    def load(self, instance: int) -> Load:
+        """What an instance's scheduler was given."""
+        return self.loads.setdefault(instance, Load())
+
+    def _placed(self, attempt: Attempt, number: int) -> None:
+        tokens = attempt.request.prompt_tokens + attempt.said
+        self.load(number).add(attempt.request.id, tokens, self.latency.prefill_s(0, tokens, _ALONE))
+
+    def _nodes(self, group: tuple[int, ...]) -> int:
+        return len({self.fleet[i].node for i in group})

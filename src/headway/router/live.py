@@ -1,0 +1,413 @@
+"""The live cluster's machine: what instances say goes in, and what follows is said to clients, policies and instances.
+
+One a cluster, made when its first instances are ready. Everything happens on the event loop, in the order in which it
+is heard; after each thing the machine is settled once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headway.cluster.entries import SpanEntry
+from headway.cluster.machine import Machine
+from headway.core.errors import ConfigError, RequestError, UnavailableError
+from headway.core.request import Request
+from headway.engine.cluster_messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
+from headway.engine.protocol import Delta
+from headway.hardware.shapes import ModelShape
+from headway.latency.groups import GroupLatency
+from headway.placement import base
+from headway.placement.base import Placement
+from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.router.asked import Asked
+from headway.router.attempt import Attempt, Attempts
+from headway.router.fleet import Fleet
+from headway.router.hands import LiveHands
+from headway.router.policies import Policies
+
+log = logging.getLogger("headway.router")
+
+MOST_ATTEMPTS = 16
+"""A request that was lost so often is given up."""
+PAUSE_S = 0.25
+"""How long a request waits after a run was lost, unless an instance is known to be gone sooner: peers notice that one
+is gone before its process is seen to have ended. Longer, the more often it was lost; at most 5 s."""
+
+
+class Live:
+    """asked: requests that are not over, in order of acceptance."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        links: Links,
+        make: Callable[[], Placement],
+        latency: GroupLatency,
+        shape: ModelShape,
+        backends: int = 16,
+    ) -> None:
+        """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time."""
+        self.fleet, self._make = fleet, make
+        self.attempts = Attempts()
+        self.asked: dict[str, Asked] = {}
+        self._waiting: dict[str, Asked] = {}
+        self._again: list[Asked] = []
+        self._pausing: dict[str, tuple[Asked, asyncio.TimerHandle]] = {}
+        self._sent: list[Any] = []
+        self._alarm: asyncio.TimerHandle | None = None
+        self._settling = False
+        self.leaving: set[int] = set()
+        """Instances that are drained, until nobody has anything there."""
+        self.able: str | None = None
+        """Why no request can be placed; None: they can."""
+        instances = [self.seen(each.number) for each in fleet]
+        self.book = ClusterBook(instances, links)
+        self.hands = LiveHands(
+            fleet,
+            self.attempts,
+            latency,
+            shape,
+            self._sent.append,
+            lambda name: self.machine.cancel(name),
+            time.monotonic,
+        )
+        self.policies = Policies(make, self._may)
+        self.machine = Machine(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
+
+    def seen(self, number: int) -> Instance:
+        """An instance as policies see it when nothing is there."""
+        each = self.fleet[number]
+        return Instance(
+            id=number,
+            node=each.node,
+            role=each.role,
+            tp=each.config.tensor_parallel_size,
+            stages=each.config.pipeline_parallel_size,
+            capacity=0 if each.info is None else each.info.kv_tokens_total,
+        )
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun anywhere."""
+        begun = sum(1 for each in self.attempts if each.at is not None or each.runs)
+        return len(self.asked) - begun
+
+    @property
+    def running(self) -> int:
+        """Requests with a span under way."""
+        return sum(1 for attempt in self.attempts if attempt.running)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which those who are sent away may try again: when the first instance is expected to be free."""
+        now = time.monotonic()
+        free = [self.book.instances[number].free_at_s - now for number in self._there()]
+        return min(30.0, max(1.0, min(free, default=1.0)))
+
+    def figures(self, number: int) -> tuple[int, int, float]:
+        """Of an instance: requests of which anything is or will be there, prompt tokens that are not computed, and
+        seconds until they are."""
+        if number >= len(self.book.instances):
+            return 0, 0, 0.0
+        placed = sum(
+            1 for each in self.attempts if number in each.places() or number in self.machine.state.places(each.journey)
+        )
+        seen = self.book.instances[number]
+        return placed, seen.queued, max(0.0, seen.free_at_s - time.monotonic())
+
+    def give_up(self, error: Exception) -> None:
+        """Nobody is left, and nobody will come."""
+        for asked in list(self.asked.values()):
+            asked.fail(error)
+            self.leave(asked)
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def ask(self, asked: Asked) -> None:
+        """A request is accepted."""
+        self.asked[asked.submit.id] = asked
+        self._begin(asked)
+        self.settle()
+
+    def leave(self, asked: Asked, why: str = "its client left") -> None:
+        """Nobody waits for the rest of a request's answer. Harmless when it is over."""
+        if self.asked.pop(asked.submit.id, None) is None:
+            return
+        self._waiting.pop(asked.submit.id, None)
+        if asked.submit.id in self._pausing:
+            self._pausing.pop(asked.submit.id)[1].cancel()
+        attempt = self.attempts.named(asked.name)
+        if attempt is not None:
+            self.machine.drop(attempt.journey, why, time.monotonic())
+            self.settle()
+
+    def _begin(self, asked: Asked) -> None:
+        """A first or another attempt at a request; it waits where nobody could place it."""
+        if self.able is not None:
+            asked.name = ""
+            self._waiting[asked.submit.id] = asked
+            return
+        if asked.attempt - asked.moved >= MOST_ATTEMPTS:
+            asked.fail(UnavailableError(f"the request was lost {MOST_ATTEMPTS} times; send it again later", 5.0))
+            self.asked.pop(asked.submit.id, None)
+            return
+        attempt = Attempt(asked, asked.try_again())
+        self.attempts.add(attempt)
+        attempt.journey = self.machine.arrive(attempt.request, time.monotonic(), attempt)
+
+    def _retry(self, attempt: Attempt, why: str, later: bool = False) -> None:
+        """An attempt has come to nothing; the next one begins when instances have come or gone, where it is to be
+        later, or after a pause."""
+        log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
+        self.machine.drop(attempt.journey, why, time.monotonic())
+        asked = attempt.asked
+        if not later:
+            self._again.append(asked)
+            return
+        pause_s = min(5.0, PAUSE_S * 2.0 ** (asked.attempt - asked.moved - 1))
+        timer = asyncio.get_running_loop().call_later(pause_s, self._paused, asked.submit.id)
+        self._pausing[asked.submit.id] = asked, timer
+
+    def _paused(self, name: str) -> None:
+        """A pause is over."""
+        if name in self._pausing:
+            self._again.append(self._pausing.pop(name)[0])
+            self.settle()
+
+    # -- what instances say -------------------------------------------------------------------------------------------
+
+    def heard(self, number: int, delta: Delta) -> None:
+        """See `instance.Listener`."""
+        attempt = self.attempts.get(delta.id)
+        if attempt is None or attempt.at != number or attempt.finished:
+            return
+        if delta.finish == "error" and delta.param == "unavailable":  # it is draining
+            self._retry(attempt, delta.error or "refused")
+            self.settle()
+            return
+        first = not attempt.said and bool(delta.tokens or delta.finish)
+        attempt.asked.tell(delta)
+        if first:
+            self.hands.load(number).first_token(attempt.request.id)
+            self._changed(number)
+        if delta.finish is None and not first:
+            return
+        now = time.monotonic()
+        if delta.finish in ("stop", "length"):
+            attempt.finished = True
+        elif delta.finish is not None:
+            self.machine.drop(attempt.journey, delta.error or delta.finish, now)
+            self._over(attempt)
+            self.settle()
+            return
+        if attempt.entry is not None:
+            self._complete(self.hands.runs.first_token(attempt, delta))
+        elif attempt.finished and attempt.journey.staying:
+            self.machine.stayed(attempt.journey, attempt.said, True, now)
+        self.settle()
+
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `instance.Listener`."""
+        attempt = self.attempts.get(message.id)
+        if attempt is None:
+            return
+        now = time.monotonic()
+        match message:
+            case RunDone():
+                self._complete(self.hands.runs.done(number, attempt, message))
+            case RunPaused():
+                entry = self.hands.runs.paused(number, attempt, message)
+                if entry is not None:
+                    self.machine.span_paused(entry, entry.driver.layer, now)
+            case RunLost(why=why):
+                self._retry(attempt, f"instance {number}: {why}", later=True)
+            case Reserved():
+                self.hands.moves.reserved(attempt, number)
+                return
+            case Arrived():
+                self.hands.moves.arrived(attempt, message)
+            case Staged():
+                if attempt.at == number:
+                    attempt.at, attempt.whole = None, {number}
+                    self.hands.load(number).left(attempt.request.id)
+                    self.machine.stayed(attempt.journey, attempt.said, False, now)
+        self.settle()
+
+    def measured(self, number: int) -> None:
+        """See `instance.Listener`."""
+        self._changed(number)
+
+    def _changed(self, number: int) -> None:
+        self.machine.changed((number,), time.monotonic())
+
+    def _complete(self, entry: SpanEntry | None) -> None:
+        """A span, or a batch, is complete."""
+        if entry is None:
+            return
+        members = [member.journey.driver for member in (entry, *entry.along)]
+        self.machine.span_done(entry, time.monotonic(), entry.driver.over)
+        for attempt in members:
+            self.hands.moves.computed(attempt)
+
+    # -- instances ----------------------------------------------------------------------------------------------------
+
+    def joined(self, number: int) -> None:
+        """See `instance.Listener`."""
+        self.machine.open(self.seen(number), time.monotonic())
+        self.renew()
+
+    def lost(self, number: int, why: str) -> None:
+        """See `instance.Listener`."""
+        log.warning("instance %d is lost: %s", number, why)
+        hit = {attempt.request.id: attempt.asked for attempt in self.attempts}
+        self._again += [hit[request.id] for request in self.machine.lost(number, time.monotonic())]
+        for attempt in self.attempts:
+            if number in attempt.places():
+                self._retry(attempt, why)
+        self.leaving.discard(number)
+        self.renew()
+
+    def close(self, number: int) -> None:
+        """Nothing new goes there; `quiet` says when nothing is left."""
+        self.machine.close(number, time.monotonic())
+        self.leaving.add(number)
+        self.renew()
+
+    def quiet(self, number: int) -> bool:
+        """Whether nobody has anything there."""
+        return self.machine.quiet(number) and not any(number in attempt.places() for attempt in self.attempts)
+
+    def reserve(self, number: int) -> None:
+        """An instance will join under a number that nobody has had."""
+        if number == len(self.book.instances):
+            now = time.monotonic()
+            self.machine.open(self.seen(number), now)
+            self.machine.lost(number, now)
+            self.settle()
+
+    def renew(self) -> None:
+        """Instances have come or gone: everybody meets, and a new policy begins with what was not placed."""
+        self.fleet.meet()
+        self.able = self.refuses(self._there())
+        for name in self.policies.renew():
+            attempt = self.attempts.named(name)
+            if attempt is not None:
+                attempt.asked.moved += 1
+                self._retry(attempt, "instances have come or gone")
+        for asked, timer in self._pausing.values():
+            timer.cancel()
+            self._again.append(asked)
+        self._pausing.clear()
+        if self.able is None:
+            waiting, self._waiting = self._waiting, {}
+            self._again += waiting.values()
+        self.settle()
+
+    def refuses(self, there: Sequence[int]) -> str | None:
+        """Why the policy could do nothing with these instances alone; None: it could."""
+        if not there:
+            return "no instance is there"
+        book = ClusterBook(self.book.instances, self.book.links)
+        for i in set(range(len(book.instances))) - set(there):
+            book.remove(i)
+        probe = Request(id="", arrival_s=0.0, prompt_tokens=1, max_output_tokens=2)
+        try:
+            self._make().on_event(base.Arrived(probe), ClusterView(book, 0.0))
+        except (ConfigError, ValueError, IndexError) as error:
+            return str(error)
+        return None
+
+    def _there(self) -> list[int]:
+        return [each.number for each in self.fleet if each.state == "ready" and each.number not in self.leaving]
+
+    def others(self, number: int) -> list[int]:
+        """Instances that would be there without one."""
+        return [one for one in self._there() if one != number]
+
+    def _may(self, name: str, number: int) -> bool:
+        """Whether a request may be given to an instance."""
+        state = self.machine.state
+        if number in state.gone:
+            return False
+        if number not in state.closed:
+            return True
+        journey = self.machine.journeys.get(name)
+        return journey is not None and number in state.places(journey)
+
+    # -- the machine --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let the machine do all that follows from what it was told."""
+        if self._settling:
+            return
+        self._settling = True
+        try:
+            while True:
+                wake_s = self.machine.settle(time.monotonic())
+                if not self._follow():
+                    break
+        finally:
+            self._settling = False
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if wake_s is not None:
+            self._alarm = asyncio.get_running_loop().call_later(
+                max(0.0, wake_s - time.monotonic()), self._woken, wake_s
+            )
+
+    def _woken(self, at_s: float) -> None:
+        self._alarm = None
+        self.machine.woken(max(at_s, time.monotonic()))
+        self.settle()
+
+    def _follow(self) -> bool:
+        """What could not be done inside a call of the machine; True when there was anything."""
+        now, hands, some = time.monotonic(), self.hands, False
+        sent, self._sent[:] = list(self._sent), []
+        for piece in sent:
+            some = True
+            self.machine.sent(piece, now)
+        completed, hands.completed = hands.completed, []
+        for entry in completed:
+            if entry.state == "running":
+                some = True
+                self._complete(entry)
+        over, hands.over[:] = list(hands.over), []
+        for ended in over:
+            if ended.journey.staying:
+                some = True
+                self.machine.stayed(ended.journey, ended.said, True, now)
+        stranded, self.policies.stranded[:] = list(self.policies.stranded), []
+        for name in stranded:
+            attempt = self.attempts.named(name)
+            if attempt is not None:
+                some = True
+                self._retry(attempt, "its instances are gone")
+        while hands.ended:
+            ended, why = hands.ended.popleft()
+            if why is None:
+                self._over(ended)
+            elif why.startswith("rejected: "):
+                ended.asked.fail(RequestError(why.removeprefix("rejected: ")))
+                self._over(ended)
+        again, self._again = self._again, []
+        for asked in again:
+            if not asked.over and asked.submit.id in self.asked:
+                some = True
+                self._begin(asked)
+        return some
+
+    def _over(self, attempt: Attempt) -> None:
+        self.asked.pop(attempt.asked.submit.id, None)
+
+    def close_all(self) -> None:
+        """No alarm rings any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for _, timer in self._pausing.values():
+            timer.cancel()

@@ -1,0 +1,115 @@
+"""KV on its way between instances: room first, then the pieces, then what was waiting for them.
+
+A piece of a span is sent by its holder as soon as the machine grants it, layer by layer while the span is computed.
+When another span of the request has begun meanwhile, KV has been spread over that one's group: such a piece waits until
+the last span is computed, and all of that group send what they have of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from headway.cluster.transfers import Piece
+from headway.engine.cluster_messages import Arrived, Reserve, Send
+from headway.router.attempt import Attempt, Movement
+from headway.router.fleet import Fleet
+
+
+class Moves:
+    def __init__(self, fleet: Fleet, sent: Callable[[Piece], None]) -> None:
+        """sent: told of each of the machine's pieces that is there."""
+        self._fleet, self._sent = fleet, sent
+        self._serial = 0
+        self.under_way = 0
+        """Movements that have not arrived."""
+
+    def send(self, attempt: Attempt, piece: Piece) -> None:
+        """The machine grants a piece."""
+        entry = piece.entry
+        if entry is not None and len(attempt.runs) > entry.index + 1:
+            attempt.late.append(piece)
+            self.computed(attempt)
+            return
+        end = min(piece.end, attempt.kv_tokens)
+        self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
+
+    def computed(self, attempt: Attempt) -> None:
+        """A run is complete: pieces that are there already count now, and pieces that came too late for theirs may go
+        when it was the last one."""
+        early, attempt.early = attempt.early, []
+        for piece in early:
+            self._there(attempt, piece)
+        if attempt.running or len(attempt.runs) < len(attempt.journey.entries):
+            return
+        late, attempt.late = attempt.late, []
+        for start, end, target in sorted({(piece.start, piece.end, piece.target) for piece in late}):
+            pieces = [piece for piece in late if (piece.start, piece.end, piece.target) == (start, end, target)]
+            self.bring(attempt, target, attempt.runs[-1].group, start, end, partial(self._all_there, attempt, pieces))
+
+    def gather(self, attempt: Attempt, target: int, then: Callable[[], None]) -> None:
+        """All KV of a request on one instance, whatever the policy thinks of where it is."""
+        holders = attempt.spread or tuple(sorted(attempt.whole))
+        self.bring(attempt, target, holders, 0, attempt.kv_tokens, then)
+
+    def bring(
+        self, attempt: Attempt, target: int, holders: Iterable[int], start: int, end: int, then: Callable[[], None]
+    ) -> None:
+        """Move what these have of tokens [start, end); `then` follows when all of it is there."""
+        self._serial += 1
+        self.under_way += 1
+        attempt.moving[self._serial] = Movement(set(holders), then)
+        self._fleet.admit(attempt, (target,))
+        if target not in attempt.room:
+            attempt.room[target] = False
+            self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens))
+        for source in holders:
+            attempt.unsent.append((source, Send(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)))
+        self._flush(attempt)
+
+    def reserved(self, attempt: Attempt, target: int) -> None:
+        """There is room."""
+        if target in attempt.room:
+            attempt.room[target] = True
+            self._flush(attempt)
+
+    def arrived(self, attempt: Attempt, message: Arrived) -> None:
+        """What one instance has sent is there."""
+        movement = attempt.moving.get(message.piece)
+        if movement is None:
+            return
+        movement.sources.discard(message.source)
+        if not movement.sources:
+            del attempt.moving[message.piece]
+            self.under_way -= 1
+            movement.then()
+
+    def forget(self, attempt: Attempt) -> None:
+        """Nothing of it is awaited."""
+        self.under_way -= len(attempt.moving)
+        attempt.moving.clear()
+        attempt.unsent.clear()
+        attempt.late.clear()
+        attempt.early.clear()
+        attempt.room.clear()
+
+    def _flush(self, attempt: Attempt) -> None:
+        """Send what has room."""
+        waiting = []
+        for source, send in attempt.unsent:
+            if attempt.room[send.to]:
+                self._fleet.tell((source,), send)
+            else:
+                waiting.append((source, send))
+        attempt.unsent = waiting
+
+    def _there(self, attempt: Attempt, piece: Piece) -> None:
+        """A piece is there; it counts when its span is complete on all of its group."""
+        if piece.entry is not None and piece.entry.state == "running":
+            attempt.early.append(piece)
+        else:
+            self._sent(piece)
+
+    def _all_there(self, attempt: Attempt, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self._there(attempt, piece)

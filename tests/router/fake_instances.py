@@ -1,0 +1,351 @@
+"""Instances for tests of a router: they keep books of KV instead of KV, and complain of what no engine could do.
+
+What an instance says next depends on all that is known of a request, so that an answer shows whether anything was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headway.engine.cluster_messages import (
+    Admit,
+    Arrived,
+    Compute,
+    Forget,
+    FromInstance,
+    Meet,
+    Pause,
+    Proceed,
+    Reserve,
+    Reserved,
+    Run,
+    RunDone,
+    RunLost,
+    RunPaused,
+    Send,
+    Staged,
+    ToInstance,
+)
+from headway.engine.config import EngineConfig
+from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
+from server.fake_engine import INFO
+
+LAYERS = 4
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Submit | Abort | Drain | ToInstance)
+
+
+def next_token(known: Sequence[int]) -> int:
+    """What any instance says behind `known`."""
+    return 2 + (sum(known[-5:]) * 31 + len(known) * 7) % 400
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """What an undisturbed instance says."""
+    known = list(prompt)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(prompt) :]
+
+
+@dataclass
+class Known:
+    """A request at an instance."""
+
+    tokens: list[int]
+    count: int
+    room: int = 0
+
+
+@dataclass
+class FakeCluster:
+    """All instances, by number; `launcher(n)` starts processes. Times in seconds. `complaints` must stay empty."""
+
+    token_s: float = 0.0
+    run_s: float = 0.0
+    send_s: float = 0.0
+    start_s: float = 0.0
+    kv_tokens: int = 8192
+    processes: dict[int, FakeProcess] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+    kv: dict[str, dict[int, set[int]]] = field(default_factory=dict)
+    log: list[tuple[int, Any]] = field(default_factory=list)
+    refuse: Callable[[int, int], str | None] = lambda number, serial: None
+
+    def launcher(self, number: int) -> Callable[[EngineConfig, int], FakeProcess]:
+        """See `router.instance.Launch`."""
+
+        def launch(config: EngineConfig, serial: int) -> FakeProcess:
+            process = self.processes[number] = FakeProcess(self, number, serial)
+            return process
+
+        return launch
+
+    def said(self, kind: type) -> list[Any]:
+        """All messages of a kind that instances were told, in order."""
+        return [message for _, message in self.log if isinstance(message, kind)]
+
+    def kill(self, number: int) -> None:
+        """Its process ends, and its KV is gone."""
+        self.processes[number].die("has ended with SIGKILL")
+
+    def peers_hear(self, number: int) -> None:
+        for other in list(self.processes.values()):
+            if other.number != number and other.alive:
+                other.peer_lost(number)
+
+
+class FakeProcess:
+    """See `engine.child.EngineChild`."""
+
+    def __init__(self, cluster: FakeCluster, number: int, serial: int) -> None:
+        self.cluster, self.number, self.serial = cluster, number, serial
+        self.words: Fatal | None = None
+        self.served = False
+        self.alive = True
+        self.pid = 1000 * serial + number
+        self.process = self
+        self.requests: dict[str, Known] = {}
+        self.scheduled: dict[str, asyncio.Task[None]] = {}
+        self.runs: dict[str, Compute] = {}
+        self.paused: dict[str, int] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.counted = 0
+        self.draining = False
+        self._out: asyncio.Queue[Any] = asyncio.Queue()
+        self._gone: asyncio.Future[str] | None = None
+        self._why: str | None = None
+        why = cluster.refuse(number, serial)
+        if why is not None:
+            self.words = Fatal(why)
+            self._why, self.alive = "has ended with exit code 2", False
+        else:
+            self._out.put_nowait(
+                msgspec.structs.replace(
+                    INFO, kv_tokens_total=cluster.kv_tokens, peer_address=f"fake:{number}:{serial}", latency=None
+                )
+            )
+
+    # -- as a process -------------------------------------------------------------------------------------------------
+
+    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
+        message: EngineInfo | Outputs | Fatal | FromInstance = await self._out.get()
+        if isinstance(message, EngineInfo) and self.serial:
+            await asyncio.sleep(self.cluster.start_s)
+        return message
+
+    def ready(self) -> None:
+        self.served = True
+
+    async def gone(self) -> str:
+        if self._gone is None:
+            self._gone = asyncio.get_running_loop().create_future()
+            if self._why is not None:
+                self._gone.set_result(self._why)
+        return await asyncio.shield(self._gone)
+
+    def end(self, at_once: bool = False) -> None:
+        self.die("has ended with SIGKILL")
+
+    def die(self, why: str) -> None:
+        if not self.alive:
+            return
+        self.alive, self._why = False, why
+        for task in (*self.tasks, *self.scheduled.values()):
+            task.cancel()
+        for held in self.cluster.kv.values():
+            held.pop(self.number, None)
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(why)
+        self.cluster.peers_hear(self.number)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        if not self.alive:
+            return
+        message = _decoder.decode(frames[0])
+        self.cluster.log.append((self.number, message))
+        ids = array("i", bytes(frames[1])).tolist() if len(frames) > 1 else []
+        match message:
+            case Submit():
+                self._submit(message, ids)
+            case Abort(id=name):
+                self._leave(name)
+            case Drain():
+                self.draining = True
+                self._do(self._drain())
+            case Admit():
+                if len(ids) != message.prompt_tokens:
+                    self._complain(f"admitted {message.id} with {len(ids)} tokens")
+                left = message.params.max_tokens - len(message.output)
+                self.requests[message.id] = Known([*ids, *message.output], left)
+            case Compute():
+                self._compute(message)
+            case Pause(id=name):
+                run = self.runs.get(name)
+                if run is not None and run.run.group[0] == self.number:
+                    for i in run.run.group:
+                        self.cluster.processes[i].paused[name] = 1
+            case Proceed(id=name):
+                self.paused.pop(name, None)
+                run = self.runs.get(name)
+                if run is not None and run.run.group[0] == self.number:
+                    self._do(self._run(run))
+            case Reserve(id=name, tokens=tokens):
+                known = self.requests.get(name)
+                if known is None:
+                    self._complain(f"Reserve for {name}, which was not admitted")
+                else:
+                    known.room = tokens
+                    self._say(Reserved(name))
+            case Send():
+                self._do(self._send_kv(message))
+            case Forget(id=name):
+                self._leave(name)
+                self.requests.pop(name, None)
+                self.runs.pop(name, None)
+                self.cluster.kv.get(name, {}).pop(self.number, None)
+            case Meet():
+                pass
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.scheduled), prefill_tokens_total=self.counted, kv_tokens_total=self.cluster.kv_tokens
+        )
+
+    # -- its scheduler ------------------------------------------------------------------------------------------------
+
+    def _submit(self, submit: Submit, ids: list[int]) -> None:
+        phase = getattr(submit, "phase", "all")
+        known = Known([*ids, *submit.output], submit.params.max_tokens - len(submit.output))
+        if len(ids) != submit.prompt_tokens:
+            self._complain(f"submitted {submit.id} with {len(ids)} tokens")
+        if phase == "decode":
+            missing = set(range(len(known.tokens) - 1)) - self.cluster.kv.get(submit.id, {}).get(self.number, set())
+            if missing:
+                self._complain(f"{submit.id} decodes on {self.number} without KV of {len(missing)} tokens")
+        self.scheduled[submit.id] = asyncio.get_running_loop().create_task(self._stay(submit.id, known, phase))
+
+    async def _stay(self, name: str, known: Known, phase: str) -> None:
+        if phase != "decode":
+            await asyncio.sleep(self.cluster.run_s)
+            self.counted += len(known.tokens)
+        for number in range(known.count):
+            if number:
+                await asyncio.sleep(self.cluster.token_s)
+            token = next_token(known.tokens)
+            last = number == known.count - 1
+            known.tokens.append(token)
+            self._delta(Delta(id=name, tokens=(token,), finish="length" if last else None, first_scheduled_s=1.0))
+            if phase == "prefill" and not last:
+                self.cluster.kv[name] = {self.number: set(range(len(known.tokens) - 1))}
+                del self.scheduled[name]
+                self._say(Staged(name, len(known.tokens) - 1))
+                return
+        self.scheduled.pop(name, None)
+        self.cluster.kv.get(name, {}).pop(self.number, None)
+
+    def _leave(self, name: str) -> None:
+        task = self.scheduled.pop(name, None)
+        if task is not None:
+            task.cancel()
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def _compute(self, message: Compute) -> None:
+        if message.id not in self.requests:
+            self._complain(f"Compute of {message.id}, which was not admitted")
+        if self.runs:
+            self._complain(f"two runs at once: {message.id} and {next(iter(self.runs))}")
+        self.runs[message.id] = message
+        group = [self.cluster.processes.get(i) for i in message.run.group]
+        if any(one is None or not one.alive for one in group):
+            del self.runs[message.id]
+            self._say(RunLost(message.id, "a peer is gone"))
+            return
+        if all(one is not None and one.runs.get(message.id) == message for one in group):
+            self.cluster.processes[message.run.group[0]]._do(self._run(message))
+
+    async def _run(self, message: Compute) -> None:
+        """By the first of the group, for all."""
+        name, group = message.id, [self.cluster.processes[i] for i in message.run.group]
+        await asyncio.sleep(self.cluster.run_s)
+        if any(name not in one.runs for one in group):
+            return
+        if name in self.paused:
+            for one in group:
+                one._say(_paused(name, message.index))
+            return
+        self._hold(name, message.run)
+        for one in group:
+            del one.runs[name]
+            delta = None
+            if message.last and one is group[0]:
+                known = self.requests[name]
+                token = next_token(known.tokens)
+                delta = Delta(id=name, tokens=(token,), finish="length" if known.count == 1 else None)
+            one._say(RunDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
+
+    def _hold(self, name: str, run: Run) -> None:
+        """Earlier KV is spread over the group, as the engines do, and the run's behind it."""
+        held = self.cluster.kv.setdefault(name, {})
+        before = set().union(*held.values()) if held else set()
+        if before != set(range(run.start)):
+            self._complain(f"{name}: a run from {run.start} on with KV of {len(before)} tokens")
+        if not set(held) <= set(run.group):
+            self._complain(f"{name}: a run on {run.group} though {sorted(held)} hold KV")
+        size = len(run.group)
+        self.cluster.kv[name] = {i: set(range(k, run.end, size)) for k, i in enumerate(run.group)}
+
+    def peer_lost(self, number: int) -> None:
+        for name, run in list(self.runs.items()):
+            if number in run.run.group:
+                del self.runs[name]
+                self._say(RunLost(name, f"instance {number} is gone"))
+
+    # -- KV -----------------------------------------------------------------------------------------------------------
+
+    async def _send_kv(self, send: Send) -> None:
+        target = self.cluster.processes[send.to]
+        known = target.requests.get(send.id)  # a new process knows nothing of it, and does not mind
+        if known is not None and known.room < send.end:
+            self._complain(f"{send.id}: KV is sent to {send.to}, which has no room for it")
+        while send.id in self.runs:  # what the run under way computes comes when it has
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(self.cluster.send_s)
+        held = self.cluster.kv.get(send.id, {})
+        mine = held.get(self.number, set()) & set(range(send.start, send.end))
+        if not target.alive or send.id not in target.requests:
+            return
+        held.setdefault(send.to, set()).update(mine)
+        target._say(Arrived(send.id, send.piece, self.number, 1.0, 2.0))
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        while self.scheduled:
+            await asyncio.sleep(0.001)
+        self.die("has ended with exit code 0")
+
+    def _delta(self, delta: Delta) -> None:
+        self._say(Outputs(deltas=(delta,), stats=self.stats()))
+
+    def _say(self, message: Any) -> None:
+        if self.alive:
+            self._out.put_nowait(message)
+
+    def _do(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def _complain(self, what: str) -> None:
+        self.cluster.complaints.append(f"instance {self.number}: {what}")
+
+
+def _paused(name: str, index: int) -> RunPaused:
+    return RunPaused(id=name, index=index, layer=1, kv_bytes=10, activation_bytes=1, kv_bytes_at_end=20)

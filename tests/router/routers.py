@@ -1,0 +1,115 @@
+"""A router over instances that keep books of KV, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from fake_instances import FakeCluster
+
+from headway.core.errors import RequestError
+from headway.core.sampling import SamplingParams
+from headway.engine.config import EngineConfig
+from headway.engine.protocol import EngineInfo, Submit
+from headway.hardware.links import Link
+from headway.hardware.models import model
+from headway.latency.groups import GroupShape
+from headway.placement.registry import Surroundings, make_placement
+from headway.placement.view import Links, Role
+from headway.router.client import ClusterClient, Rules
+from headway.router.instance import LiveInstance
+
+SHAPE = model("llama-3-8b")
+HOST = Link(name="host", bytes_per_s=1e9, latency_s=0.0, source="test")
+CONFIG = EngineConfig(model="fake", max_restarts=20)
+
+
+class PerToken:
+    """A hundredth of a millisecond a token, over the group."""
+
+    source = "test"
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        return 1e-3 + tokens * 1e-5 / group.sp
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        return max(0, int((budget_s - 1e-3) * 1e5 * group.sp))
+
+
+def router(
+    fake: FakeCluster, roles: Sequence[Role], placement: str, options: dict[str, object] | None = None
+) -> ClusterClient:
+    def rules(infos: Sequence[EngineInfo]) -> Rules:
+        around = Surroundings(latency=PerToken(), shape=SHAPE)
+        return Rules(policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE)
+
+    def another(number: int, pool: int, incarnation: int) -> LiveInstance:
+        if pool:
+            raise RequestError("pool 0 is the only one", "pool")
+        return LiveInstance(number, roles[0], 0, 0, CONFIG, fake.launcher(number), incarnation)
+
+    instances = [LiveInstance(i, role, 0, 0, CONFIG, fake.launcher(i)) for i, role in enumerate(roles)]
+    links = Links(inside=HOST, across=HOST)
+    return ClusterClient(instances, links, rules, placement=placement, another=another)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    fake: FakeCluster, roles: Sequence[Role], placement: str, options: dict[str, object] | None = None
+) -> AsyncGenerator[ClusterClient, None]:
+    client = router(fake, roles, placement, options)
+    await client.start()
+    try:
+        yield client
+        await all_quiet(client, fake)
+    finally:
+        await client.close()
+    assert fake.complaints == []
+
+
+async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
+    """Nothing is left of any request, here or there."""
+    for _ in range(500):
+        live = client._live
+        assert live is not None
+        left = [p.requests or p.runs or p.scheduled for p in fake.processes.values() if p.alive]
+        if not any(left) and not live.asked:
+            break
+        await asyncio.sleep(0.002)
+    assert not live.asked
+    assert not live.machine.journeys
+    assert not list(live.attempts)
+    assert live.hands.moves.under_way == 0
+    live.machine.lanes.check()
+    assert all(not lane for lane in live.machine.lanes.waiting)
+    assert not any(live.machine.state.load)
+    assert [(p.number, p.requests, p.runs, p.scheduled) for p in fake.processes.values() if p.alive] == [
+        (p.number, {}, {}, {}) for p in fake.processes.values() if p.alive
+    ]
+    assert not any(any(held.values()) for held in fake.kv.values()), "KV of nobody is kept"
+
+
+async def ask(client: ClusterClient, name: str, prompt: list[int], count: int = 4, **fields: object) -> list[int]:
+    submit = Submit(
+        id=name,
+        prompt_tokens=len(prompt),
+        params=SamplingParams(max_tokens=count),
+        received_s=asyncio.get_running_loop().time(),
+        **fields,  # type: ignore[arg-type]
+    )
+    data = array("i", prompt).tobytes()
+    return [token async for delta in client.generate(submit, data) for token in delta.tokens]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 300 for i in range(length)]
+
+
+async def until(true: Callable[[], object], what: str = "") -> None:
+    for _ in range(2000):
+        if true():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(what or "it did not happen")
