@@ -187,6 +187,26 @@ def test_a_peer_that_goes_is_told_on_both_sides(make: Make) -> None:
     assert "instance 0" in other.lost[0].why
 
 
+def test_a_receiver_that_hangs_holds_nobody_up(make: Make) -> None:
+    """More than the sockets hold; whoever computes is not kept waiting, and what it changes then is not sent."""
+    sender, receiver, other = make(range(2), range(2), range(2))
+    sender.cache = np.random.default_rng(1).integers(0, 255, (LAYERS, 2, 2, SLOTS, 1 << 16), dtype=np.uint8)
+    receiver.cache = np.zeros_like(sender.cache)
+    receiver.open("a", SLOTS, ((0, SLOTS),))
+    other.open("b", 10, ((0, 10),))
+    before = sender.cache.copy()
+    positions = np.arange(SLOTS)
+    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.connector.wait_for_save("a")
+        sender.cache[:] = 7
+        sender.cache = sender.cache[..., :8]
+        sender.save(Save("b", 2, 2), sender.part(positions[:10], positions[:10]))
+        other.until(lambda: bool(other.received))
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, before)
+
+
 @pytest.mark.parametrize("fault", ["heads", "layer", "tokens", "bytes"])
 def test_what_does_not_fit_the_place_is_lost_and_harms_nobody(make: Make, fault: str) -> None:
     sender, receiver = make(range(4), range(2))

@@ -1,0 +1,145 @@
+"""What a router would say to have KV moved, and what it would hear."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.core.sampling import SamplingParams
+from headway.core.span import Phase
+from headway.engine.cluster_messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
+from headway.engine.protocol import Delta, Submit
+from instance.world import World, frame
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(3, 128) for _ in range(tokens)]
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **fields})
+
+
+def submit(
+    world: World, on: int, name: str, prompt: Sequence[int], phase: Phase, output: tuple[int, ...] = (), **fields: Any
+) -> None:
+    message = Submit(
+        id=name,
+        prompt_tokens=len(prompt),
+        params=params(**fields),
+        received_s=time.monotonic(),
+        phase=phase,
+        output=output,
+    )
+    world[on].tell(message, frame(prompt))
+
+
+def reserve(world: World, on: int, name: str, tokens: int) -> None:
+    """Ask for room, and wait until there is."""
+    world[on].tell(Reserve(name, tokens))
+    world[on].wait(Reserved, name)
+
+
+def send(world: World, name: str, piece: int, sources: Iterable[int], start: int, end: int, to: int) -> None:
+    for source in sources:
+        world[source].tell(Send(id=name, piece=piece, start=start, end=end, to=to))
+
+
+def arrived(world: World, name: str, to: int, pieces: Iterable[tuple[int, int]]) -> None:
+    """All of these (piece, source) have come, in any order, and nothing else has."""
+    left = set(pieces)
+    while left:
+        got = world[to].wait(Arrived, name)
+        assert got.began_s <= got.ended_s <= time.monotonic()
+        left.remove((got.piece, got.source))
+
+
+def first_token(world: World, on: int, name: str, prompt: Sequence[int], **fields: Any) -> Delta:
+    """Prefill only, by the scheduler of an instance."""
+    submit(world, on, name, prompt, "prefill", **fields)
+    assert world[on].wait(Staged, name).tokens == len(prompt)
+    (delta,) = world[on].deltas[name]
+    assert delta.finish is None
+    return delta
+
+
+def rest(world: World, on: int, name: str, prompt: Sequence[int], first: Delta, **fields: Any) -> list[Delta]:
+    """Decode with KV that has come."""
+    submit(world, on, name, prompt, "decode", first.tokens, **fields)
+    return [first, *world[on].answer(name)]
+
+
+def check(deltas: Sequence[Delta], tokens: Sequence[int], chances: Sequence[float]) -> None:
+    assert [token for delta in deltas for token in delta.tokens] == list(tokens)
+    got = [one.logprob for delta in deltas for one in delta.logprobs or ()]
+    assert got == pytest.approx(list(chances), abs=1e-4)
+
+
+def end(world: World, *names: str) -> None:
+    """Forget requests everywhere; nothing of them is left, and nothing was lost."""
+    for name in names:
+        world.forget(name)
+    world.clean()
+    assert not [word for one in world.instances for word in one.said if isinstance(word, RunLost | Arrived)]
+
+
+class Relay:
+    """Between two instances: it listens in the place of `target`, and can be cut, or slow."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self.address = f"unix:{folder / 'relay'}"
+        self._target = target.removeprefix("unix:")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "relay"))
+        self._listener.listen()
+        self._pairs: list[socket.socket] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.passed = 0
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.socket(socket.AF_UNIX)
+                self._pairs += [near, far]
+                far.connect(self._target)
+                for one, other in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass, args=(one, other), daemon=True))
+                    self._threads[-1].start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(4096):
+                self.hold.wait()
+                other.sendall(data)
+                self.passed += len(data)
+        for end_ in (one, other):
+            with suppress(OSError):
+                end_.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        for one in self._pairs:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self.hold.set()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for one in (self._listener, *self._pairs):
+            one.close()

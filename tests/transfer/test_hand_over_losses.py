@@ -1,0 +1,148 @@
+"""Hand-overs whose other end is killed, hangs, or is cut off: told on both sides, nothing stays, engines serve on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hand_overs import Relay, arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+
+from headway.engine.cluster_messages import Forget, Pause, Proceed, RunLost, RunPaused, Staged
+from instance.world import Part, World
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+SOON_S = 2.0
+
+
+def half_way(world: World, name: str, source: int, to: int, tokens: int = 120) -> None:
+    """A run at `source` is paused behind its first layer, which has been sent on; more waits."""
+    part = Part(tokens, (source,))
+    reserve(world, to, name, tokens)
+    world.admit(name, prompt_of(tokens), (source,), params())
+    with world[source].at_once():
+        world.compute(name, [part], 0, preemptible=True)
+        send(world, name, 1, (source,), 0, tokens, to)
+        world[source].tell(Pause(name))
+    assert world[source].wait(RunPaused, name).layer == 1
+
+
+def hands_over(world: World, expected: Expected, name: str, source: int, to: int, but: tuple[int, ...] = ()) -> None:
+    """A hand-over works, and schedulers do."""
+    prompt = prompt_of(77, 3)
+    tokens, chances = expected(prompt, 5)
+    first = first_token(world, source, name, prompt, max_tokens=5)
+    reserve(world, to, name, 77)
+    send(world, name, 1, (source,), 0, 77, to)
+    arrived(world, name, to, [(1, source)])
+    check(rest(world, to, name, prompt, first, max_tokens=5), tokens, chances)
+    world.ask(source, name + " alone", prompt, max_tokens=5, logprobs=0)
+    check(world[source].answer(name + " alone"), tokens, chances)
+    if but:
+        world.forget(name)
+    else:
+        end(world, name)
+
+
+def test_what_was_computed_before_a_pause_has_gone_and_the_rest_follows(trio: World, expected: Expected) -> None:
+    half_way(trio, "p", 0, 2)
+    time.sleep(0.1)
+    paused_s = time.monotonic()
+    trio[0].tell(Proceed("p"))
+    word = trio.done("p", Part(120, (0,)))
+    got = trio[2].until(lambda: next((one for one in trio[2].said if one.id == "p"), None))
+    trio[2].said.remove(got)
+    assert got.began_s < paused_s < got.ended_s
+    assert word.delta is not None
+    prompt = prompt_of(120)
+    submit(trio, 2, "p", prompt, "decode", word.delta.tokens, max_tokens=4)
+    check([word.delta, *trio[2].answer("p")], *expected(prompt, 4))
+    end(trio, "p")
+
+
+def test_a_sender_that_is_killed_half_way(trio: World, expected: Expected) -> None:
+    half_way(trio, "ks", 0, 2)
+    time.sleep(0.1)
+    trio[0].kill()
+    assert "instance 0" in trio[2].wait(RunLost, "ks", SOON_S).why
+    for number in (1, 2):
+        trio[number].tell(Forget("ks"))
+    hands_over(trio, expected, "ks1", 1, 2)
+    trio.again(0)
+    hands_over(trio, expected, "ks2", 0, 2)
+
+
+def test_a_receiver_that_is_killed_half_way(trio: World, expected: Expected) -> None:
+    half_way(trio, "kr", 1, 2)
+    trio[2].kill()
+    trio[1].tell(Proceed("kr"))
+    assert "instance 2" in trio[1].wait(RunLost, "kr", SOON_S).why
+    trio[1].said.clear()
+    trio.forget("kr")
+    trio.again(2)
+    hands_over(trio, expected, "kr2", 1, 2)
+
+
+def test_a_receiver_that_hangs_holds_nobody_up(trio: World, expected: Expected) -> None:
+    prompt = prompt_of(77, 4)
+    reserve(trio, 2, "h", 77)
+    trio[2].signal(signal.SIGSTOP)
+    submit(trio, 0, "h", prompt, "prefill")
+    send(trio, "h", 1, (0,), 0, 77, 2)
+    trio[0].wait(Staged, "h", SOON_S)
+    hands_over(trio, expected, "h1", 0, 1, but=(2,))
+    trio.meet(without=(2,))
+    trio[2].kill()
+    for number in (0, 1):
+        trio[number].tell(Forget("h"))
+    trio.again(2)
+    hands_over(trio, expected, "h2", 0, 2)
+
+
+@pytest.fixture
+def relay(trio: World, tmp_path: Path) -> Iterator[Relay]:
+    """Between 0 and 2, of which 2 connects."""
+    trio[0].kill()
+    trio.again(0)
+    between = Relay(tmp_path, trio[0].peer.address)
+    assert trio[0].info is not None
+    trio[0].info = msgspec.structs.replace(trio[0].info, peer_address=between.address)
+    trio[2].kill()
+    trio.again(2)
+    yield between
+    between.close()
+    trio[0].kill()
+    trio.again(0)
+
+
+def test_a_socket_that_is_cut_half_way(trio: World, expected: Expected, relay: Relay) -> None:
+    hands_over(trio, expected, "c0", 0, 2)
+    assert relay.passed > 77 * 3 * 128
+    half_way(trio, "c", 0, 2)
+    time.sleep(0.1)
+    relay.cut()
+    assert "instance 0" in trio[2].wait(RunLost, "c", SOON_S).why
+    trio[0].tell(Proceed("c"))
+    assert "instance 2" in trio[0].wait(RunLost, "c", SOON_S).why
+    trio[0].said.clear()
+    trio.forget("c")
+    hands_over(trio, expected, "c1", 0, 2)
+
+
+def test_a_slow_socket_delays_and_loses_nothing(trio: World, expected: Expected, relay: Relay) -> None:
+    prompt = prompt_of(150, 8)
+    reserve(trio, 2, "slow", 150)
+    relay.hold.clear()
+    submit(trio, 0, "slow", prompt, "prefill", max_tokens=5)
+    send(trio, "slow", 1, (0,), 0, 150, 2)
+    trio[0].wait(Staged, "slow")
+    hands_over(trio, expected, "beside", 0, 1, but=(2,))
+    trio[2].hear(0.1)
+    assert trio[2].said == []
+    relay.hold.set()
+    arrived(trio, "slow", 2, [(1, 0)])
+    check(rest(trio, 2, "slow", prompt, trio[0].deltas["slow"][0], max_tokens=5), *expected(prompt, 5))
+    end(trio, "slow")
