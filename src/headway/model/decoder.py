@@ -100,16 +100,20 @@ class Decoder:
 
         Stopping between layers and going on later is exact: all state is in `hidden` and the pool.
         """
-        indices = range(first, len(self.weights.layers) if last is None else last)
-        if self._compiled is not None:
-            for index in indices:
-                self._compiled.layer(index, hidden, rotary, plan, self.backend)
-            return hidden
-        for index in indices:
-            hidden = self._layer(index, self.weights.layers[index], hidden, rotary, plan)
+        for index in range(first, len(self.weights.layers) if last is None else last):
+            self.run_layer(index, hidden, rotary, plan, self.backend)
         if self.device.type == "cuda":  # what is timed has been computed
             torch.cuda.synchronize(self.device)
         return hidden
+
+    def run_layer(
+        self, index: int, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, backend: AttentionBackend
+    ) -> None:
+        """One layer, attending by `backend`. hidden (T, hidden_size), contiguous, is overwritten."""
+        if self._compiled is not None:
+            self._compiled.layer(index, hidden, rotary, plan, backend)
+        else:
+            self._layer(index, self.weights.layers[index], hidden, rotary, plan, backend)
 
     def head(self, hidden: Tensor) -> Tensor | None:
         """(R, hidden) after the last layer to (R, vocab) fp32 logits; None on ranks of the group other than 0."""
@@ -124,8 +128,14 @@ class Decoder:
         return logits if self.group is None else self.group.gather(logits, self._widths)
 
     def _layer(
-        self, index: int, layer: LayerWeights, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan
-    ) -> Tensor:
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: Tensor,
+        rotary: RotaryTable,
+        plan: AttentionPlan,
+        backend: AttentionBackend,
+    ) -> None:
         config = self.config
         rows, turned = hidden.shape[0], config.q_heads + config.kv_heads
         heads = layer.qkv(self._norm(hidden, layer.attention_norm)).view(rows, -1, config.head_dim)
@@ -134,11 +144,11 @@ class Decoder:
             query.copy_(self._norm(query, layer.q_norm))
             key.copy_(self._norm(key, layer.k_norm))
         rotate_(heads[:, :turned], rotary)
-        mixed = self.backend.run(index, query, key, value, plan)
+        mixed = backend.run(index, query, key, value, plan)
         hidden.add_(self._summed(layer.out(mixed.view(rows, -1))))
         both = layer.gate_up(self._norm(hidden, layer.mlp_norm))
         gate, up = both[:, : config.mlp_size], both[:, config.mlp_size :]
-        return hidden.add_(self._summed(layer.down(functional.silu(gate).mul_(up))))
+        hidden.add_(self._summed(layer.down(functional.silu(gate).mul_(up))))
 
     def _summed(self, partial: Tensor) -> Tensor:
         return partial if self.group is None else self.group.sum_(partial)
