@@ -77,6 +77,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     return out, lse
 
 
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge` of two, in place of the first: out (..., d) and lse (...), fp32. The second has no empty row."""
+    out.lerp_(part, torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
 def _attend_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     out, lse = _flash_cpu(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=scale)
     return out.squeeze(0), lse.squeeze(0)

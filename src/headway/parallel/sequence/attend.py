@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.attention.primitive import attend, merge
+from headway.attention.primitive import attend, merge_into
 from headway.parallel.sequence.cover import Block
 from headway.parallel.sequence.steps import Attend
 from headway.parallel.sequence.transport import Lane, Transport
@@ -39,18 +39,40 @@ def go_round(transport: Transport, step: Attend, query: Tensor, block: Tensor) -
 
 
 class _Answer:
-    """Partial answers of all rows, merged as they come."""
+    """Partial answers of all rows, merged as they come. `out` (heads, rows, d) lies row by row in memory."""
 
     def __init__(self, query: Tensor) -> None:
-        heads, rows, _ = query.shape
+        heads, rows, dim = query.shape
         self._query = query
-        self.out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        self.out = torch.empty((rows, heads, dim), dtype=torch.float32, device=query.device).transpose(0, 1)
         self._lse = torch.full((heads, rows), -math.inf, dtype=torch.float32, device=query.device)
+        self._answered: list[tuple[int, int]] = []
 
     def add(self, part: Block, block: Tensor) -> None:
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         k, v = block[:, :, keys]
         out, lse = attend(self._query[:, rows], k, v, part.causal, dtype=torch.float32)
-        merged, total = merge([self.out[:, rows], out], [self._lse[:, rows], lse])
-        self.out[:, rows] = merged
-        self._lse[:, rows] = total
+        fresh = self._fresh(part.row, part.row_end)
+        if fresh == [(part.row, part.row_end)]:
+            self.out[:, rows], self._lse[:, rows] = out, lse
+            return
+        for first, end in fresh:
+            self.out[:, first:end] = 0.0
+        merge_into(self.out[:, rows], self._lse[:, rows], out, lse)
+
+    def _fresh(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The rows of a range that have no answer yet; they have one from now on."""
+        gaps, at, joined = [], first, (first, end)
+        others = []
+        for low, high in self._answered:  # ascending
+            if high < first or low > end:
+                others.append((low, high))
+                continue
+            if low > at:
+                gaps.append((at, low))
+            at = max(at, high)
+            joined = (min(joined[0], low), max(joined[1], high))
+        if at < end:
+            gaps.append((at, end))
+        self._answered = sorted([*others, joined])
+        return gaps

@@ -36,6 +36,7 @@ from headway.parallel.sequence.steps import (
     FinishWeights,
     Head,
     Heads,
+    Layer,
     Norm,
     Out,
     StartHistory,
@@ -112,7 +113,7 @@ class _RankPlanner:
         return RankPlan(
             tuple(self._enter()),
             tuple(fetch),
-            (*self._attention(), *self._mlp()),
+            (*self._attention(), *self._mlp()) if self._cut else (self._whole_layer(),),
             tuple(self._leave()),
             not self._index,
         )
@@ -121,6 +122,17 @@ class _RankPlanner:
         if not self._cut:
             return [Embed(ROWS, self._region)]
         return [Embed("embedded", self._region), self._exchanges.scatter("embedded", ROWS)]
+
+    def _whole_layer(self) -> Step:
+        """Without tensor parallelism only heads and mixed rows travel: the rest is a layer as any decoder has it."""
+        rows = self._chunk.rows[self._index]
+        if not self._ulysses:
+            return Layer(rows, "heads", "mixed", tuple(self._ring("heads", "mixed")))
+        to_heads, to_rows = (
+            self._exchanges.to_heads("all heads", "heads"),
+            self._exchanges.to_rows("mixed", "all mixed"),
+        )
+        return Layer(rows, "all heads", "all mixed", (to_heads, *self._ring("heads", "mixed"), to_rows))
 
     def _attention(self) -> list[Step]:
         steps: list[Step] = [self._weights("mlp", ahead=False)] if self._whole_mlp else []
@@ -132,17 +144,11 @@ class _RankPlanner:
             steps.append(Out("mixed", "change", False))
             steps += self._scattered("change")
             return [*steps, Add(self._name("change"))]
-        whole = self._whole_attention
-        if whole:
-            steps.append(FinishWeights())
-        steps.append(Heads("normed", "all heads", self._chunk.rows[self._index], whole))
+        steps += [FinishWeights(), Heads("normed", "all heads", self._chunk.rows[self._index], True)]
         steps.append(self._exchanges.to_heads("all heads", "heads"))
         steps += self._ring("heads", "mixed")
         steps.append(self._exchanges.to_rows("mixed", "all mixed"))
-        steps += [Out("all mixed", "change", whole), Add("change")]
-        if whole:
-            steps.append(self._weights("attention", ahead=True))
-        return steps
+        return [*steps, Out("all mixed", "change", True), Add("change"), self._weights("attention", ahead=True)]
 
     def _ring(self, source: str, target: str) -> list[Step]:
         chunk, width, ranks = self._chunk, self._spec.width, self._group.ranks

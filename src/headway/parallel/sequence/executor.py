@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway.attention.base import AttentionPlan, Segment
+from headway.attention.kv_pool import KvPool
 from headway.model.config import DecoderConfig
 from headway.model.decoder import Decoder
 from headway.model.layer import Matrix, feed, heads, norm
@@ -30,6 +32,7 @@ from headway.parallel.sequence.steps import (
     FinishWeights,
     Head,
     Heads,
+    Layer,
     Norm,
     Out,
     StartHistory,
@@ -77,6 +80,7 @@ class StepExecutor:
             Feed: self._feed,
             Add: self._add,
             Head: self._head,
+            Layer: self._layer_of,
             StartWeights: self._start_weights,
             FinishWeights: self._finish_weights,
             StartHistory: self._start_history,
@@ -124,13 +128,28 @@ class StepExecutor:
         assert weight is not None, "this rank holds no final norm"
         self.registers[step.target] = norm(self.registers.take(step.source), weight, self._config)
 
-    def _heads(self, step: Heads, layer: int) -> None:
-        if id(step) not in self._rotary:  # a step of every layer: one table for all
+    def _table(self, step: Heads | Layer) -> RotaryTable:
+        """A step of every layer: one table for all."""
+        if id(step) not in self._rotary:
             self._rotary[id(step)] = self._decoder.rotary_table(torch.from_numpy(step.positions))
+        return self._rotary[id(step)]
+
+    def _heads(self, step: Heads, layer: int) -> None:
         held, kv_heads = self._layer(layer), (self._config if step.whole else self._decoder.config).kv_heads
         qkv = self._matrix("qkv", held.qkv, step.whole)
-        stacked = heads(self.registers.take(step.source), qkv, held, kv_heads, self._rotary[id(step)], self._config)
+        stacked = heads(self.registers.take(step.source), qkv, held, kv_heads, self._table(step), self._config)
         self.registers[step.target] = stacked.flatten(1)
+
+    def _layer_of(self, step: Layer, layer: int) -> None:
+        hidden, config = self.registers[ROWS], self._config
+        if hidden.shape[0]:
+            mixing = _Mixing(self, step)
+            self._decoder.run_layer(layer, hidden, self._table(step), mixing, mixing)
+            return
+        # no rows, but others' keys pass by
+        self.registers[step.source] = hidden.new_empty(0, (config.q_heads + 2 * config.kv_heads) * config.head_dim)
+        self.run(step.steps, layer)
+        self.registers.take(step.target)
 
     def _attend(self, step: Attend, layer: int) -> None:
         stacked = self.registers.take(step.source)
@@ -195,3 +214,38 @@ class StepExecutor:
             return own
         weight, bias = self._whole.pop(f"whole.{name}.weight"), self._whole.pop(f"whole.{name}.bias", None)
         return partial(functional.linear, weight=weight, bias=None if bias is None else bias.view(-1))
+
+
+class _Mixing:
+    """The steps of a layer as a backend, and as its plan: what a decoder calls in the place of attention."""
+
+    def __init__(self, executor: StepExecutor, step: Layer) -> None:
+        self._executor, self._step = executor, step
+
+    @property
+    def rows(self) -> int:
+        return len(self._step.positions)
+
+    def plan(self, segments: Sequence[Segment], pool: KvPool) -> AttentionPlan:
+        """There is one."""
+        return self
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `AttentionBackend.run`."""
+        executor, step = self._executor, self._step
+        executor.registers[step.source] = _side_by_side(q, k, v)
+        executor.run(step.steps, layer)
+        return executor.registers.take(step.target).view(q.shape)
+
+
+def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads (rows, n, d) as one matrix (rows, all heads · d): a view where they are cut from one, as decoders do."""
+    rows, size, heads = q.shape[0], q.element_size(), q.shape[1] + k.shape[1] + v.shape[1]
+    width = heads * q.shape[2]
+    if (
+        q.stride() == k.stride() == v.stride() == (width, q.shape[2], 1)
+        and k.data_ptr() == q.data_ptr() + q.shape[1] * q.shape[2] * size
+        and v.data_ptr() == k.data_ptr() + k.shape[1] * k.shape[2] * size
+    ):
+        return q.as_strided((rows, width), (width, 1))
+    return torch.cat([q, k, v], 1).flatten(1)

@@ -129,6 +129,18 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """A whole layer over ROWS, for a rank that has all of it: `steps` in the place of attention turn register `source`,
+    query, key and value heads at `positions`, rotated, into `target`.
+    """
+
+    positions: Positions
+    source: str
+    target: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StartWeights:
     """Begin to gather a stage's whole weights, of this layer or (`ahead`) of the next."""
 
@@ -154,8 +166,8 @@ class FinishHistory:
 
 
 Step = (
-    Exchange | Embed | Norm | Heads | Attend | Out | Feed | Add | Head | StartWeights | FinishWeights | StartHistory
-    | FinishHistory
+    Exchange | Embed | Norm | Heads | Attend | Out | Feed | Add | Head | Layer | StartWeights | FinishWeights
+    | StartHistory | FinishHistory
 )  # fmt: skip
 
 Pairs = tuple[tuple[Cut, ...], tuple[Cut, ...]]

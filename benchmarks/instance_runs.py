@@ -1,0 +1,128 @@
+"""What a prompt takes that instances compute together, against one instance alone.
+
+Run: python benchmarks/instance_runs.py [--tokens 4096] [--layers 4] [--dtype bfloat16] [--repeats 5].
+Instances are processes with a thread each, and a socket between each two; the shape is the small Llama of this
+repository's CPU figures (hidden 512, 8 query and 2 KV heads of 64, MLP 1536) with --layers layers. "alone" is the
+scheduler's way: one chunk of all tokens. The rest are runs, KV in the instance's pool. Medians of seconds from when all
+begin to when the last is done; runs of different kinds alternate. Groups of more instances than cores measure cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.sampling import SamplingParams
+from headway.core.span import Strategy
+from headway.engine.cluster_messages import Run
+from headway.model.random_weights import random_decoder, reference_config
+from headway.transfer.peers import Peer, Peers
+from headway.worker.runs import Runs
+from headway.worker.worker import Worker
+
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK = 64
+
+
+class Bench:
+    """One instance's side of every measurement."""
+
+    def __init__(self, number: int, folder: Path, instances: int, options: argparse.Namespace) -> None:
+        self.number, self.options = number, options
+        config = replace(reference_config(options.tokens + 8), layers=options.layers)
+        decoder = random_decoder(config, getattr(torch, options.dtype))
+        self.worker = Worker(decoder, 2 * options.tokens // BLOCK, BLOCK, ())
+        self.peers = Peers(number, 0, f"unix:{folder}/{number}")
+        self.peers.meet([Peer(other, 0, f"unix:{folder}/{other}") for other in range(instances)])
+        self.runs = Runs(self.worker, self.peers, ())
+        prompt = np.random.default_rng(0).integers(3, config.vocab_size, options.tokens, dtype=np.int32)
+        self.prompt = memoryview(prompt.tobytes())
+
+    def alone(self, name: str) -> None:
+        tokens = self.options.tokens
+        self.worker.admit(name, tokens, self.prompt, GREEDY)
+        self.worker.replay((KvOp("reserve", name, -(-tokens // BLOCK)),))
+        self.worker.run(Part(0, DecodeGroup(), (Chunk(name, 0, tokens, True),)))
+        self.worker.replay((KvOp("free", name, 0),))
+        self.worker.forget(name)
+
+    def run(self, name: str, attn: str, group: tuple[int, ...], layer: list[float]) -> None:
+        tokens = self.options.tokens
+        self.runs.admit(name, self.prompt, GREEDY, ())
+        run = Run(0, tokens, group, Strategy(attn=attn))  # type: ignore[arg-type]
+        self.runs.begin(name, run, (), True, lambda count, anew: [(0, count)], lambda: None)
+        self.runs.go(name, lambda: False, lambda done: layer.append(time.perf_counter()))
+        self.runs.finish(name, True)
+        self.runs.forget(name)
+        self.peers.forget(name)
+
+
+def instance_main(
+    number: int, folder: Path, instances: int, options: argparse.Namespace, together: Any, out: Any
+) -> None:
+    torch.set_num_threads(1)
+    bench = Bench(number, folder, instances, options)
+    kinds: list[tuple[str, int]] = [("alone", 1), ("ring", 1)]
+    kinds += [(attn, size) for size in options.groups for attn in ("ring", "striped", "ulysses")]
+    for turn in range(options.repeats + 1):
+        for attn, size in kinds:
+            together.wait()
+            start, layers = time.perf_counter(), list[float]()
+            if number < size:
+                if attn == "alone":
+                    bench.alone(f"a{turn}")
+                else:
+                    bench.run(f"{attn}{size}.{turn}", attn, tuple(range(size)), layers)
+            together.wait()
+            if number == 0 and turn:
+                out.put((attn, size, time.perf_counter() - start))
+    bench.peers.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--groups", type=int, nargs="+", default=[2])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args()
+    instances = max(options.groups)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["headway.worker.runs"])
+    together, out = context.Barrier(instances), context.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        processes = [
+            context.Process(
+                target=instance_main, args=(n, Path(folder), instances, options, together, out), daemon=True
+            )
+            for n in range(instances)
+        ]
+        for process in processes:
+            process.start()
+        times: dict[tuple[str, int], list[float]] = {}
+        for _ in range(options.repeats * (2 + 3 * len(options.groups))):
+            attn, size, seconds = out.get()
+            times.setdefault((attn, size), []).append(seconds)
+        for process in processes:
+            process.join(30.0)
+    print(f"{options.tokens} tokens, {options.dtype}, {options.layers} layers, instances of 1 thread")
+    print("kind      instances  median (s)     least      most  speed-up")
+    alone = statistics.median(times["alone", 1])
+    for (attn, size), found in times.items():
+        middle = statistics.median(found)
+        print(f"{attn:<10}{size:>9} {middle:>11.3f} {min(found):>9.3f} {max(found):>9.3f} {alone / middle:>8.2f}x")
+
+
+if __name__ == "__main__":
+    main()

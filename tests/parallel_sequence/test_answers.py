@@ -1,0 +1,47 @@
+"""Partial answers of a ring, whichever rows they are for and in whatever order they come."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from headway.attention.primitive import attend, merge, merge_into
+from headway.parallel.sequence.attend import _Answer
+from headway.parallel.sequence.cover import cover
+
+
+def test_merging_in_place_is_merging() -> None:
+    torch.manual_seed(0)
+    outs, lses = torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40) * 20
+    lses[0, :, 5:9] = -torch.inf
+    outs[0, :, 5:9] = 0.0
+    out, lse = merge(list(outs), list(lses))
+    mine = outs[0].clone(), lses[0].clone()
+    merge_into(*mine, outs[1], lses[1])
+    assert torch.allclose(mine[0], out, atol=1e-6)
+    assert torch.allclose(mine[1], lse)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_may_come_in_any_order(seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    tokens, past = chance.randrange(8, 50), chance.randrange(0, 9)
+    mine = np.sort(np.array(chance.sample(range(tokens), chance.randrange(1, tokens)), dtype=np.int64))
+    others = np.setdiff1d(np.arange(tokens), mine)
+    parts = [(cover(mine, mine, past), past + len(mine), 0), (cover(mine, others, 0), len(others), past + len(mine))]
+    keys = torch.randn(2, 2, past + tokens, 8)
+    blocks = [(block, keys[:, :, at : at + size]) for found, size, at in parts for block in found]
+    chance.shuffle(blocks)
+    query = torch.randn(4, len(mine), 8)
+    answer = _Answer(query)
+    for block, held in blocks:
+        answer.add(block, held)
+    places = np.concatenate([np.full(past, -1), mine, others])
+    for row, position in enumerate(mine):
+        seen = torch.from_numpy(np.flatnonzero(places <= position))
+        out, _ = attend(query[:, row : row + 1], keys[0][:, seen], keys[1][:, seen], False)
+        assert torch.allclose(answer.out[:, row : row + 1], out, atol=1e-5)
