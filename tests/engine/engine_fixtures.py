@@ -10,7 +10,7 @@ from headway.core.sampling import SamplingParams
 from headway.engine.core import EngineCore
 from headway.engine.protocol import Delta, EngineInfo, Submit
 from headway.kv.ledger import Ledger
-from headway.latency.base import Load, Seconds
+from headway.latency.base import LatencyModel, Load, Seconds
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.scheduler import Scheduler
 
@@ -22,7 +22,7 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
-class RowLatency:
+class RowLatency(LatencyModel):
     """1 ms and 0.1 ms a row."""
 
     def token_s(self, first: int, last: int) -> Seconds:

@@ -43,7 +43,7 @@ def tables(draw: st.DrawFn) -> TableLatency:
     return table(knots, chunks, decode)
 
 
-class Linear:
+class Linear(LatencyModel):
     """`LatencyModel` where every row costs `row_s` and attention nothing: for arithmetic in the head."""
 
     def __init__(self, row_s: float = 0.01, fixed_s: float = 0.0) -> None:

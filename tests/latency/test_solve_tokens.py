@@ -68,6 +68,17 @@ def test_a_staircase_is_climbed_to_the_last_step_that_fits() -> None:
     assert solve_tokens(model, Load(), 0, 255, 5e-3)[0] == 128
 
 
+def test_a_large_chunk_may_cost_a_tenth_of_smaller_ones() -> None:
+    """Wherever the sizes that fit lie, the largest is found, though halving the times themselves would miss it."""
+    model = table(
+        [(0, 1e-3), (40, 4e-2), (900, 5e-2), (901, 2e-3), (902, 6e-2), (1500, 7e-2)],
+        [(0, 0.0, 0.0), (512, 1e-4, 1e-9)],
+        (0.0, 0.0, 0.0),
+    )
+    assert solve_tokens(model, Load(), 0, 1_500, 3e-3)[0] == 901 == exhaustive(model, Load(), 0, 1_500, 3e-3)
+    assert solve_tokens(model, Load(), 0, 900, 3e-3)[0] == exhaustive(model, Load(), 0, 900, 3e-3) == 2
+
+
 def test_none_fits_where_decodes_fill_the_budget() -> None:
     model = gpu_roofline()
     busy = Load(256, 256, 256 * 60_000)

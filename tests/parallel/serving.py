@@ -17,12 +17,12 @@ from headway.core.sampling import SamplingParams
 from headway.engine.core import EngineCore, Log
 from headway.engine.protocol import Delta, EngineInfo, Submit
 from headway.kv.ledger import Ledger
-from headway.latency.base import Load, Seconds
+from headway.latency.base import LatencyModel, Load, Seconds
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.groups import make_scheduler
 
 
-class RowLatency:
+class RowLatency(LatencyModel):
     """1 ms, 0.1 ms a row, and 0.2 µs a row and past token: adaptive chunks shrink along a prompt."""
 
     def token_s(self, first: int, last: int) -> Seconds:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.latency.base import Load, Seconds
+from headway.latency.base import LatencyModel, Load, Seconds
 from headway.latency.tables import TableLatency, TableSource
 
 
-class Linear:
+class Linear(LatencyModel):
     """`LatencyModel` where every row costs `row_s` and attention nothing: for arithmetic in the head."""
 
     def __init__(self, row_s: float = 0.01, fixed_s: float = 0.0) -> None:

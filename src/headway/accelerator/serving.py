@@ -29,7 +29,7 @@ from headway.accelerator.operators import Setting, elementwise_cost, fused_of, p
 from headway.accelerator.timeline import Mode
 from headway.core.errors import ConfigError
 from headway.hardware.shapes import ModelShape
-from headway.latency.base import MAX_CHUNK, Load, Seconds
+from headway.latency.base import MAX_CHUNK, CoupledLatency, Load, Seconds
 
 MOST_ROWS = MAX_CHUNK + 2048
 KNOTS = (
@@ -38,7 +38,7 @@ KNOTS = (
 )  # fmt: skip
 
 
-class AcceleratorLatency:
+class AcceleratorLatency(CoupledLatency):
     """`CoupledLatency` of one instance without pipeline stages. mode: packing or prefetch."""
 
     def __init__(self, setting: Setting, mode: Mode) -> None:
@@ -108,7 +108,7 @@ class AcceleratorLatency:
         if rows < self._most:
             products_s, idle, own_idle = self._products_s[rows], self._idle[rows], self._own_idle[rows]
         else:
-            products_s = (float(self.token_s(rows, rows)[0]) - self._head_s) / layers
+            products_s = (self.rows_s(rows) - self._head_s) / layers
             idle, own_idle = self._idle[-1], self._own_idle[-1]
         seconds = layers * products_s + load.chunk_s + self._head_s
         if not decodes:

@@ -67,7 +67,7 @@ class Machine:
         """A stage's iteration: one chunk, beside decodes, the history cut over `groups` (Mnemosyne Eq. 9: attention
         over its groups, all else as before, and the merge)."""
         rows = tokens + decodes
-        seconds = float(self.latency.token_s(rows, rows)[0])
+        seconds = self.latency.rows_s(rows)
         if tokens:
             seconds += one_chunk_s(self.latency, round(past / groups), tokens)
         if decodes:

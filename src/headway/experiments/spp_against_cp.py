@@ -27,7 +27,7 @@ def striped_s(nodes: int, mode: Mode) -> float:
     """Striped attention's time to the first token, all stages of arithmetic as the module says."""
     m = machine("h100", "llama-3-8b", 8, 1, mode)
     mine = PROMPT // nodes
-    rows = float(m.latency.token_s(MAX_CHUNK, MAX_CHUNK)[0]) * mine / MAX_CHUNK
+    rows = m.latency.rows_s(MAX_CHUNK) * mine / MAX_CHUNK
     # attention of the whole prompt in the largest chunks: a triangle of own parts and histories
     chunks = PROMPT / MAX_CHUNK
     own, over = one_chunk_s(m.latency, 0, MAX_CHUNK), one_chunk_s(m.latency, PROMPT // 2, MAX_CHUNK)

@@ -18,7 +18,7 @@ def bake(source: TableSource, scales: Iterable[float], provenance: str) -> Table
     """The table whose terms are `source`'s times `scales` = (fixed, rows, decodes, chunks), as `CorrectedLatency`
     applies them. `provenance` is added to the table's own."""
     fixed, rows, decodes, chunks = (float(scale) for scale in scales)
-    base_s = float(TableLatency(source).token_s(1, 1)[0])
+    base_s = TableLatency(source).rows_s(1)
     grid, past = source.decode_grid, source.past
     return msgspec.structs.replace(
         source,

@@ -3,14 +3,16 @@
 All models here are *separable*: an iteration's time is a term in its token count (matrix products, collectives and
 what is fixed), one for the decodes' attention, and one for each prefill chunk's attention. That covers Medha's
 roofline, Vidur-style operator tables and profiles of the live engine (measured in notes: mean error 2-5%), and it
-makes a decision cost microseconds: a chunk is sized by evaluating all candidates as one vector.
+makes a decision cost microseconds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ MAX_CHUNK = 16_384
 """Largest chunk that is ever sized by time, in tokens. (`whole` chunking does not ask.)"""
 
 
-class Load(NamedTuple):
+class Load(msgspec.Struct, frozen=True, gc=False):
     """A batch as a latency model sees it: aggregates only, so that it costs the same at 1 or 2,048 decodes.
 
     tokens: rows of the forward pass. decodes, decode_kv: how many decode, and the KV tokens that they read together.
@@ -48,20 +50,40 @@ class Load(NamedTuple):
 
 class LatencyModel(Protocol):
     """Predicted seconds for one pipeline stage of one instance, in its layout. Pure: the same question, the same
-    answer, until `observe` is called."""
+    answer, until `observe` is called. Inherit it: a model of few numbers needs the first four methods only, and others
+    answer single questions without making a vector, and give floors, which make the choice of a chunk fast."""
 
     def token_s(self, first: int, last: int) -> Seconds:
         """Time of everything that depends on the row count only, for first..last rows inclusive: shape (last-first+1,).
         Includes what is fixed per iteration. `token_s(0, 0)` is the fixed part."""
+        ...
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         """Attention time of one prefill chunk of first..last tokens over `past` cached tokens."""
+        ...
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         """Attention time of `decodes` single-token rows that read `kv_sum` KV tokens together."""
+        ...
 
     def observe(self, load: Load, measured_s: float) -> None:
         """A batch of this load took `measured_s`. Models that do not learn ignore it."""
+
+    def rows_s(self, rows: int) -> float:
+        """`token_s` of one row count."""
+        return float(self.token_s(rows, rows)[0])
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        """`chunk_s` of one chunk."""
+        return float(self.chunk_s(past, tokens, tokens)[0])
+
+    def least_rows_s(self, rows: int) -> float:
+        """A floor: no row count from `rows` on takes less. It never falls as `rows` grows."""
+        return 0.0
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        """A floor: no chunk of `tokens` or more over `past` takes less. It never falls as `tokens` grows."""
+        return 0.0
 
 
 class CoupledLatency(LatencyModel, Protocol):
@@ -84,50 +106,54 @@ def load_s(model: LatencyModel, load: Load) -> float:
     if whole_s is not None:
         return whole_s(load)
     decode = model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
-    return float(model.token_s(load.tokens, load.tokens)[0]) + decode + load.chunk_s
+    return model.rows_s(load.tokens) + decode + load.chunk_s
 
 
 def one_chunk_s(model: LatencyModel, past: int, tokens: int) -> float:
     """Attention seconds of one chunk."""
-    return float(model.chunk_s(past, tokens, tokens)[0])
+    return model.attention_s(past, tokens)
 
 
 def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> tuple[int, float]:
     """The largest chunk (at most `limit` tokens) over `past` KV tokens that keeps the whole batch within `budget_s`.
 
     Returns (tokens, its attention seconds), (0, 0.0) when none fits. Solves *total time <= budget* (DESIGN: roofline
-    terms do not subtract, so Medha's Algorithm 2 is not taken literally); all candidates are evaluated as one vector
-    and the largest feasible one is taken, because measured time is not monotone in chunk size. Exact as long as no
-    larger chunk takes less than half the time of a smaller one (sizes beyond twice the budget are not looked at).
+    terms do not subtract, so Medha's Algorithm 2 is not taken literally). Measured time is not monotone in chunk size;
+    the model's floors are, so halving finds a size beyond which nothing fits, and from there the first that does fit is
+    looked for downwards: mostly it is that size itself. Exact.
     """
     limit = min(limit, MAX_CHUNK)
     if limit <= 0:
         return 0, 0.0
     if hasattr(model, "whole_s"):
         return _halve(model, load, past, limit, budget_s)
-    rest = load.chunk_s + (model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0)
-    if limit <= 1024:  # the rest of a short prompt, which mostly fits
-        whole = one_chunk_s(model, past, limit)
-        if float(model.token_s(load.tokens + limit, load.tokens + limit)[0]) + whole <= budget_s - rest:
-            return limit, whole
-    low, top = 1, limit
-    probe = 128
-    while probe < top:
-        seconds = _total(model, load, past, probe)
-        if seconds + rest > 2 * budget_s:
-            top = probe
-            break
-        if seconds <= budget_s - rest:
-            low = probe
-        probe *= 8
-    attention = model.chunk_s(past, low, top)
-    total = model.token_s(load.tokens + low, load.tokens + top) + attention
-    feasible = (total <= budget_s - rest)[::-1]
-    last = int(feasible.argmax())
-    if not feasible[last]:
+    left_s = budget_s - (load.chunk_s + (model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0))
+    rows = load.tokens
+    attention_s = model.attention_s(past, limit)
+    if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits
+        return limit, attention_s
+    least_rows_s, least_attention_s = model.least_rows_s, model.least_attention_s
+    most = bisect_right(range(1, limit), left_s, key=lambda c: least_rows_s(rows + c) + least_attention_s(past, c))
+    return _downwards(model, rows, past, most, left_s)
+
+
+def _downwards(model: LatencyModel, rows: int, past: int, most: int, left_s: float) -> tuple[int, float]:
+    """The first chunk from `most` tokens downwards that fits beside so many rows: that one, else by vectors."""
+    if most <= 0:
         return 0, 0.0
-    best = total.size - 1 - last
-    return low + best, float(attention[best])
+    attention_s = model.attention_s(past, most)
+    if model.rows_s(rows + most) + attention_s <= left_s:
+        return most, attention_s
+    width = 128
+    while most:
+        first = max(1, most - width + 1)
+        attention = model.chunk_s(past, first, most)
+        fits = (model.token_s(rows + first, rows + most) + attention <= left_s).nonzero()[0]
+        if fits.size:
+            last = int(fits[-1])
+            return first + last, float(attention[last])
+        most, width = first - 1, 4 * width
+    return 0, 0.0
 
 
 def _halve(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> tuple[int, float]:
@@ -144,8 +170,3 @@ def _halve(model: LatencyModel, load: Load, past: int, limit: int, budget_s: flo
     if not low:
         return 0, 0.0
     return low, one_chunk_s(model, past, low)
-
-
-def _total(model: LatencyModel, load: Load, past: int, tokens: int) -> float:
-    at = load.tokens + tokens
-    return float(model.token_s(at, at)[0]) + one_chunk_s(model, past, tokens)

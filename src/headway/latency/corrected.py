@@ -18,7 +18,7 @@ _FLOOR, _CEILING = 0.05, 20.0
 _OUTLIER = 3.0
 
 
-class CorrectedLatency:
+class CorrectedLatency(LatencyModel):
     """`LatencyModel` = base terms × learned scales, which are `scales` = (fixed, rows, decodes, chunks).
 
     Observations more than `_OUTLIER` times above the prediction are clipped to that (a descheduled process must not
@@ -33,7 +33,7 @@ class CorrectedLatency:
         prior = 1.0 / max(confidence, 1e-6)
         self._p = np.eye(4) * prior
         self._most_trace = max(1.0, 4.0 * prior)
-        self._fixed_s = float(base.token_s(1, 1)[0])
+        self._fixed_s = base.rows_s(1)
         self._k_fixed = self._k_rows = self._k_decode = self._k_chunk = 1.0
 
     @property
@@ -45,8 +45,20 @@ class CorrectedLatency:
         rows_s = self.base.token_s(first, last) * self._k_rows
         return np.asarray(np.maximum(rows_s + self._fixed_s * (self._k_fixed - self._k_rows), 0.0), dtype=np.float64)
 
+    def rows_s(self, rows: int) -> float:
+        return max(self.base.rows_s(rows) * self._k_rows + self._fixed_s * (self._k_fixed - self._k_rows), 0.0)
+
+    def least_rows_s(self, rows: int) -> float:
+        return max(self.base.least_rows_s(rows) * self._k_rows + self._fixed_s * (self._k_fixed - self._k_rows), 0.0)
+
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         return self.base.chunk_s(past, first, last) * self._k_chunk
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        return self.base.attention_s(past, tokens) * self._k_chunk
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        return self.base.least_attention_s(past, tokens) * self._k_chunk
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode
@@ -56,7 +68,7 @@ class CorrectedLatency:
         x = np.array(
             [
                 self._fixed_s,
-                float(self.base.token_s(load.tokens, load.tokens)[0]) - self._fixed_s,
+                self.base.rows_s(load.tokens) - self._fixed_s,
                 self.base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0,
                 load.chunk_s / (load.chunk_scale or self._k_chunk),
             ]

@@ -49,7 +49,7 @@ def exchange_of(source: TableSource) -> Exchange:
     return Exchange(*(source.exchange or ()))
 
 
-class WithExchange:
+class WithExchange(LatencyModel):
     """A model whose chunks also pay `row_s` a row, for sizing the chunk of a request that has guests."""
 
     def __init__(self, model: LatencyModel, row_s: float) -> None:
@@ -58,9 +58,21 @@ class WithExchange:
     def token_s(self, first: int, last: int) -> Seconds:
         return self.model.token_s(first, last)
 
+    def rows_s(self, rows: int) -> float:
+        return self.model.rows_s(rows)
+
+    def least_rows_s(self, rows: int) -> float:
+        return self.model.least_rows_s(rows)
+
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         rows = np.arange(first, last + 1, dtype=np.float64)
         return np.asarray(self.model.chunk_s(past, first, last) + self.row_s * rows, dtype=np.float64)
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        return self.model.attention_s(past, tokens) + self.row_s * tokens
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        return self.model.least_attention_s(past, tokens) + self.row_s * tokens
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.model.decode_s(decodes, kv_sum)
@@ -69,7 +81,7 @@ class WithExchange:
         self.model.observe(load, measured_s)
 
 
-class Sharded:
+class Sharded(LatencyModel):
     """A model as a request sees it that is spread over groups: no group reads more than `limit` cached tokens."""
 
     def __init__(self, model: LatencyModel, limit: int) -> None:
@@ -78,8 +90,20 @@ class Sharded:
     def token_s(self, first: int, last: int) -> Seconds:
         return self.model.token_s(first, last)
 
+    def rows_s(self, rows: int) -> float:
+        return self.model.rows_s(rows)
+
+    def least_rows_s(self, rows: int) -> float:
+        return self.model.least_rows_s(rows)
+
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         return self.model.chunk_s(min(past, self.limit), first, last)
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        return self.model.attention_s(min(past, self.limit), tokens)
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        return self.model.least_attention_s(min(past, self.limit), tokens)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.model.decode_s(decodes, kv_sum)

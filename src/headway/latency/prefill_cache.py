@@ -56,7 +56,7 @@ class PrefillCache:
         return True
 
     def _probe(self) -> tuple[float, float]:
-        return float(self._model.token_s(64, 64)[0]), one_chunk_s(self._model, 4096, 64)
+        return self._model.rows_s(64), one_chunk_s(self._model, 4096, 64)
 
     def _chunk(self, past: int) -> tuple[int, float]:
         """The chunk that a lone prefill takes over `past` tokens, and its seconds."""
@@ -64,7 +64,7 @@ class PrefillCache:
         if chunk < self._min_chunk:
             chunk = self._min_chunk
             attention = one_chunk_s(self._model, past, chunk)
-        return chunk, float(self._model.token_s(chunk, chunk)[0]) + attention
+        return chunk, self._model.rows_s(chunk) + attention
 
     def _extend(self) -> None:
         """One more grid point. In a step of up to 5% of the context all chunks are taken to be like its middle one."""

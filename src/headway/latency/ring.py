@@ -37,7 +37,7 @@ class RingLatency:
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
         mine = -(-tokens // group.sp)
         rows = min(mine, 2 * MAX_CHUNK)
-        rows_s = float(self._instance.token_s(rows, rows)[0]) * (mine / rows)
+        rows_s = self._instance.rows_s(rows) * (mine / rows)
         attention_s = one_chunk_s(self._instance, past, tokens) / group.sp
         if group.strategy.attn == "ring" and group.sp > 1:
             attention_s *= _imbalance(past, tokens, group.sp)

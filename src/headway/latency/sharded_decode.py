@@ -15,7 +15,7 @@ from headway.hardware.links import Link
 from headway.latency.base import LatencyModel, Load, Seconds
 
 
-class ShardedDecode:
+class ShardedDecode(LatencyModel):
     """`LatencyModel` of such a group, from that of one member."""
 
     def __init__(self, member: LatencyModel, members: int, layers: int, link: Link, masters: int = 1) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.latency.base import MAX_CHUNK, Load, Seconds
+from headway.latency.base import MAX_CHUNK, LatencyModel, Load, Seconds
 
 SCHEMA = "headway.latency/1"
 
@@ -65,43 +65,67 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     details: Mapping[str, Any] = {}
 
 
-class TableLatency:
-    """`LatencyModel` over dense arrays. A lookup is a slice: no search."""
+class TableLatency(LatencyModel):
+    """`LatencyModel` over dense arrays. A lookup is a slice, or of one entry a float: no search."""
 
     def __init__(self, source: TableSource, max_rows: int = 2 * MAX_CHUNK) -> None:
         self.source = source
         self._tokens = _dense(
             [(float(rows), seconds) for rows, seconds in source.tokens], max_rows, "token knots", start=0
         )
-        self._a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
-        self._b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
+        self._rows, self._least_rows = self._tokens.data, _floor(self._tokens).data
+        self._last = max_rows
+        a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
+        b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
+        self._fresh = self._over = self._beyond = _Chunks(a, b)
         self._knee = 0
-        self._over = self._beyond = (self._a, self._b)
         if source.past is not None:
             self._knee = source.past.knee
             far = source.past.chunks
             offset = _dense([(float(c), o) for c, o, _ in far], MAX_CHUNK, "chunk knots", start=0)
             slope = _dense([(float(c), b) for c, _, b in far], MAX_CHUNK, "chunk knots", start=0)
-            self._over = (self._a + offset, self._b)
-            self._beyond = (self._a + offset + (self._b - slope) * self._knee, slope)
+            self._over = _Chunks(a + offset, b)
+            self._beyond = _Chunks(a + offset + (b - slope) * self._knee, slope)
         self._decode = source.decode
         self._grid = _Grid(source.decode_grid) if source.decode_grid is not None else None
 
     def token_s(self, first: int, last: int) -> Seconds:
-        if last < self._tokens.size:
+        if last <= self._last:
             return self._tokens[first : last + 1]
         rows = np.arange(first, last + 1, dtype=np.float64)
         slope = max(0.0, float(self._tokens[-1] - self._tokens[-1025]) / 1024.0)
-        inside = np.minimum(rows, self._tokens.size - 1).astype(np.int64)
+        inside = np.minimum(rows, self._last).astype(np.int64)
         return np.asarray(self._tokens[inside] + slope * (rows - inside), dtype=np.float64)
 
+    def rows_s(self, rows: int) -> float:
+        return self._rows[rows] if rows <= self._last else float(self.token_s(rows, rows)[0])
+
+    def least_rows_s(self, rows: int) -> float:
+        return self._least_rows[rows] if rows <= self._last else self._least_rows[-1]
+
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        a, b = (self._a, self._b) if not past else self._over if past <= self._knee else self._beyond
-        if last < a.size:
-            return a[first : last + 1] + b[first : last + 1] * float(past)
-        ratio = np.arange(first, last + 1, dtype=np.float64) / (a.size - 1)
-        rest = a[-1] - self._a[-1] + b[-1] * past
-        return np.asarray(self._a[-1] * ratio**2 + rest * ratio, dtype=np.float64)
+        chunks = self._chunks(past)
+        if last <= MAX_CHUNK:
+            return chunks.a[first : last + 1] + chunks.b[first : last + 1] * float(past)
+        ratio = np.arange(first, last + 1, dtype=np.float64) / MAX_CHUNK
+        own = self._fresh.a[-1]
+        rest = chunks.a[-1] - own + chunks.b[-1] * past
+        return np.asarray(own * ratio**2 + rest * ratio, dtype=np.float64)
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        if tokens > MAX_CHUNK:
+            return float(self.chunk_s(past, tokens, tokens)[0])
+        chunks = self._chunks(past)
+        return chunks.own[tokens] + chunks.per_past[tokens] * past
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        if tokens > MAX_CHUNK:
+            tokens = MAX_CHUNK
+        chunks = self._chunks(past)
+        return chunks.least_own[tokens] + chunks.least_per_past[tokens] * past
+
+    def _chunks(self, past: int) -> _Chunks:
+        return self._fresh if not past else self._over if past <= self._knee else self._beyond
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         if self._grid is not None:
@@ -111,6 +135,22 @@ class TableLatency:
 
     def observe(self, load: Load, measured_s: float) -> None:
         """Tables are what was measured; they do not learn (see `corrected`)."""
+
+
+class _Chunks:
+    """Attention of each chunk size, a + b * past: as arrays, as floats, and the floors of both."""
+
+    __slots__ = ("a", "b", "least_own", "least_per_past", "own", "per_past")
+
+    def __init__(self, a: Seconds, b: Seconds) -> None:
+        self.a, self.b = a, b
+        self.own, self.per_past = a.data, b.data
+        self.least_own, self.least_per_past = _floor(a).data, _floor(b).data
+
+
+def _floor(values: Seconds) -> Seconds:
+    """At each place the least of what is there and behind it."""
+    return np.ascontiguousarray(np.minimum.accumulate(values[::-1])[::-1])
 
 
 class _Grid:

@@ -342,7 +342,7 @@ class Scheduler:
         config = self.config
         least_s = self.promises.least(config.t_target_s) if least_s is None else least_s
         rules = PackRules(
-            t_target_s=max(least_s, config.least_gain * float(self.latency.token_s(1, 1)[0])),
+            t_target_s=max(least_s, config.least_gain * self.latency.rows_s(1)),
             max_tokens=config.max_num_batched_tokens,
             min_chunk=config.min_chunk,
             progress_every=config.progress_every,

@@ -32,7 +32,7 @@ def limit_of(request: Request, shard: int, groups: int, block_tokens: int) -> in
 
 def _decodable(t_target_s: float, latency: LatencyModel, most: int) -> int:
     """The largest cache over which one decode takes at most `t_target_s`."""
-    one_s = float(latency.token_s(1, 1)[0])
+    one_s = latency.rows_s(1)
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2

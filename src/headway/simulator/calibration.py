@@ -42,7 +42,7 @@ class Calibration:
         }
 
 
-class _WithHost:
+class _WithHost(LatencyModel):
     """A model whose iterations also take the engine's own time."""
 
     def __init__(self, table: LatencyModel, host_s: float) -> None:

@@ -162,7 +162,7 @@ class _Watched(Replica):
         idle = any(not part.prefills for part in batch.parts)  # its decodes alone may exceed it
         if config.chunking != "adaptive" or not chunks or (idle and len(batch.parts) > 1):
             return
-        one_s = float(self.latency.token_s(1, 1)[0])
+        one_s = self.latency.rows_s(1)
         completes = any(chunk.last for chunk in chunks)
         budget_s = max(config.t_target_s, config.least_gain * one_s) * (1 + 1e-9)
         budget_s *= 1.0 + config.stretch if completes else 1.0
