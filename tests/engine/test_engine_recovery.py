@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.core.errors import HeadwayError
 from headway.core.sampling import SamplingParams
 from headway.engine.protocol import Submit
-from headway.engine.recovery import GaveUpError, Restarts
+from headway.engine.recovery import Bereaved, GaveUpError, Restarts
 
 PROMPTS = {"a": [5] * 40, "b": [7, 8, 9], "c": list(range(3, 200))}
 
@@ -157,3 +157,41 @@ def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_output
         refused = core.submit(msgspec.structs.replace(again, id="x", output=output), frame([3]))
         assert refused is not None
         assert refused.param == "output"
+
+
+def test_a_request_that_needs_long_to_do_its_harm_is_ended_and_the_service_goes_on() -> None:
+    """Each restart holds for more than a minute; whoever was there at all losses is not begun again, the rest are."""
+    executor = FakeExecutor(waits_on=("wire",), step_s=0.0)
+    core = make_core(executor)
+    core._restarts = Restarts(2, "the workers", window_s=60.0)
+    assert submit(core, "poison", PROMPTS["c"], max_tokens=100) is None
+    heard = Heard()
+    for loss in range(3):
+        name = f"beside {loss}"
+        assert submit(core, name, PROMPTS["b"], max_tokens=8) is None
+        for _ in range(6):
+            heard.hear(core.step())
+        assert not core.idle
+        core._clock.advance(90.0)  # type: ignore[attr-defined]
+        executor.lose = "worker 1 has ended with signal 9"
+        deltas = core.step()
+        assert [(delta.id, delta.finish) for delta in deltas if delta.finish] == [("poison", "error")] * (loss == 2)
+        assert all("at 3 losses of workers" in (delta.error or "") for delta in deltas if delta.finish)
+        heard.hear([delta for delta in deltas if delta.finish is None])
+        core.step()
+        assert not core.recovering
+    run(core, heard)
+    assert {name: heard.tokens[name] for name in heard.tokens if name != "poison"} == {
+        f"beside {loss}": answer(PROMPTS["b"], 8) for loss in range(3)
+    }
+    assert core.idle
+    assert not executor.residents
+    core.scheduler.check()
+
+
+def test_losses_are_forgotten_with_their_requests() -> None:
+    bereaved = Bereaved()
+    assert bereaved.lost(["a", "gone"], ["a", "b"], 1) == []
+    assert bereaved.lost(["b"], ["b"], 1) == []
+    assert bereaved.lost(["a", "b"], ["a", "b"], 1) == ["b"]
+    assert bereaved.lost(["a"], ["a", "b"], 1) == ["a", "b"]

@@ -22,7 +22,7 @@ from headway.core.span import Span
 from headway.engine.cluster_messages import Staged
 from headway.engine.live import Live
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
-from headway.engine.recovery import Restarts
+from headway.engine.recovery import Bereaved, Restarts
 from headway.latency.recorded import describe
 from headway.scheduling.base import InstanceScheduler
 
@@ -73,6 +73,7 @@ class EngineCore:
         self._stats: dict[str, int | float] = {}
         self._stage_busy_s: dict[tuple[int, int], float] = {}
         self._restarts = restarts or Restarts(3, "the workers")
+        self._bereaved = Bereaved()
         self._lost_s: float | None = None
         if log is not None:
             ledger = scheduler.ledgers[0]
@@ -193,7 +194,7 @@ class EngineCore:
                 deltas.extend(self._update(result))
                 result = self.executor.result(0.0)
         except LostError as error:
-            self._begin_again(str(error))
+            deltas.extend(self._begin_again(str(error)))
         if self._lost_s is not None and self.executor.accepts:
             self._count("recovery_s_total", self._clock.now() - self._lost_s)
             self._lost_s = None
@@ -202,23 +203,29 @@ class EngineCore:
             self._fill()
         return deltas
 
-    def _begin_again(self, why: str) -> None:
+    def _begin_again(self, why: str) -> list[Delta]:
         """All KV and everything in flight is lost: every request's known tokens will be computed again. Raises
-        GaveUpError when that has happened too often."""
+        GaveUpError when that has happened too often; returns the ends of requests to which it has (`Bereaved`)."""
         now = self._clock.now()
         self._lost_s = now if self._lost_s is None else self._lost_s
-        lost = 0
-        for event in self.scheduler.lost(0, now):
+        events = self.scheduler.lost(0, now)
+        lost = sum(event.tokens for event in events)
+        for event in events:
             if event.kind in ("finished", "aborted"):
                 self.executor.forget(event.request)
-            lost += event.tokens
         self._batches.clear()
         self._count("recoveries_total", 1)
         self._count("lost_tokens_total", lost)
         self._note("lost", at_s=now, why=why, tokens=lost)
         log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
         self._restarts.spend(now, why)
+        limit, ended = self._restarts.limit, []
+        for name in self._bereaved.lost((event.request for event in events if event.tokens), self._live, limit):
+            self.abort(name, "error")
+            words = f"the request was given up: it was being computed at {limit + 1} losses of workers, at last: {why}"
+            ended.append(Delta(id=name, finish="error", error=words, emitted_s=now))
         self.executor.recover()
+        return ended
 
     def _fill(self) -> None:
         """Give the executor batches while it would begin them at once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from headway.core.errors import HeadwayError
 
 
@@ -35,3 +37,21 @@ class Restarts:
                 "which is the limit"
             )
         self._spent += 1
+
+
+class Bereaved:
+    """Requests that lost KV when what computed them was lost, and how often. What was there at every loss may be their
+    cause, however long it takes to do its harm."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, int] = {}
+
+    def lost(self, requests: Iterable[str], live: Iterable[str], limit: int) -> list[str]:
+        """Told at each loss who lost KV, and who is live: the live requests that have lost it more than `limit` times,
+        which should not be begun again."""
+        alive = set(live)
+        counted = {name: self._losses.get(name, 0) for name in alive}
+        for name in alive.intersection(requests):
+            counted[name] += 1
+        self._losses = {name: count for name, count in counted.items() if count}
+        return sorted(name for name, count in self._losses.items() if count > limit)
