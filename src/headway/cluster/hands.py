@@ -57,6 +57,7 @@ class Hands(Protocol):
 
     def committed(self, entry: SpanEntry, now: float) -> None:
         """A span has been put on its lanes (of a batch: the lead's entry, once). Work ahead of its turn."""
+        return
 
     def begin(self, entry: SpanEntry, now: float) -> None:
         """Compute a span, and those `along`, from `entry.layer` on (`resumed`: it was paused, its state is on its
@@ -91,6 +92,8 @@ class Hands(Protocol):
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         """A hold was granted."""
+        return
 
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
         """Instances are held no longer."""
+        return

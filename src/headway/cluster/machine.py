@@ -217,6 +217,9 @@ class Machine:
 
     def tell(self) -> None:
         """Tell the policy all news, and do what it wants."""
+        self._tell()
+
+    def _tell(self) -> None:
         news, state, policy = self._news, self.state, self.policy
         while news:
             event = news.popleft()
@@ -238,9 +241,9 @@ class Machine:
         to be woken, if nothing else happens before."""
         state = self.state
         state.now = now
-        self.tell()
+        self._tell()
         while self._begin() or self._news:
-            self.tell()
+            self._tell()
         for piece in state.transfers.start(now):
             self._hands.send(piece, now)
         self._hands.pump(now)

@@ -18,10 +18,10 @@ class Piece:
 
     entry: the span that computes it, if that may still run. overlapped: all layers but the last one have been sent
     while they were computed. began_s: when it was granted its sender and a backend. over: it is there, or nobody waits
-    for it any more. `driver`: whatever the hands keep of it."""
+    for it any more. number: in order of announcement. `driver`: whatever the hands keep of it."""
 
-    __slots__ = ("began_s", "driver", "end", "entry", "over", "overlapped", "request", "share", "source", "start",
-                 "target")  # fmt: skip
+    __slots__ = ("began_s", "driver", "end", "entry", "number", "over", "overlapped", "request", "share", "source",
+                 "start", "target")  # fmt: skip
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Piece:
         self.entry, self.overlapped = entry, overlapped
         self.began_s = 0.0
         self.over = False
+        self.number = 0
         self.driver: Any = None
 
 
@@ -62,6 +63,7 @@ class Transfers:
             first = self._first.setdefault(key, now)
             self._left[key] = self._left.get(key, 0) + 1
             self._serial += 1
+            piece.number = self._serial
             at = first if self._handshake else now
             heapq.heappush(self._waiting.setdefault(piece.target, []), (at, self._serial, piece))
 

@@ -11,10 +11,12 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headway.cluster.entries import SpanEntry
 from headway.cluster.machine import Machine
+from headway.cluster.record import Recorded, Sink
 from headway.cluster.transfers import Piece
 from headway.core.request import Request, Slo
 from headway.metrics import NO_TARGETS
@@ -44,12 +46,13 @@ def simulate_cluster(
     keep_bars: bool = False,
     told: Told | None = None,
     stopwatch: Callable[[], float] | None = None,
+    record: Sink | None = None,
 ) -> ClusterResult:
     """Run a workload to its end, or to the end of the window. Deterministic.
 
-    stopwatch: read around every call of the policy.
+    stopwatch: read around every call of the policy. record: takes a log of all that happens (`cluster.record`).
     """
-    world = World(spec, placement, sorted(workload, key=lambda r: r.arrival_s), run, keep_bars, stopwatch)
+    world = World(spec, placement, sorted(workload, key=lambda r: r.arrival_s), run, keep_bars, stopwatch, record)
     return world.run(told)
 
 
@@ -64,6 +67,7 @@ class World:
         run: RunSpec,
         keep_bars: bool = False,
         stopwatch: Callable[[], float] | None = None,
+        record: Sink | None = None,
     ) -> None:
         self.spec, self.how = spec, run
         self.book = ClusterBook(spec.instances, spec.links)
@@ -79,7 +83,7 @@ class World:
         self._timer_s = NEVER
         self._patience = random.Random(f"patience {run.seed}")
         self.hands = VirtualHands(self)
-        self.machine = Machine(
+        self.machine = (Machine if record is None else partial(Recorded, sink=record))(
             self.book,
             self.hands,
             placement,

@@ -1,0 +1,121 @@
+"""A log of a machine, driven again, gives the same decisions; where a policy decides otherwise, it says where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine_chaos import LAYERS, Chaos, Restless
+
+from headway.cluster.record import Recorded
+from headway.cluster.replay import Replay
+from headway.core.errors import ConfigError
+from headway.placement.base import Action, Arrived, Enqueue, Event, Placement
+from headway.placement.registry import Surroundings, make_placement
+from headway.placement.view import ClusterView
+from headway.simulator.cluster.world import simulate_cluster
+from headway.simulator.noise import Noise
+from headway.simulator.spec import RunSpec
+from headway.workload import TraceRequest
+from simulator_cluster.cluster_worlds import PerToken, cluster
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "fifo": {"long_tokens": 8000, "long_sp": 2},
+    "jsq": {},
+    "priority": {"long_tokens": 8000, "long_sp": 2},
+    "reservation": {"long_tokens": 8000, "long_sp": 1, "reserved": 1},
+    "tetris": {},
+    "fixed-sp": {},
+    "weave": {},
+    "loongserve": {},
+    "pecsched": {"long_tokens": 8000, "long_sp": 2},
+}
+TRAFFIC = [TraceRequest(0.11 * i, 16_000 if i % 9 == 3 else 150 + 37 * (i % 7), 3 + i % 5) for i in range(60)]
+
+
+def made(name: str) -> Placement:
+    spec = cluster()
+    return make_placement(name, Surroundings(latency=PerToken(), shape=spec.shape), OPTIONS[name])
+
+
+def recorded(name: str, policy: Placement) -> list[bytes]:
+    lines: list[bytes] = []
+    decode = 0 if name == "jsq" else 2
+    run = RunSpec(noise=Noise("lognormal", 0.3), seed=5, patience_s=20.0)
+    simulate_cluster(cluster(4, decode), policy, TRAFFIC, run, record=lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_simulation_replays_exactly(name: str) -> None:
+    lines = recorded(name, made(name))
+    replay = Replay(lines, lambda _: made(name))
+    assert replay.run() is None
+    assert replay.decisions > 2 * len(TRAFFIC)
+
+
+class Contrary:
+    """A policy that does otherwise with one request."""
+
+    def __init__(self, policy: Placement, name: str) -> None:
+        self.policy, self.name = policy, name
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        actions = self.policy.on_event(event, view)
+        if isinstance(event, Arrived) and event.request.id == self.name:
+            return [Enqueue(self.name, (0,))]
+        return actions
+
+    def next_wakeup(self, now: float) -> float | None:
+        return self.policy.next_wakeup(now)
+
+
+def test_another_decision_is_found_where_it_is_first_made() -> None:
+    lines = recorded("fifo", made("fifo"))
+    difference = Replay(lines, lambda _: Contrary(made("fifo"), "r30")).run()
+    assert difference is not None
+    assert difference.at_s == pytest.approx(TRAFFIC[30].arrival_s)
+    (kind, fields), actions = difference.replayed  # type: ignore[misc]
+    assert (kind, fields["request"]["id"]) == ("Arrived", "r30")
+    assert actions[0][0] == "Enqueue"
+    assert "decision" in str(difference)
+
+
+def test_what_computed_is_not_what_decides() -> None:
+    """Another time in the log is another world: the machine follows the log, and says that decisions differ."""
+    lines = recorded("tetris", made("tetris"))
+    later = [msgspec.json.decode(line) for line in lines]
+    for line in later:
+        if line.get("said", "").startswith("span_s"):
+            line["is"] *= 3.0
+    difference = Replay([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
+    assert difference is not None
+
+
+def test_a_log_that_was_cut_off_replays_as_far_as_it_goes() -> None:
+    lines = recorded("fifo", made("fifo"))
+    replay = Replay([*lines[:-1], lines[-1][:5]], lambda _: made("fifo"))
+    assert replay.run() is None
+    with pytest.raises(ConfigError, match="first line"):
+        Replay(lines[1:], lambda _: made("fifo"))
+    with pytest.raises(ConfigError):
+        Replay([], lambda _: made("fifo"))
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1 << 30))
+def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:
+    lines: list[bytes] = []
+    chaos = Chaos(seed)
+    policy = chaos.policy
+    chaos.machine = Recorded(
+        chaos.machine.book, chaos, policy, layers=LAYERS, backends=2, sink=lines.append, about={"seed": seed}
+    )
+    for _ in range(150):
+        chaos.step()
+    replay = Replay(lines, lambda replay: Restless(replay.about["seed"]))
+    assert replay.run() is None
+    assert replay.decisions > 150
