@@ -159,6 +159,10 @@ class Machine:
         """The pieces of a request that are under way end here and now. From `Hands.forget`."""
         self.state.transfers.cancel(name)
 
+    def note(self, word: str) -> None:
+        """The driver does something with the policy besides the machine, which a replay has to do as well: nothing
+        here; `record.Recorded` writes it down."""
+
     # -- instances come and go ----------------------------------------------------------------------------------------
 
     def lost(self, instance: int, now: float) -> list[Request]:

@@ -76,7 +76,6 @@ class Recorded(Machine):
         self._write({"do": word, "t": now, **what})
 
     def note(self, word: str) -> None:
-        """Something outside the machine that the policy was told or asked by its owner."""
         self._do("note", self.state.now, note=word)
 
     def arrive(self, request: Request, now: float, driver: Any = None) -> Journey:
