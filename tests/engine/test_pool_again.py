@@ -48,3 +48,20 @@ def test_over_several_workers(degrees: tuple[int, int, int], free: int) -> None:
         held += blocks * 48 * KvPool.bytes_per_token(layers, heads, shape.head_dim, torch.float32)
     again = EngineConfig(model="m", block_size=48, kv_cache_bytes=held)
     assert kv_blocks(again, shape, per_token, 1, layout.kvp) == blocks
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_longest_request_is_said_by_numbers(groups: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups share a request: together they hold it."""
+    path = embedded.model_path() / "config.json"
+    shape = read_config(read_json(path), None, str(path))
+    config = EngineConfig(model=str(embedded.model_path()), kv_cache_bytes=2 << 20)
+    blocks = kv_blocks(config, shape, 1024, 0, groups)
+    assert groups * blocks * config.block_size == 2048
+    whole = shape.max_model_len
+    assert whole == 1 << 20
+    assert (
+        f"room for 2048 tokens (2.0 MiB): the longest prompt with its output is that, not the model's {whole}"
+        in caplog.text
+    )
+    assert "would take 1.0 GiB" in caplog.text

@@ -183,7 +183,11 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
             f"--kv-cache-memory (at least {gib(need * per_token)}) or lower --max-model-len"
         )
     if asked is None and tokens < shape.max_model_len:
-        log.warning("the KV cache holds %d tokens, so prompts are limited to that, not %d", tokens, shape.max_model_len)
+        log.warning(
+            "the KV cache has room for %d tokens (%s): the longest prompt with its output is that, not the model's %d, "
+            "which would take %s (--kv-cache-memory, or a layout over more memory)",
+            tokens, gib(tokens * per_token), shape.max_model_len, gib(shape.max_model_len * per_token),
+        )  # fmt: skip
     return blocks
 
 
