@@ -89,7 +89,8 @@ def end(world: World, *names: str) -> None:
     for name in names:
         world.forget(name)
     world.clean()
-    assert not [word for one in world.instances for word in one.said if isinstance(word, RunLost | Arrived)]
+    words = [word for one in world.instances for word in one.said if isinstance(word, RunLost | Arrived)]
+    assert not [word for word in words if word.id in names]
 
 
 class Relay:

@@ -95,6 +95,7 @@ def test_a_receiver_that_hangs_holds_nobody_up(trio: World, expected: Expected) 
     trio[0].wait(Staged, "h", SOON_S)
     hands_over(trio, expected, "h1", 0, 1, but=(2,))
     trio.meet(without=(2,))
+    assert "instance 2 has left the cluster" in trio[0].wait(RunLost, "h", SOON_S).why
     trio[2].kill()
     for number in (0, 1):
         trio[number].tell(Forget("h"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -205,6 +206,25 @@ def test_a_receiver_that_hangs_holds_nobody_up(make: Make) -> None:
         other.until(lambda: bool(other.received))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, before)
+
+
+def test_a_piece_that_nobody_read_is_lost_to_its_sender(make: Make) -> None:
+    """It was in sockets when the other end went: only a piece that was answered is not told."""
+    sender, receiver = make(range(2), range(2))
+    receiver.open("a", 10, ((0, 10),))
+    receiver.open("b", 10, ((10, 10),))
+    positions = np.arange(10)
+    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    sender.until(lambda: not sender.connector._unanswered)  # type: ignore[attr-defined]
+    receiver.peers.handle(lambda *_: None)
+    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    time.sleep(0.05)
+    sender.look()
+    assert sender.lost == []
+    receiver.peers.close()
+    sender.until(lambda: bool(sender.lost))
+    assert [lost.request for lost in sender.lost] == ["b"]
 
 
 @pytest.mark.parametrize("fault", ["heads", "layer", "tokens", "bytes"])

@@ -105,7 +105,7 @@ class Desk:
         """Send what is there of pieces that have been asked for."""
         if name in self._scheduler:
             self._port.tokens_are_there(name, self._scheduler.progress(name), self._ledger.where(name))
-        elif name in self._custody and not self._port.awaits(name):
-            self._port.tokens_are_there(name, self._ledger.total_tokens, self._ledger.where(name))
+        elif (lease := self._custody.lease(name)) is not None and not self._port.awaits(name):
+            self._port.tokens_are_there(name, lease.tokens, self._ledger.where(name))
         else:
             self._port.layers_are_there(name)

@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from headway.kv.runs import cut_runs, slots_of
 from headway.transfer.connector import KvPlace, Lost, Received
-from headway.transfer.notes import Note, decode, lengthen
+from headway.transfer.notes import END, Note, lengthen
 from headway.transfer.peers import Place
 
 _FEW = 16
@@ -37,10 +36,11 @@ class _Box:
 
 
 class Inbox:
-    """Of one instance or rank. `ring` is called, by the thread that reads, when there is something to `take`."""
+    """Of one instance or rank. In the thread that reads, `ring` is called when there is something to `take`, and
+    `answer(source, request, piece)` when a piece is whole."""
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
+    def __init__(self, ring: Callable[[], None], answer: Callable[[int, str, int], None]) -> None:
+        self._ring, self._answer = ring, answer
         self._gate = threading.Lock()
         self._boxes: dict[str, _Box] = {}
         self._received: list[Received] = []
@@ -88,7 +88,7 @@ class Inbox:
 
     # -- in the thread that reads -------------------------------------------------------------------------------------
 
-    def handle(self, source: int, request: str, said: bytes, length: int) -> Place | None:
+    def handle(self, source: int, request: str, note: Note, length: int) -> Place | None:
         """Where the body of a message goes; None: nobody wants it. See `peers.Handler`."""
         now = time.monotonic()
         with self._gate:
@@ -96,23 +96,22 @@ class Inbox:
             if box is None:
                 return None
             try:
-                note = decode(said)
                 return self._place(box, source, request, note, length, now)
-            except (msgspec.DecodeError, ValueError) as error:
+            except ValueError as error:
                 self._lost.append(Lost(request, f"instance {source} has sent what cannot be kept: {error}"))
         self._ring()
         return None
 
     def _place(self, box: _Box, source: int, request: str, note: Note, length: int, now: float) -> Place:
         coming = box.coming.setdefault((note.piece, source), _Coming(now))
-        if note.layer < 0:
+        if note.layer == END:
             return Place((), lambda: self._end(box, source, request, note))
         place, positions = box.place, lengthen(note.tokens)
         first, stop = note.heads
         if first < place.heads.start or stop > place.heads.stop or first >= stop:
             raise ValueError(f"KV heads {first} to {stop}, where {place.heads.start} to {place.heads.stop} are kept")
         here = len(positions) and positions.min() >= 0 and positions.max() < place.tokens
-        if note.layer >= len(place.cache) or not here:
+        if not 0 <= note.layer < len(place.cache) or not here:
             raise ValueError(f"layer {note.layer}, tokens up to {positions.max(initial=-1)} of {place.tokens}")
         heads = place.cache[note.layer, :, first - place.heads.start : stop - place.heads.start]
         if length != heads.shape[0] * heads.shape[1] * len(positions) * heads.shape[3]:
@@ -159,6 +158,7 @@ class Inbox:
             coming = box.coming.pop((note.piece, source))
             if coming.messages == note.heads[0]:
                 self._received.append(Received(request, note.piece, source, coming.began_s, time.monotonic()))
+                self._answer(source, request, note.piece)
             else:
                 why = f"{coming.messages} of {note.heads[0]} messages of instance {source} have come"
                 self._lost.append(Lost(request, why))

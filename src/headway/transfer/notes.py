@@ -9,6 +9,7 @@ import numpy as np
 
 from headway.kv.runs import Indices
 
+END, HERE = -1, -2
 MOST = 2048
 """Progressions in one note: it stays below 64 KB."""
 
@@ -17,8 +18,8 @@ Progression = tuple[int, int, int]
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """Keys and values of one layer: (2, heads, tokens, vector), tokens as progressions. `layer` -1 is the end of a
-    piece: `heads` is then (messages that it had, 0), and there is no body."""
+    """Keys and values of one layer: (2, heads, tokens, vector), tokens as progressions. Without a body: `END` for the
+    layer is the end of a piece, `heads` being (messages that it had, 0); `HERE` is the receiver's answer to that."""
 
     piece: int
     layer: int

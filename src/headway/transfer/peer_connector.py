@@ -1,20 +1,26 @@
 """The connector `peers`: KV over the sockets between instances, one-sided.
 
 A sender pushes {request, piece, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
-them into the slots that were kept. Nobody who computes takes part: what is written is read only after `Received`, and
-slots that are sent are copied out before they change.
+them into the slots that were kept, and answers when a piece is whole. Nobody who computes takes part: what is written
+is read only after `Received`, and slots that are sent are copied out before they change.
+
+What is lost is known to somebody: a piece that was not answered when its connection ends is lost to its sender, one
+that was begun, to its receiver.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
 
 from headway.transfer.connector import Finished, KvConnector, KvPart, KvPlace, Save
 from headway.transfer.inbox import Inbox
-from headway.transfer.notes import Note
+from headway.transfer.notes import END, HERE, Note, decode, encode
 from headway.transfer.outlet import Outlet, Packet, Way, packets_of
-from headway.transfer.peers import Line, PeerLostError, Peers, Ticket
+from headway.transfer.peers import Line, PeerLostError, Peers, Place, Ticket
 
 
 class PeerConnector(KvConnector):
@@ -22,12 +28,14 @@ class PeerConnector(KvConnector):
 
     def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
         self._peers = peers
-        self._inbox = Inbox(ring)
+        self._inbox = Inbox(ring, self._answer)
         self._outlets: dict[int, Outlet] = {}
         self._ways: dict[Save, tuple[Way, list[int]]] = {}
         self._heres: dict[str, _Here] = {}
-        peers.handle(self._inbox.handle)
-        peers.on_lost(self._inbox.lose)
+        self._gate = threading.Lock()
+        self._unanswered: dict[Save, Way] = {}
+        peers.handle(self._handle)
+        peers.on_lost(self._lose)
 
     def update_state_after_alloc(self, request: str, place: KvPlace) -> None:
         self._inbox.open(request, place)
@@ -41,6 +49,9 @@ class PeerConnector(KvConnector):
             outlet.forget(request)
         for save in [save for save in self._ways if save.request == request]:
             del self._ways[save]
+        with self._gate:
+            for save in [save for save in self._unanswered if save.request == request]:
+                self._unanswered.pop(save).dead = True
         here = self._heres.pop(request, None)
         if here is not None:
             here.close()
@@ -54,7 +65,7 @@ class PeerConnector(KvConnector):
     def finish_save(self, save: Save) -> None:
         way, messages = self._way(save)
         del self._ways[save]
-        self._outlet(save.to).add([Packet(save.request, way, Note(save.piece, -1, (messages[0], 0)))])
+        self._outlet(save.to).add([Packet(save.request, way, Note(save.piece, END, (messages[0], 0)))])
 
     def wait_for_save(self, request: str) -> None:
         for outlet in self._outlets.values():
@@ -66,6 +77,42 @@ class PeerConnector(KvConnector):
     def shutdown(self) -> None:
         for outlet in self._outlets.values():
             outlet.close()
+
+    # -- in the threads that read -------------------------------------------------------------------------------------
+
+    def _handle(self, source: int, request: str, said: bytes, length: int) -> Place | None:
+        try:
+            note = decode(said)
+        except msgspec.DecodeError as error:
+            self._inbox.fail(request, f"instance {source} has sent what cannot be read: {error}")
+            return None
+        if note.layer != HERE:
+            return self._inbox.handle(source, request, note, length)
+        with self._gate:
+            self._unanswered.pop(Save(request, note.piece, source), None)
+        return None
+
+    def _answer(self, source: int, request: str, piece: int) -> None:
+        if source == self._peers.number:
+            with self._gate:
+                self._unanswered.pop(Save(request, piece, source), None)
+            return
+        with suppress(PeerLostError):  # then its sender has been told already
+            self._peers.push(source, request, encode(Note(piece, HERE, (0, 0))), ())
+
+    def _lose(self, instance: int, why: str) -> None:
+        """A connection has ended."""
+        self._inbox.lose(instance, why)
+        with self._gate:
+            saves = [save for save in self._unanswered if save.to == instance]
+            ways = [(save.request, self._unanswered.pop(save)) for save in saves]
+            lost = {request for request, way in ways if not way.dead}
+            for _, way in ways:
+                way.dead = True
+        for request in sorted(lost):
+            self._inbox.fail(request, why)
+
+    # -- on the way out -----------------------------------------------------------------------------------------------
 
     def _outlet(self, to: int) -> Outlet:
         if to not in self._outlets:
@@ -85,6 +132,8 @@ class PeerConnector(KvConnector):
                 except PeerLostError as error:
                     way = _Nowhere(str(error))
             self._ways[save] = (way, [0])
+            with self._gate:
+                self._unanswered[save] = way
         return self._ways[save]
 
 
@@ -114,7 +163,9 @@ class _Here:
         """See `Way.push`."""
         ticket = Ticket()
         with self._gate:
-            place = None if self.dead else self._inbox.handle(self._number, self._request, note, body.nbytes)
+            place = None
+            if not self.dead:
+                place = self._inbox.handle(self._number, self._request, decode(note), body.nbytes)
             if place is not None:
                 at = 0
                 for view in place.views:
