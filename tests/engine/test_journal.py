@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -227,3 +228,37 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_writer_that_is_killed_has_written_all_that_it_said(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert left(tmp_path) == {"one": [list(range(100))]}
+
+
+def test_an_end_is_an_end_though_there_is_no_room_to_compact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is told of it but the log, and it is not tried again at every end."""
+    journal = Journal(tmp_path, slack_bytes=1000)
+    real, full, tries = Journal._rewrite, True, 0
+
+    def rewrite(self: Journal, data: bytes | None = None) -> None:
+        nonlocal tries
+        tries += 1
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, data)
+
+    monkeypatch.setattr(Journal, "_rewrite", rewrite)
+
+    def serve(requests: int) -> None:
+        for i in range(requests):
+            journal.end(journal.accept(str(i), b"", [b"\1" * 200]))
+
+    stays = journal.accept("stays", b"", [PROMPTS[0]])
+    journal.told(stays, 0, delta(5))
+    serve(20)
+    size = (tmp_path / "requests.journal").stat().st_size
+    assert size > 4000
+    assert 1 <= tries <= size // 1000
+    assert "No space left" in caplog.text
+    full = False
+    serve(10)
+    assert (tmp_path / "requests.journal").stat().st_size < 2500
+    journal.close()
+    assert left(tmp_path) == {"stays": [[5]]}

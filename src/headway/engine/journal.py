@@ -86,7 +86,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, slack_bytes: int = 64 << 20) -> None:
-        self._slack_bytes = slack_bytes
+        self._slack_bytes = self._allowed_bytes = slack_bytes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -144,8 +144,8 @@ class Journal:
         self._append(number, Ended(number))
         del self._live[number]
         self.left.pop(number, None)
-        if self._size - sum(self._live.values()) > self._slack_bytes:
-            self._rewrite()
+        if self._size - sum(self._live.values()) > self._allowed_bytes:
+            self._compact()
 
     def close(self) -> None:
         """Nothing that follows is written: what has not ended is left to the next server. Harmless when repeated."""
@@ -198,6 +198,16 @@ class Journal:
             log.warning("%s: dropped %d bytes behind its last whole record", self._path, len(data) - good)
         self._live = dict.fromkeys(self.left, 0)
         self._rewrite(data[:good])
+
+    def _compact(self) -> None:
+        """Where the disk has no room for a new file beside the old one, this one grows on; tried again when as much
+        more has ended, because each try reads all of it."""
+        try:
+            self._rewrite()
+            self._allowed_bytes = self._slack_bytes
+        except OSError as error:
+            self._allowed_bytes += self._slack_bytes
+            log.warning("%s cannot be written anew without what has ended: %s", self._path, error.strerror)
 
     def _rewrite(self, data: bytes | None = None) -> None:
         """Write a new file of the records that are alive, then put it in the place of the old one; on OSError that one
