@@ -1,32 +1,19 @@
-"""`headway cluster` as its users meet it: real engines, one endpoint, one of them killed."""
+"""`headway cluster` as its users meet it: real engines in their roles, one endpoint, every policy."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
-from http_probe import metric, token_ids
+from cluster_probe import APART, MIXED, cluster, until, write
+from http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 from test_serving import Reference, prompt_of
-from test_serving_failures import children
 
 from checkpoints import make_tiny
-from headway.bench.server_process import ServerProcess
 from headway.cli.main import main
-
-CLUSTER = (sys.executable, "-m", "headway.cli.main", "cluster")
-FILE = """
-model: {model}
-placement: {placement}
-options: {options}
-pools:
-  - {{count: 2, serve: {{max_num_seqs: 8}}}}
-serve: {{kv_cache_memory: 32M, latency_profile: quick}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +21,90 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("cluster-llama"), max_position_embeddings=4096)
 
 
-PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((1500, 20, 3, 700, 60, 333))]
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((1500, 20, 3, 700, 60, 333, 2000, 100))]
 
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[list[int]]:
     reference = Reference(llama)
-    return [reference.tokens(prompt, 30) for prompt in PROMPTS]
+    return [reference.tokens(prompt, 20) for prompt in PROMPTS]
 
 
-def write(folder: Path, llama: Path, placement: str, options: str) -> str:
-    path = folder / "cluster.yaml"
-    path.write_text(FILE.format(model=os.path.relpath(llama, folder), placement=placement, options=options))
-    return str(path)
+def all_at_once(url: str) -> list[list[int]]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda p: streamed_ids(url, p, 20, ignore_eos=True), PROMPTS))
 
 
-@pytest.mark.parametrize(("placement", "options"), [("jsq", "{}"), ("fifo", "{long_tokens: 500}")])
-def test_greedy_tokens_equal_transformers_though_an_engine_is_killed(
-    tmp_path: Path, llama: Path, expected: list[list[int]], placement: str, options: str
+LONG = pytest.mark.long
+SHORT = {"long_tokens": 500}
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "pools"),
+    [
+        ("pecsched", SHORT, APART),
+        ("tetris", {}, APART),
+        pytest.param("weave", {}, APART, marks=LONG),
+        pytest.param("fixed-sp", {"sp": 2}, APART, marks=LONG),
+        pytest.param("context-parallel", {}, APART, marks=LONG),
+        pytest.param("loongserve", {}, APART, marks=LONG),
+        pytest.param("fifo", SHORT, APART, marks=LONG),
+        pytest.param("jsq", {}, MIXED, marks=LONG),
+        pytest.param("fifo", SHORT, MIXED, marks=LONG),
+        pytest.param("priority", SHORT, MIXED, marks=LONG),
+        pytest.param("reservation", {**SHORT, "long_sp": 2}, MIXED, marks=LONG),
+        pytest.param("tetris", {}, MIXED, marks=LONG),
+        pytest.param("loongserve", {}, MIXED, marks=LONG),
+        pytest.param("pecsched", {**SHORT, "disaggregate": False}, MIXED, marks=LONG),
+    ],
+)
+def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
+    tmp_path: Path, llama: Path, expected: list[list[int]], placement: str, options: object, pools: object
 ) -> None:
-    with ServerProcess([write(tmp_path, llama, placement, options)], command=CLUSTER) as running:
-        assert running._process is not None
+    with cluster(write(tmp_path, llama, placement, options, pools)) as running:
+        assert all_at_once(running.url) == expected
+        leave_after_sending(running.url, prompt_of(9, 3500), 500)
+        metric_reaches(running.url, "headway_instance_requests_placed", lambda placed: placed == 0)
+        assert metric(running.url, "headway_instance_kv_tokens_used") == 0
+        assert metric(running.url, "headway_instance_up") == 3
+        assert metric(running.url, "headway_instance_restarts_total") == 0
+
+
+def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Path, expected: list[list[int]]) -> None:
+    path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, [{"count": 1}])
+    key = {"Authorization": "Bearer secret"}
+    with cluster(path, "--api-key", "secret") as running, httpx.Client(headers=key, timeout=60) as client:
+        url = running.url
+        client.base_url = httpx.URL(url)
+        assert httpx.get(f"{url}/v1/cluster").status_code == 401
+        assert client.delete("/v1/cluster/instances/0").status_code == 400
+        assert client.delete("/v1/cluster/instances/7").status_code == 404
+        assert client.post("/v1/cluster/instances", json={"pool": 3}).status_code == 400
+        answer = client.post("/v1/cluster/instances", json={"pool": 0})
+        assert (answer.status_code, answer.json()["id"], answer.json()["state"]) == (202, 1, "starting")
+
+        def state(number: int) -> str:
+            found = client.get(f"/v1/cluster/instances/{number}")
+            return found.json()["state"] if found.status_code == 200 else ""
+
+        def ask(prompt: list[int]) -> list[int]:
+            body = {"model": llama.name, "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+            answer = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
+            ids: list[int] = answer["choices"][0]["token_ids"]
+            return ids
+
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            futures = [pool.submit(token_ids, running.url, p, 30, ignore_eos=True) for p in PROMPTS]
-            os.kill(children(running._process.pid)[0], signal.SIGKILL)
-            answers = [future.result() for future in futures]
-        assert answers == expected
-        assert metric(running.url, "headway_engine_restarts_total") >= 1
+            early = [pool.submit(ask, prompt) for prompt in PROMPTS]
+            until(lambda: state(1) == "ready")
+            answers = [pool.submit(ask, prompt) for prompt in PROMPTS]
+            until(lambda: client.get("/v1/cluster/instances/1").json()["placed"])
+            assert client.delete("/v1/cluster/instances/0").json()["state"] == "draining"
+            assert [future.result() for future in early] == expected
+            assert [future.result() for future in answers] == expected
+        until(lambda: state(0) == "")
+        assert ask(PROMPTS[1]) == expected[1]
+        assert metric(url, "headway_engine_up") == 1
+        assert client.get("/health").json()["engine_restarts"] == 0
 
 
 @pytest.mark.parametrize(
@@ -68,10 +112,15 @@ def test_greedy_tokens_equal_transformers_though_an_engine_is_killed(
     [
         ("pools: []", "pools is empty"),
         ("pools: [{count: 0}]", r"pools\[0\].count must be between"),
-        ("pools: [{role: prefill}]", "simulated only so far"),
-        ("pools: [{}]\nplacement: tetris", "simulated only so far"),
+        ("pools: [{per_node: 2}]", r"pools\[0\].per_node must be between 1 and its count"),
+        ("pools: [{}]\nbackends: 0", "backends must be at least 1"),
+        ("pools: [{role: prefill}]", "jsq gives whole requests to instances of role mixed"),
+        ("pools: [{role: decode}]\nplacement: tetris", "somebody has to prefill"),
+        ("pools: [{}]\nplacement: weave", "weave decodes elsewhere than it prefills: give a pool the role decode"),
+        ("pools: [{}]\nplacement: pecsched", "or say `disaggregate: false`"),
+        ("pools: [{serve: {tensor_parallel_size: 2}}]\nplacement: tetris", "serve whole requests, of role mixed"),
+        ("pools: [{serve: {kv_parallel_size: 2}}]\nplacement: fifo", "with `long_sp: 1`"),
         ("pools: [{}]\nplacement: nope", "unknown placement 'nope'"),
-        ("pools: [{}]\nplacement: fifo\noptions: {long_sp: 4}", "must be 1"),
         ("pools: [{}]\nplacement: fifo\noptions: {colour: red}", "unknown field `colour`"),
         ("pools: [{serve: {portt: 1}}]", "unknown setting 'portt'"),
         ("pools: [{}]\nnodes: 3", "unknown field `nodes`"),
@@ -88,7 +137,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_dry_run_says_what_fits(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cluster", write(tmp_path, llama, "jsq", "{}"), "--dry-run"]) == 0
+    assert main(["cluster", write(tmp_path, llama, "jsq", {}, [{"count": 2}]), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "jsq, 2 instances" in out
     assert "longest context      4,096 tokens" in out

@@ -17,7 +17,7 @@ from headway.cli.serve import model_folder
 from headway.core.errors import ConfigError, RequestError
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
-from headway.router.cluster_file import ClusterFile, cluster_file, model_of, moves_kv, nodes_of, options_of
+from headway.router.cluster_file import ClusterFile, cluster_file, model_of, moves_kv, nodes_of
 
 if TYPE_CHECKING:
     from headway.engine.protocol import EngineInfo
@@ -151,7 +151,7 @@ def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo]) -> Rules:
     latency = RingLatency(table, shape, links.inside, links.across)
     surroundings = Surroundings(latency=latency, shape=shape)
     return Rules(
-        policy=lambda: make_placement(file.placement, surroundings, options_of(file)), latency=latency, shape=shape
+        policy=lambda: make_placement(file.placement, surroundings, file.options), latency=latency, shape=shape
     )
 
 

@@ -17,7 +17,7 @@ from headway.latency.sharded_decode import ShardedDecode
 from headway.placement.base import Arrived, Commit, Enqueue, Placement, Reject
 from headway.placement.registry import Surroundings, make_placement
 from headway.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.router.cluster_file import ClusterFile, options_of
+from headway.router.cluster_file import ClusterFile
 from headway.simulator.cluster.spec import ClusterSpec
 from headway.simulator.cluster.world import simulate_cluster
 from headway.simulator.spec import InstanceSpec, RunSpec
@@ -42,7 +42,7 @@ def groups(file: ClusterFile, surroundings: Surroundings, instances: Sequence[In
         lengths.append(tokens)
         tokens *= 4
     for length in [*(lengths or [longest // 2]), longest - OUTPUT - 1]:
-        placement = make_placement(file.placement, surroundings, options_of(file))
+        placement = make_placement(file.placement, surroundings, file.options)
         lines.append(f"{length:>13,}   {_placed(placement, length, instances, links)}")
     return lines
 
@@ -111,7 +111,7 @@ def _met(
     for number in range(REQUESTS):
         at += rng.expovariate(rate_rps)
         requests.append(TraceRequest(at, lengths[number % 10 == 9], OUTPUT))
-    placement = make_placement(file.placement, surroundings, options_of(file))
+    placement = make_placement(file.placement, surroundings, file.options)
     result = simulate_cluster(spec, placement, requests, RunSpec())
     met = 0
     for record in result.sim.records:

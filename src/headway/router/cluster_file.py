@@ -66,10 +66,6 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         check_options(name, file.options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if roles != {"mixed"} or (name not in _WHOLE):
-        raise ConfigError(
-            f"{where}: {name} with these roles moves KV between instances, which is simulated only so far"
-        )
     if roles == {"decode"}:
         raise ConfigError(f"{where}: pools: all are of role decode; somebody has to prefill (role prefill or mixed)")
     if name == "jsq" and roles != {"mixed"}:
@@ -81,11 +77,6 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         raise ConfigError(f"{where}: {name} decodes elsewhere than it prefills: give a pool the role decode{hint}")
 
 
-def options_of(file: ClusterFile) -> dict[str, Any]:
-    """The policy's options."""
-    return dict(file.options) if file.placement == "jsq" else {"long_sp": 1, **file.options}
-
-
 def _disaggregates(file: ClusterFile) -> bool:
     return file.placement == "pecsched" and bool(file.options.get("disaggregate", True))
 
@@ -95,7 +86,7 @@ def moves_kv(file: ClusterFile) -> bool:
     one process each."""
     if file.placement == "jsq":
         return False
-    return file.placement not in _WHOLE or options_of(file).get("long_sp") != 1
+    return file.placement not in _WHOLE or file.options.get("long_sp") != 1
 
 
 def nodes_of(file: ClusterFile) -> list[int]:

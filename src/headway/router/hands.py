@@ -51,7 +51,7 @@ class LiveHands:
         self.completed: list[SpanEntry] = []
         self.ended: deque[tuple[Attempt, str | None]] = deque()
         self.stays = Stays(fleet, attempts, self.moves, self._placed, self.over.append)
-        self.runs = Runs(fleet, shape, self.stays.submit, self._nodes)
+        self.runs = Runs(fleet, shape, self.stays.submit, self.moves.begun)
 
     # -- what it expects ----------------------------------------------------------------------------------------------
 
@@ -146,6 +146,3 @@ class LiveHands:
     def _placed(self, attempt: Attempt, number: int) -> None:
         tokens = attempt.request.prompt_tokens + attempt.said
         self.load(number).add(attempt.request.id, tokens, self.latency.prefill_s(0, tokens, _ALONE))
-
-    def _nodes(self, group: tuple[int, ...]) -> int:
-        return len({self.fleet[i].node for i in group})

@@ -2,7 +2,8 @@
 
 A piece of a span is sent by its holder as soon as the machine grants it, layer by layer while the span is computed.
 When another span of the request has begun meanwhile, KV has been spread over that one's group: such a piece waits until
-the last span is computed, and all of that group send what they have of it.
+the last span is computed, and all of that group send what they have of it. (Of a batch a span that has begun may have
+to wait for others' runs; so do its pieces.)
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ class Moves:
     def send(self, attempt: Attempt, piece: Piece) -> None:
         """The machine grants a piece."""
         entry = piece.entry
-        if entry is not None and len(attempt.runs) > entry.index + 1:
+        if entry is not None and len(attempt.runs) != entry.index + 1:
             attempt.late.append(piece)
             self.computed(attempt)
             return
         end = min(piece.end, attempt.kv_tokens)
         self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
+
+    def begun(self, attempt: Attempt) -> None:
+        """A run was begun, later than its span where others of a batch came first: pieces of it may go."""
+        late, attempt.late = attempt.late, []
+        for piece in late:
+            self.send(attempt, piece)
 
     def computed(self, attempt: Attempt) -> None:
         """A run is complete: pieces that are there already count now, and pieces that came too late for theirs may go

@@ -39,10 +39,10 @@ class Runs:
         fleet: Fleet,
         shape: ModelShape,
         submit: Callable[[Attempt, int], None],
-        nodes: Callable[[tuple[int, ...]], int],
+        begun: Callable[[Attempt], None],
     ) -> None:
-        """submit: give a whole request to an instance's scheduler; nodes: how many a group lies on."""
-        self._fleet, self._shape, self._submit, self._nodes = fleet, shape, submit, nodes
+        """submit: give a whole request to an instance's scheduler; begun: told when a group has been told of a run."""
+        self._fleet, self._shape, self._submit, self._begun = fleet, shape, submit, begun
 
     def committed(self, entry: SpanEntry) -> None:
         """Its prompt goes to its group ahead of its turn."""
@@ -149,11 +149,12 @@ class Runs:
         attempt.runs.append(run)
         attempt.running = set(entry.group)
         self._fleet.tell(entry.group, compute)
+        self._begun(attempt)
 
     def _run(self, span: Span, group: tuple[int, ...]) -> Run:
         """The span as instances compute it. Where its nodes are uneven they count as one, and where the model's heads
         cannot be cut for Ulysses it is a ring: what is computed is the same."""
-        size, nodes = len(group), self._nodes(group)
+        size, nodes = len(group), len({self._fleet[i].node for i in group})
         node = size // nodes if nodes > 1 and size % nodes == 0 else None
         strategy, width = span.strategy, node or size
         if "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):

@@ -1,0 +1,56 @@
+"""A live cluster of tiny engines for tests: its file, its processes, and what its operators' endpoints say."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headway.bench.server_process import ServerProcess
+
+CLUSTER = (sys.executable, "-m", "headway.cli.main", "cluster")
+MIXED = [{"count": 3}]
+APART = [{"count": 2, "role": "prefill"}, {"count": 1, "role": "decode"}]
+
+
+def write(folder: Path, model: Path, placement: str, options: object, pools: object, **serve: object) -> str:
+    """A cluster file; settings of all instances are for tiny models on few cores."""
+    settings = {"kv_cache_memory": "32M", "latency_profile": "quick", "threads": 1, **serve}
+    content = {
+        "model": os.path.relpath(model, folder), "placement": placement, "options": options, "pools": pools,
+        "serve": settings,
+    }  # fmt: skip
+    path = folder / "cluster.yaml"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def cluster(path: str, *arguments: str) -> ServerProcess:
+    """`headway cluster` of a file, as a context manager."""
+    return ServerProcess([path, *arguments], command=CLUSTER)
+
+
+def instances(url: str) -> list[dict[str, Any]]:
+    """What `GET /v1/cluster` says of each."""
+    found: list[dict[str, Any]] = httpx.get(f"{url}/v1/cluster", timeout=10).json()["instances"]
+    return found
+
+
+def pid_of(url: str, number: int) -> int:
+    """The process of an instance."""
+    (pid,) = (each["pid"] for each in instances(url) if each["id"] == number)
+    return int(pid)
+
+
+def until(true: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Poll; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
