@@ -1,0 +1,174 @@
+"""Instances, and the router, that die or hang under a live cluster: streams pause, and their tokens are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from cluster_probe import APART, MIXED, cluster, instances, pid_of, until, write
+from http_probe import metric, stream
+from test_serving import Reference, prompt_of
+from test_serving_failures import gone
+
+from checkpoints import make_tiny
+
+PROMPT = prompt_of(5, 3000)
+OTHER = prompt_of(6, 300)
+COUNT = 150
+LONG = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("failing-llama"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Path) -> list[list[int]]:
+    reference = Reference(llama)
+    return [reference.tokens(PROMPT, COUNT), reference.tokens(OTHER, COUNT)]
+
+
+class Stream(threading.Thread):
+    """A client in a thread of its own. `told`: tokens so far."""
+
+    def __init__(self, url: str, prompt: list[int]) -> None:
+        super().__init__()
+        self.url, self.prompt = url, prompt
+        self.told: list[int] = []
+        self.error: object = None
+        self.start()
+
+    def run(self) -> None:
+        for event in stream(self.url, self.prompt, COUNT, ignore_eos=True):
+            if "error" in event:
+                self.error = event
+                return
+            self.told += event["choices"][0]["token_ids"]
+
+    def answer(self) -> list[int]:
+        """All of it."""
+        self.join(100)
+        assert not self.is_alive(), f"it hangs after {len(self.told)} tokens"
+        assert self.error is None, self.error
+        return self.told
+
+
+def queued(url: str, number: int) -> int:
+    (tokens,) = (each["queued_tokens"] for each in instances(url) if each["id"] == number)
+    return int(tokens)
+
+
+def transfers(url: str) -> int:
+    return int(httpx.get(f"{url}/v1/cluster", timeout=10).json()["transfers"])
+
+
+def all_ready(url: str) -> bool:
+    return all(each["state"] == "ready" for each in instances(url))
+
+
+def computing(number: int) -> Callable[[str, Stream], object]:
+    return lambda url, one: queued(url, number) > 0
+
+
+def handing_over(url: str, one: Stream) -> object:
+    return transfers(url) > 0
+
+
+def decoding(url: str, one: Stream) -> object:
+    return len(one.told) >= 20
+
+
+def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
+    tmp_path: Path, llama: Path, wanted: list[list[int]]
+) -> None:
+    path = write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART)
+    with cluster(path) as running:
+        url = running.url
+        one, other = Stream(url, PROMPT), Stream(url, OTHER)
+        until(lambda: queued(url, 1))
+        os.kill(pid_of(url, 1), signal.SIGKILL)
+        until(lambda: len(one.told) >= 20)
+        os.kill(pid_of(url, 2), signal.SIGKILL)
+        assert [one.answer(), other.answer()] == wanted
+        assert metric(url, "headway_instance_restarts_total") == 2
+        assert httpx.get(f"{url}/health").json()["engine_restarts"] == 2
+        pids = [each["pid"] for each in instances(url)]
+    assert all(gone(pid) for pid in pids)
+
+
+CASES = [
+    ("kill a prefill instance at its run", 0, signal.SIGKILL, computing(0)),
+    ("kill a prefill instance at the hand-over", 1, signal.SIGKILL, handing_over),
+    ("kill the decode instance that receives", 2, signal.SIGKILL, handing_over),
+    ("kill the decode instance that decodes", 2, signal.SIGKILL, decoding),
+    ("stop a prefill instance at its run", 1, signal.SIGSTOP, computing(1)),
+    ("stop the decode instance that receives", 2, signal.SIGSTOP, handing_over),
+    ("stop the decode instance that decodes", 2, signal.SIGSTOP, decoding),
+]
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("placement", "options", "pools"),
+    [
+        ("fixed-sp", {"sp": 2}, APART),
+        ("tetris", {}, APART),
+        ("pecsched", {"long_tokens": 500}, APART),
+        ("weave", {}, APART),
+        ("loongserve", {}, APART),
+        ("fifo", {"long_tokens": 500, "long_sp": 2}, MIXED),
+        ("jsq", {}, MIXED),
+    ],
+)
+def test_whoever_dies_or_hangs_at_whatever_point(
+    tmp_path: Path, llama: Path, wanted: list[list[int]], placement: str, options: object, pools: object
+) -> None:
+    path = write(tmp_path, llama, placement, options, pools, worker_timeout="2", max_restarts=50)
+    with cluster(path) as running:
+        url = running.url
+        for number, (what, victim, harm, moment) in enumerate(CASES):
+            until(lambda: all_ready(url))
+            one, other = Stream(url, PROMPT), Stream(url, OTHER)
+            at = moment if pools is APART else decoding
+            until(lambda: at(url, one) or not one.is_alive())  # noqa: B023
+            os.kill(pid_of(url, victim), harm)
+            assert [one.answer(), other.answer()] == wanted, what
+            until(lambda: metric(url, "headway_instance_restarts_total") == number + 1)  # noqa: B023
+        until(lambda: not any(each["placed"] for each in instances(url)))
+        until(lambda: not any(each["kv_tokens_used"] for each in instances(url)))
+
+
+def test_a_router_that_is_killed_leaves_its_requests_to_the_next(
+    tmp_path: Path, llama: Path, wanted: list[list[int]]
+) -> None:
+    pools = [{"count": 1, "role": "prefill"}, {"count": 1, "role": "decode"}]
+    path = write(tmp_path, llama, "tetris", {}, pools)
+    journal = ("--journal", str(tmp_path / "journal"))
+    body = {
+        "model": llama.name, "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "stream": True,
+    }  # fmt: skip
+    with cluster(path, *journal) as running:
+        pids, told = [each["pid"] for each in instances(running.url)], 0
+        url, headers = f"{running.url}/v1/completions", {"x-request-id": "mine"}
+        with suppress(httpx.RemoteProtocolError), httpx.stream("POST", url, json=body, headers=headers) as answer:
+            for line in answer.iter_lines():
+                told += line.startswith("data: ")
+                if told == 50:
+                    assert running._process is not None
+                    running._process.kill()
+                    told += 1
+        assert 50 < told < COUNT
+        assert all(gone(pid) for pid in pids)
+    with cluster(path, *journal) as running:
+        until(lambda: httpx.get(f"{running.url}/v1/requests/mine").status_code != 202)
+        found = httpx.get(f"{running.url}/v1/requests/mine").json()
+        assert found["choices"][0]["token_ids"] == wanted[0]
+        assert metric(running.url, "headway_decode_tokens_computed_total") < COUNT - 40
