@@ -1,0 +1,54 @@
+"""A cluster of timed instances from a scenario file: the live router and messages, and what the simulator goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.cli.options import read_yaml
+from headway.core.errors import ConfigError
+from headway.engine.config import EngineConfig
+from headway.engine.protocol import EngineInfo
+from headway.placement.registry import Surroundings, make_placement
+from headway.router.client import ClusterClient, Rules
+from headway.router.instance import LiveInstance
+from headway.router.launch import launcher
+from headway.simulator.cluster.build import cluster_of
+from headway.simulator.cluster.spec import ClusterSpec
+from headway.simulator.scenario import Scenario, parse_scenario
+from headway.simulator.traffic import requests_of
+
+
+def scenario_of(file: Path) -> Scenario:
+    """A scenario with a placement. Raises ConfigError."""
+    scenario = parse_scenario(read_yaml(str(file)), str(file))
+    if scenario.cluster.placement is None:
+        raise ConfigError(f"{file}: cluster.placement is missing: it names the policy")
+    return scenario
+
+
+def spec_of(scenario: Scenario) -> ClusterSpec:
+    """Its cluster."""
+    return cluster_of(scenario, requests_of(scenario.workload, scenario.run.window_s, scenario.run.seeds[0]))
+
+
+def timed_cluster(file: Path, folder: Path) -> ClusterClient:
+    """One process an instance, already starting. `folder`: for their sockets; its path must be short."""
+    scenario = scenario_of(file)
+    spec = spec_of(scenario)
+    config = EngineConfig(model=str(file.resolve()), worker_timeout_s=60.0)
+    instances = [
+        LiveInstance(each.id, each.role, each.node, 0, config, launcher(each.id, folder, "headway.cli.timed_process"))
+        for each in spec.instances
+    ]
+    name = str(scenario.cluster.placement)
+    surroundings = Surroundings(latency=spec.spans, shape=spec.shape)
+
+    def rules(infos: Sequence[EngineInfo]) -> Rules:
+        return Rules(
+            policy=lambda: make_placement(name, surroundings, scenario.cluster.options),
+            latency=spec.spans,
+            shape=spec.shape,
+        )
+
+    return ClusterClient(instances, spec.links, rules, placement=name, backends=spec.backends)

@@ -1,0 +1,102 @@
+"""The process of a timed instance: a real engine but for the model, which a scenario's latencies stand in for.
+
+usage: python -m headway.cli.timed_process ENDPOINT SERVER_PID < config.json
+
+`model` in its settings is the scenario's file, in which the instance is one of `cluster.pools`, by its number.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from headway.cli.engine_process import WallClock
+from headway.cli.timed import scenario_of, spec_of
+from headway.core.clock import Clock
+from headway.core.errors import HeadwayError
+from headway.engine.config import EngineConfig
+from headway.engine.core import EngineCore
+from headway.engine.desk import Desk
+from headway.engine.member import Member
+from headway.engine.protocol import EngineInfo
+from headway.engine.service import EngineService
+from headway.engine.timed.alarm import Alarm
+from headway.engine.timed.executor import TimedExecutor
+from headway.engine.timed.mail import Mail
+from headway.engine.timed.port import TimedPort
+from headway.engine.timed.runs import TimedRuns
+from headway.engine.timed.times import ClusterTimes
+from headway.kv.ledger import Ledger
+from headway.parallel.beats import PER_TIMEOUT
+from headway.scheduling.groups import make_scheduler
+from headway.simulator.cluster.spec import ClusterSpec
+from headway.transfer.peers import Peers
+
+VOCAB = 32_000
+
+
+def assemble(
+    config: EngineConfig, spec: ClusterSpec, clock: Clock, service: EngineService
+) -> tuple[EngineCore, Member]:
+    """The engine of one instance, and what makes it one."""
+    own = config.instance
+    assert own is not None, "a timed engine is an instance of a cluster"
+    made = spec.engine([spec.instances[own.number]])
+    ledger = Ledger(made.kv_tokens, made.block_tokens)
+    alarm = Alarm(clock)
+    executor = TimedExecutor(clock, alarm)
+    peers = Peers(own.number, own.incarnation, own.listen, own.secret.encode())
+    info = EngineInfo(
+        model="timed",
+        architecture="timed",
+        dtype="none",
+        device="none",
+        max_model_len=ledger.total_tokens,
+        vocab_size=VOCAB,
+        kv_tokens_total=ledger.total_tokens,
+        kv_block_tokens=made.block_tokens,
+        policy=made.config.policy,
+        chunking=made.config.chunking,
+        mode=made.config.mode,
+        t_target_s=made.config.t_target_s,
+        max_num_seqs=made.config.max_num_seqs,
+        max_queued_requests=config.max_queued_requests,
+        parameters=spec.shape.parameters,
+        weights_bytes=0,
+        kv_bytes=0,
+        peer_address=peers.address,
+    )
+    core = EngineCore(make_scheduler(made.config, made.latency, [ledger]), executor, clock, info)
+    mail = Mail(peers, service.ring)
+    times = ClusterTimes(spec, own.number)
+    runs = TimedRuns(times, mail, clock)
+    port = TimedPort(times, runs, mail, alarm, clock)
+    return core, Member(core, runs, peers, clock, own.room_s, Desk(core, port, executor.replay, clock))
+
+
+def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
+    """Serve until drained (0) or unable to start (1)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router decides when to end
+    clock = WallClock()
+    service = EngineService(endpoint, clock, server_pid)
+    service.live(config.worker_timeout_s / PER_TIMEOUT)
+    try:
+        core, member = assemble(config, spec_of(scenario_of(Path(config.model))), clock, service)
+    except HeadwayError as error:
+        service.fail(str(error))
+        service.close()
+        return 1
+    service.run(core, member)
+    service.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,152 @@
+"""A timed instance's part in runs: it sleeps through them, layer by layer.
+
+All of a group begin when they are told, which is at once but for what messages take, and end with the slowest: nothing
+that they would exchange is waited for. A pause is said to the group's first, which tells the others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from headway.core.clock import Clock
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import Run
+from headway.engine.member import Slots
+from headway.engine.timed.executor import TOKEN
+from headway.engine.timed.mail import Mail, Stopped
+from headway.transfer.peers import Line
+
+_NAP_S = 0.005
+_TOO_LATE_S = 0.05
+"""With less than so much left a run is not paused: others of its group may have ended already."""
+
+
+class Times(Protocol):
+    """How long things take."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def run_s(self, run: Run, before: Sequence[Run]) -> float:
+        """All of a run, on its group."""
+
+    def send_s(self, tokens: float, to: int) -> float:
+        """KV of so many tokens, from here to another instance."""
+
+    def saved(self, run: Run, layer: int) -> Saved:
+        """What of a run that is paused before `layer` is kept here."""
+
+
+class Saved(NamedTuple):
+    """See `parallel.sequence.saved`; bytes by the model's shape."""
+
+    kv_bytes: int
+    activation_bytes: int
+    kv_bytes_at_end: int
+
+
+class _Part:
+    """One request. `at_s`: how far its run has come, in seconds of it."""
+
+    __slots__ = ("alone", "at_s", "computed", "layer", "line", "preemptible", "run", "run_s")
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.run_s = self.at_s = 0.0
+        self.layer = self.computed = 0
+        self.preemptible = False
+        self.alone = True
+        self.line: Line | None = None
+
+
+class TimedRuns:
+    """`member.Computes`."""
+
+    def __init__(self, times: Times, mail: Mail, clock: Clock) -> None:
+        self._times, self._mail, self._clock = times, mail, clock
+        self._number = mail.peers.number
+        self._parts: dict[str, _Part] = {}
+
+    def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
+        self._parts[name] = _Part()
+
+    def begin(
+        self,
+        name: str,
+        run: Run,
+        before: Sequence[Run],
+        preemptible: bool,
+        room: Callable[[int, bool], Slots],
+        look: Callable[[], None],
+    ) -> None:
+        part = self._parts[name]
+        part.line = self._mail.peers.line(name, run.group)
+        room(-(-run.end // len(run.group)), False)
+        part.run, part.preemptible, part.at_s, part.layer = run, preemptible, 0.0, 0
+        part.alone = part.alone and run.group == (self._number,)
+        part.run_s = self._times.run_s(run, before)
+
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+        part, layers = self._parts[name], self._times.layers
+        run, layer_s = part.run, part.run_s / layers
+        assert run is not None
+        began_s, stop = self._clock.now() - part.at_s, layers
+        while True:
+            done_s = self._clock.now() - began_s
+            part.layer = min(stop, int(done_s / layer_s + 1e-9) if layer_s > 0 else layers)
+            if part.layer == layers:
+                behind(layers)
+                part.computed = run.end
+                return True
+            if part.layer == stop:
+                break
+            told = self._mail.stopped(name)
+            if told is not None:
+                stop = part.layer = told
+                break
+            if stop == layers and part.preemptible and pause is not None and pause():
+                at = math.ceil(done_s / layer_s - 1e-9)
+                if part.run_s - at * layer_s > _TOO_LATE_S:
+                    stop = at
+                    for other in run.group:
+                        if other != self._number:
+                            self._mail.post(other, name, Stopped(stop))
+            time.sleep(max(0.0, min(_NAP_S, stop * layer_s - done_s)))
+            behind(part.layer)
+        part.at_s = stop * layer_s
+        return False
+
+    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+        run = self._parts[name].run
+        first = run is not None and run.group[0] == self._number
+        return (Emitted(name, TOKEN, None) if draw and first else None), False
+
+    def saved(self, name: str) -> tuple[int, Saved]:
+        part = self._parts[name]
+        assert part.run is not None
+        return part.layer, self._times.saved(part.run, part.layer)
+
+    def whole(self, name: str, tokens: int) -> bool:
+        part = self._parts.get(name)
+        return part is not None and part.alone and part.computed == tokens
+
+    def check(self, name: str) -> None:
+        line = self._parts[name].line
+        if line is not None:
+            line.check()
+
+    def forget(self, name: str) -> None:
+        self._parts.pop(name, None)
+        self._mail.forget(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def computed(self, name: str) -> tuple[int, int]:
+        """(tokens whose KV runs have left on this instance's last group, instances of that group)."""
+        part = self._parts.get(name)
+        return (0, 1) if part is None or part.run is None else (part.computed, len(part.run.group))

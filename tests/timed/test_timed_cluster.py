@@ -1,0 +1,114 @@
+"""Timed instances behind the real router: every request gets its tokens, whatever its policy does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import yaml
+
+from headway.cli.timed import scenario_of, spec_of, timed_cluster
+from headway.cluster.machine import Machine
+from headway.core.errors import ConfigError
+from headway.core.sampling import SamplingParams
+from headway.core.scratch import ScratchFolder
+from headway.engine.protocol import Submit
+from headway.placement.base import Preempt
+
+SCENARIO: dict[str, Any] = {
+    "cluster": {
+        "accelerator": "h100-80gb",
+        "pools": [
+            {"role": "prefill", "count": 3, "tp": 4, "kv_tokens": 200_000},
+            {"role": "decode", "count": 1, "tp": 4, "kv_tokens": 200_000},
+        ],
+    },
+    "model": "llama-3-8b",
+    "latency": {"source": "roofline"},
+    "policy": {"policy": "fcfs", "chunking": "static:4096", "max_num_batched_tokens": 4096},
+    "workload": {"mix": [{"class": "a", "share": 1.0, "prompt": "constant:500", "output": "constant:3"}], "qps": 1.0},
+}
+PROMPTS = [400, 100_000, *[300 + 50 * i for i in range(10)], 80_000, *[700] * 5]
+
+
+def written(folder: Path, placement: str, options: dict[str, object]) -> Path:
+    data = msgspec.json.decode(msgspec.json.encode(SCENARIO))
+    data["cluster"] |= {"placement": placement, "options": options}
+    file = folder / "scenario.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+async def serve(file: Path, verbs: Counter[str]) -> list[int]:
+    """Tokens that each request got."""
+    folder = ScratchFolder("headway-timed-")
+    client = timed_cluster(file, folder.path)
+
+    async def one(number: int, prompt: int) -> int:
+        await asyncio.sleep(0.04 * number)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        submit = Submit(id=f"r{number}", received_s=time.monotonic(), prompt_tokens=prompt, params=params)
+        count = 0
+        async for delta in client.generate(submit, np.ones(prompt, np.int32).tobytes()):
+            assert delta.error is None, delta.error
+            count += len(delta.tokens)
+        return count
+
+    try:
+        await client.start()
+        assert client._live is not None
+        machine: Machine = client._live.machine
+        do = machine.do
+        machine.do = lambda action: (verbs.update([type(action).__name__]), do(action))[1]  # type: ignore[method-assign]
+        found = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(PROMPTS)))
+        assert not machine.journeys
+        assert not any(machine.state.load)
+        return list(found)
+    finally:
+        await client.close()
+        folder.close()
+
+
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [("fifo", {"long_sp": 2}), ("pecsched", {"long_sp": 3, "long_replicas": "fixed"}), ("tetris", {}), ("weave", {})],
+)
+def test_every_request_gets_its_tokens(tmp_path: Path, placement: str, options: dict[str, object]) -> None:
+    verbs: Counter[str] = Counter()
+    found = asyncio.run(asyncio.wait_for(serve(written(tmp_path, placement, options), verbs), 60.0))
+    assert found == [4] * len(PROMPTS)
+    assert verbs["Commit"] >= 2, "long prompts are runs of several instances"
+    if placement == "pecsched":
+        assert verbs[Preempt.__name__] >= 1
+        assert verbs["Resume"] >= 1
+
+
+def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    data = {**SCENARIO, "cluster": {"accelerator": "h100-80gb"}}
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigError, match=r"cluster\.placement is missing"):
+        scenario_of(file)
+
+
+def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> None:
+    from headway.engine.cluster_messages import Run
+    from headway.engine.timed.times import ClusterTimes
+    from headway.latency.groups import GroupShape
+
+    spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2})))
+    times = ClusterTimes(spec, 0)
+    run = Run(0, 60_000, (0, 1, 2))
+    assert times.run_s(run, ()) == spec.spans.prefill_s(0, 60_000, GroupShape(3))
+    grown = times.run_s(Run(30_000, 60_000, (0, 1, 2)), (Run(0, 30_000, (0,)),))
+    assert grown > spec.spans.prefill_s(30_000, 30_000, GroupShape(3)), "KV is spread over the larger group"
+    link = spec.links.between(spec.instances[0], spec.instances[3])
+    assert times.send_s(1000.0, 3) == link.transfer_s(1000 * spec.shape.kv_bytes_per_token // 4)
+    saved = times.saved(run, 16)
+    assert 0 < saved.kv_bytes < saved.kv_bytes_at_end == 20_000 * spec.shape.kv_bytes_per_token
