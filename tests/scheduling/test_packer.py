@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from unit_latency import Linear, small_machine
 
 from headway.latency.base import Load, load_s
@@ -55,7 +56,7 @@ def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
 ) -> None:
     model = small_machine()
     before = Load(decodes, decodes, decodes * 1_500)
-    rules = RULES._replace(min_chunk=min_chunk, max_tokens=max_tokens)
+    rules = replace(RULES, min_chunk=min_chunk, max_tokens=max_tokens)
     quotas, load = pack(before, candidates, shorts_wait, rules, Adaptive(), model)
     by_name = {candidate.request: candidate for candidate in candidates}
     assert load.tokens == decodes + sum(quota.tokens for quota in quotas)
@@ -71,7 +72,7 @@ def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
 
 
 def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_the_rest() -> None:
-    rules = RULES._replace(min_chunk=4)
+    rules = replace(RULES, min_chunk=4)
     quotas, load = pack(Load(), [long(0.2), short("s", 100)], True, rules, Adaptive(), MILLISECOND)
     assert quotas == [Quota("long", 16), Quota("s", 4)]
     assert load_s(MILLISECOND, load) == pytest.approx(0.02)
@@ -85,13 +86,13 @@ def test_the_yield_is_the_slack_between_its_bounds(slack: float, tokens: int) ->
 
 
 def test_a_late_long_request_yields_at_least_rho_min() -> None:
-    rules = RULES._replace(rho_min=0.2)
+    rules = replace(RULES, rho_min=0.2)
     assert pack(Load(), [long(-9.0)], True, rules, Adaptive(), MILLISECOND)[0] == [Quota("long", 16)]
 
 
 def test_nobody_yields_to_nobody_nor_without_space_sharing() -> None:
     assert pack(Load(), [long(0.5)], False, RULES, Adaptive(), MILLISECOND)[0] == [Quota("long", 20)]
-    alone = RULES._replace(shares_space=False)
+    alone = replace(RULES, shares_space=False)
     assert pack(Load(), [long(0.5)], True, alone, Adaptive(), MILLISECOND)[0] == [Quota("long", 20)]
 
 
@@ -102,7 +103,7 @@ def test_short_requests_never_yield() -> None:
 def test_a_second_long_request_is_passed_over_and_later_shorts_are_not() -> None:
     second = Candidate("long 2", 0, 500, True, 0.0)
     waiting = [long(0.5), second, short("s", 5)]
-    quotas, _ = pack(Load(), waiting, True, RULES._replace(min_chunk=1), Adaptive(), MILLISECOND)
+    quotas, _ = pack(Load(), waiting, True, replace(RULES, min_chunk=1), Adaptive(), MILLISECOND)
     assert quotas == [Quota("long", 10), Quota("s", 5)]
 
 
@@ -116,7 +117,7 @@ def test_where_decodes_exceed_the_budget_the_first_goes_on_every_few_iterations_
 def test_a_progress_chunk_is_no_longer_than_what_remains_or_has_room() -> None:
     busy = Load(30, 30, 30_000)
     assert pack(busy, [short("a", 3, 8)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("a", 3)]
-    tight = RULES._replace(max_tokens=32)
+    tight = replace(RULES, max_tokens=32)
     assert pack(busy, [short("a", 99, 8)], True, tight, Adaptive(), MILLISECOND)[0] == [Quota("a", 2)]
 
 
@@ -124,7 +125,7 @@ def test_a_progress_chunk_is_no_longer_than_what_remains_or_has_room() -> None:
 def test_where_no_chunk_ever_fits_the_budget_it_goes_on_all_the_same(min_chunk: int, tokens: int) -> None:
     """Paper mode has no least chunk, and would wait for ever."""
     slow = Linear(row_s=0.001, fixed_s=0.05)
-    quotas, _ = pack(Load(), [short("a", 100)], True, RULES._replace(min_chunk=min_chunk), Adaptive(), slow)
+    quotas, _ = pack(Load(), [short("a", 100)], True, replace(RULES, min_chunk=min_chunk), Adaptive(), slow)
     assert quotas == [Quota("a", tokens)]
 
 
@@ -155,7 +156,7 @@ def test_candidates_are_not_looked_at_once_nothing_more_can_fit() -> None:
 
 
 def test_whole_takes_all_of_a_prompt_alone_and_several_only_up_to_the_limit() -> None:
-    rules = RULES._replace(max_tokens=100)
+    rules = replace(RULES, max_tokens=100)
     whole = Whole()
     assert pack(Load(), [short("a", 5000), short("b", 5)], True, rules, whole, MILLISECOND)[0] == [Quota("a", 5000)]
     several = [short("a", 60), short("b", 50), short("c", 40)]
@@ -203,12 +204,12 @@ def test_time_that_nobody_can_use_goes_to_the_long_after_all() -> None:
 
 @pytest.mark.parametrize(("prompt", "given"), [(20, 20), (21, 21), (22, 22), (23, 20)])
 def test_an_iteration_stretches_to_complete_a_short_prompt_and_no_further(prompt: int, given: int) -> None:
-    rules = RULES._replace(stretch=0.1)
+    rules = replace(RULES, stretch=0.1)
     quotas, _ = pack(Load(), [Candidate("a", 0, prompt, False, 1.0)], True, rules, Adaptive(), MILLISECOND)
     assert quotas == [Quota("a", given)]
 
 
 def test_nothing_stretches_for_a_long_prompt() -> None:
-    rules = RULES._replace(stretch=0.1)
+    rules = replace(RULES, stretch=0.1)
     quotas, _ = pack(Load(), [Candidate("a", 0, 21, True, 1.0)], False, rules, Adaptive(), MILLISECOND)
     assert quotas == [Quota("a", 20)]

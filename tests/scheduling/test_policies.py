@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
 from headway.scheduling.config import SchedulerConfig
@@ -30,8 +31,8 @@ TEXTBOOK = {
 @given(facts=FACTS, wait=st.floats(0, 1e4))
 def test_a_line_is_the_textbook_key_at_any_time(name: str, facts: PrefillFacts, wait: float) -> None:
     now = facts.arrival_s + wait
-    intercept, slope = make_policy(name).line(facts)
-    assert intercept - slope * now == pytest.approx(TEXTBOOK[name](facts, now), rel=1e-9, abs=1e-6)
+    line = make_policy(name).line(facts)
+    assert line.intercept - line.slope * now == pytest.approx(TEXTBOOK[name](facts, now), rel=1e-9, abs=1e-6)
 
 
 @given(FACTS, st.floats(0, 1e4))
@@ -53,7 +54,7 @@ def test_lars_orders_the_same_for_any_factor_of_the_isolated_time(
     """With deadlines d = k × w the order does not depend on k: preemptive response-ratio scheduling."""
 
     def key(facts: PrefillFacts, k: float) -> float:
-        line = make_policy("lars").line(facts._replace(deadline_s=facts.arrival_s + k * facts.total_s))
+        line = make_policy("lars").line(replace(facts, deadline_s=facts.arrival_s + k * facts.total_s))
         return line.intercept - line.slope * now
 
     at_1, at_k = key(one, 1.0) - key(two, 1.0), key(one, factor) - key(two, factor)

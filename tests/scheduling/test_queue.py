@@ -25,8 +25,8 @@ def member(order: int, priority: int = 0, is_long: bool = False) -> Sequence:
 
 def plain(members: dict[Sequence, Line], now: float) -> list[str]:
     def key(item: tuple[Sequence, Line]) -> tuple[int, float, int]:
-        sequence, (intercept, slope) = item
-        return sequence.request.priority, intercept - slope * now, sequence.order
+        sequence, line = item
+        return sequence.request.priority, line.intercept - line.slope * now, sequence.order
 
     return [sequence.request.id for sequence, _ in sorted(members.items(), key=key)]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from headway.core.errors import ConfigError
 from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s, solve_tokens
 
 
-class Ask(NamedTuple):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """One prefill that asks for room: `past` tokens in the cache, `remaining` to compute, `limit` tokens at most."""
 
     past: int

@@ -10,17 +10,19 @@ completes a short prompt, which would otherwise wait for a second one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
 from headway.latency.exchange import WithExchange
 from headway.scheduling.chunking import Ask, Chunking, is_empty
+from headway.scheduling.config import SchedulerConfig
 
 MISSES = 2
 """So many requests that found no room in what is left of the time, and nobody else is tried: a bound on a decision."""
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
     stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV
@@ -39,7 +41,7 @@ class Candidate(NamedTuple):
     row_s: float = 0.0
 
 
-class PackRules(NamedTuple):
+class PackRules(msgspec.Struct, frozen=True, gc=False):
     """What of `SchedulerConfig` the packer needs, and t_target as tightened by the SLOs of running requests."""
 
     t_target_s: float
@@ -52,7 +54,21 @@ class PackRules(NamedTuple):
     stretch: float = 0.0
 
 
-class Quota(NamedTuple):
+def rules_of(config: SchedulerConfig) -> PackRules:
+    """As an instance has them while nobody was promised less than its aim."""
+    return PackRules(
+        t_target_s=config.t_target_s,
+        max_tokens=config.max_num_batched_tokens,
+        min_chunk=config.min_chunk,
+        progress_every=config.progress_every,
+        rho_min=config.rho_min,
+        rho_max=config.rho_max,
+        shares_space=config.shares_space,
+        stretch=config.stretch,
+    )
+
+
+class Quota(msgspec.Struct, frozen=True, gc=False):
     request: str
     tokens: int
 
@@ -136,8 +152,6 @@ def pack(
 
 
 def _full(latency: LatencyModel, load: Load, past: int, tokens: int, budget_s: float) -> bool:
-    """Whether a chunk of so many tokens exceeds the budget: mostly its rows alone do. Where the least chunk does,
-    nobody looks for a larger one. (Measured time may fall a little where a chunk grows: not worth a search.)"""
-    if load_s(latency, load.with_chunk(tokens, 0.0)) > budget_s:
-        return True
+    """Whether a chunk of so many tokens exceeds the budget. Where the least chunk does, nobody looks for a larger one.
+    (Measured time may fall a little where a chunk grows: not worth a search.)"""
     return load_s(latency, load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)) > budget_s

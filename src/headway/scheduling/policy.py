@@ -7,12 +7,14 @@ a thousand waiting requests are ordered by one vector operation.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from headway.core.errors import ConfigError
 
 
-class PrefillFacts(NamedTuple):
+class PrefillFacts(msgspec.Struct, frozen=True, gc=False):
     """What a policy may know of a waiting or half-done prefill. Seconds; deadline and arrival are absolute.
 
     total_s: its isolated prefill time (uncached tokens); remaining_s: what of that is left.
@@ -24,7 +26,7 @@ class PrefillFacts(NamedTuple):
     remaining_s: float
 
 
-class Line(NamedTuple):
+class Line(msgspec.Struct, frozen=True, gc=False):
     intercept: float
     slope: float
 

@@ -1,7 +1,7 @@
 """Waiting and half-done prefills, ordered by (priority, urgency now, order of arrival) without sorting them all.
 
 Two ways: where all lines have the same slope, their order never changes and a sorted list keeps it; otherwise (LARS)
-the lines are dense arrays and the first few are found by one vector operation.
+the lines are dense arrays, and each of the first few is found by one vector operation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from headway.scheduling.sequence import Sequence
 
 _FIRST = 16
-_FEW = 128
 
 
 class WaitingQueue(Protocol):
@@ -161,7 +160,7 @@ class PrefillQueue(_Counts):
         self.update(member, line)
 
     def update(self, member: Sequence, line: Line) -> None:
-        self._intercept[member.slot], self._slope[member.slot] = line
+        self._intercept[member.slot], self._slope[member.slot] = line.intercept, line.slope
 
     def remove(self, member: Sequence) -> None:
         """Take a member out; the last one moves into its slot."""
@@ -177,19 +176,22 @@ class PrefillQueue(_Counts):
         self._count(member, -1)
 
     def ordered(self, now: float) -> Iterator[Sequence]:
-        """Members, most urgent first. The queue must not change while this is consumed."""
-        n = len(self._members)
-        members = list(self._members) if n <= _FIRST else self._members
+        """Members, most urgent first. The queue must not change while this is consumed. The first few, which is mostly
+        all that anybody asks for, are found one by one; the rest is sorted."""
+        n, members = len(self._members), self._members
         keys = self._intercept[:n] - self._slope[:n] * now
-        if self._prioritised:
-            for i in np.lexsort((self._order[:n], keys, self._priority[:n])).tolist():
-                yield members[i]
-            return
-        if n <= _FEW:
-            for i in np.lexsort((self._order[:n], keys)).tolist():
-                yield members[i]
-            return
-        bound = np.partition(keys, _FIRST - 1)[_FIRST - 1]
-        for chosen in (np.flatnonzero(keys <= bound), np.flatnonzero(keys > bound)):
-            for i in chosen[np.lexsort((self._order[chosen], keys[chosen]))].tolist():
-                yield members[i]
+        taken: list[int] = []
+        if n and not self._prioritised:
+            slot = int(keys.argmin())
+            while len(taken) < _FIRST:
+                key, keys[slot] = keys[slot], np.inf
+                following = int(keys.argmin())
+                if keys[following] == key:  # a tie, which the order of arrival decides; or nobody is left
+                    keys[slot] = key
+                    break
+                taken.append(slot)
+                yield members[slot]
+                slot = following
+        left = np.delete(np.arange(n), taken)
+        for slot in left[np.lexsort((self._order[left], keys[left], self._priority[left]))].tolist():
+            yield members[slot]

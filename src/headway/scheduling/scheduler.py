@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 
+from msgspec.structs import replace
+
 from headway.core.batch import Assist, Batch, Chunk, Part, Progress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.events import Event
@@ -25,7 +27,7 @@ from headway.scheduling.candidates import Candidates
 from headway.scheduling.chunking import make_chunking
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.decodes import DecodeSet
-from headway.scheduling.packer import PackRules, pack
+from headway.scheduling.packer import pack, rules_of
 from headway.scheduling.promises import TbtPromises
 from headway.scheduling.queue import make_queue
 from headway.scheduling.sequence import WHOLE, Sequence
@@ -79,6 +81,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._queue = make_queue(self.urgency.policy.parallel)
         self.candidates = Candidates(config, self._queue, self._admission, neighbours)
+        self._rules = rules_of(config)
         self._parked: dict[str, Sequence] = {}
         self._aborting: dict[str, Sequence] = {}
         self._flights: dict[int, _Flight] = {}
@@ -341,16 +344,9 @@ class Scheduler:
         short ones wait in other groups, and the shortest time that anybody in it was promised."""
         config = self.config
         least_s = self.promises.least(config.t_target_s) if least_s is None else least_s
-        rules = PackRules(
-            t_target_s=max(least_s, config.least_gain * self.latency.rows_s(1)),
-            max_tokens=config.max_num_batched_tokens,
-            min_chunk=config.min_chunk,
-            progress_every=config.progress_every,
-            rho_min=config.rho_min,
-            rho_max=config.rho_max,
-            shares_space=config.shares_space,
-            stretch=config.stretch,
-        )
+        t_target_s = max(least_s, config.least_gain * self.latency.rows_s(1))
+        if t_target_s != self._rules.t_target_s:
+            self._rules = replace(self._rules, t_target_s=t_target_s)
         shorts_wait = self._queue.longs > 0 and (
             shorts_elsewhere or not config.yield_only_to_shorts or self.shorts_wait
         )
@@ -359,9 +355,10 @@ class Scheduler:
             return self._admit(self._sequences[request_id])
 
         candidates = self.candidates.at(now, self._iterations, self._advanced)
-        quotas, load = pack(load, candidates, shorts_wait, rules, self.chunking, self.latency, admit)
+        quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, admit)
         chunks = []
-        for request_id, tokens in quotas:
+        for quota in quotas:
+            request_id, tokens = quota.request, quota.tokens
             sequence = self._sequences[request_id]
             start = sequence.scheduled
             sequence.scheduled += tokens
