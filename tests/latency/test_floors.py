@@ -39,6 +39,8 @@ def check(model: LatencyModel, past: int, first: int, last: int) -> None:
     for i in {0, len(rows) // 3, len(rows) - 1}:
         assert model.rows_s(first + i) == rows[i]
         assert model.attention_s(past, first + i) == chunks[i]
+    both = model.floor_s(first, past)
+    assert both(30) == model.least_rows_s(first + 30) + model.least_attention_s(past, 30)
     floors = [(model.least_rows_s(n), model.least_attention_s(past, n)) for n in range(first, last + 1)]
     for j, (least_rows_s, least_attention_s) in enumerate(floors):
         assert least_rows_s <= rows[j:].min()

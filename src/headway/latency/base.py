@@ -85,6 +85,10 @@ class LatencyModel(Protocol):
         """A floor: no chunk of `tokens` or more over `past` takes less. It never falls as `tokens` grows."""
         return 0.0
 
+    def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
+        """Both floors together, of a chunk beside so many rows, by its tokens."""
+        return lambda tokens: self.least_rows_s(rows + tokens) + self.least_attention_s(past, tokens)
+
 
 class CoupledLatency(LatencyModel, Protocol):
     """A model whose terms depend on each other (KV that is prefetched while products run costs nothing later). Its
@@ -132,8 +136,7 @@ def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_
     attention_s = model.attention_s(past, limit)
     if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits
         return limit, attention_s
-    least_rows_s, least_attention_s = model.least_rows_s, model.least_attention_s
-    most = bisect_right(range(1, limit), left_s, key=lambda c: least_rows_s(rows + c) + least_attention_s(past, c))
+    most = bisect_right(range(1, limit), left_s, key=model.floor_s(rows, past))
     return _downwards(model, rows, past, most, left_s)
 
 

@@ -8,7 +8,7 @@ one pair a chunk size. Decode attention: fixed + per request + per KV token. (`n
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -123,6 +123,13 @@ class TableLatency(LatencyModel):
             tokens = MAX_CHUNK
         chunks = self._chunks(past)
         return chunks.least_own[tokens] + chunks.least_per_past[tokens] * past
+
+    def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
+        if rows + MAX_CHUNK > self._last:
+            return super().floor_s(rows, past)
+        least_rows, chunks = self._least_rows, self._chunks(past)
+        own, per_past = chunks.least_own, chunks.least_per_past
+        return lambda tokens: least_rows[rows + tokens] + (own[tokens] + per_past[tokens] * past)
 
     def _chunks(self, past: int) -> _Chunks:
         return self._fresh if not past else self._over if past <= self._knee else self._beyond

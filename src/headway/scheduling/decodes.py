@@ -101,8 +101,9 @@ class DecodeSet:
         last = self._group
         if self._joined or self._left:
             joined, left = tuple(self._joined), tuple(self._left)
+            members = tuple(self.members) if left else last.members + joined
             self._joined, self._left = {}, []
-            self._group = DecodeGroup(tuple(self.members), self.kv_sum, epoch, last.epoch, joined, left)
+            self._group = DecodeGroup(members, self.kv_sum, epoch, last.epoch, joined, left)
         elif last.kv_sum != self.kv_sum or last.joined or last.left:
             self._group = DecodeGroup(last.members, self.kv_sum, last.epoch, last.epoch)
         return self._group
