@@ -1,0 +1,172 @@
+"""What leaves a worker's pool while its engine goes on: chunks of a prompt whose blocks others get meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kv_ends import End, meet
+
+from headway.cli.engine_process import WallClock
+from headway.core.errors import ConfigError
+from headway.core.sampling import SamplingParams
+from headway.core.span import Phase
+from headway.engine.cluster_messages import FromInstance, Reserve, Reserved, RunLost, Send
+from headway.engine.core import EngineCore
+from headway.engine.desk import Desk
+from headway.engine.protocol import EngineInfo, Submit
+from headway.kv.ledger import Ledger
+from headway.model.random_weights import random_decoder, reference_config
+from headway.scheduling.config import SchedulerConfig
+from headway.scheduling.scheduler import Scheduler
+from headway.transfer.peer_connector import _There
+from headway.worker.kv_port import KvPort
+from headway.worker.local import LocalExecutor
+from headway.worker.runs import Runs
+from headway.worker.worker import Worker
+from scheduling.unit_latency import small_machine
+
+BLOCKS, BLOCK = 12, 16
+
+
+class Engine:
+    """An engine in this process, whose connector is that of an `End`."""
+
+    def __init__(self, end: End) -> None:
+        torch.manual_seed(0)
+        shape = dataclasses.replace(reference_config(512), layers=2, max_model_len=512)
+        worker = Worker(random_decoder(shape, torch.float32), BLOCKS, BLOCK, ())
+        executor = LocalExecutor(worker)
+        config = SchedulerConfig.named(
+            "default", policy="fcfs", max_num_batched_tokens=5, reserve_tokens=0, kv_headroom=0.0, long_tokens=10_000,
+            long_iterations=0.0, chunking="static:5",
+        )  # fmt: skip
+        info = EngineInfo(
+            model="m", architecture="a", dtype="float32", device="cpu", max_model_len=512, vocab_size=shape.vocab_size,
+            kv_tokens_total=BLOCKS * BLOCK, kv_block_tokens=BLOCK, policy="fcfs", chunking="static", mode="default",
+            t_target_s=0.02, max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
+        )  # fmt: skip
+        clock = WallClock()
+        self.pool = worker.pool
+        self.core = EngineCore(Scheduler(config, small_machine(), Ledger(BLOCKS * BLOCK, BLOCK)), executor, clock, info)
+        runs = Runs(worker, end.peers, ())
+        self.desk = Desk(self.core, KvPort(worker, BLOCK, runs, end.connector, end.number), executor.replay, clock)
+        self.words: list[FromInstance] = []
+
+    def submit(self, name: str, tokens: int, most: int, phase: Phase) -> None:
+        prompt = np.random.default_rng(len(name)).integers(5, 1000, tokens, dtype=np.int32)
+        message = Submit(
+            id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
+            received_s=0.0, phase=phase,
+        )  # fmt: skip
+        assert self.core.submit(message, memoryview(prompt.tobytes())) is None
+
+    def step(self) -> None:
+        custody = self.core.scheduler.custody
+        assert custody is not None
+        for name in custody.grant():
+            self.desk.granted(name)
+        self.core.step()
+        self.words += self.desk.turn()
+        self.core.scheduler.check()
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[End, End]]:
+    both = End(0, tmp_path), End(1, tmp_path)
+    meet(*both)
+    yield both
+    for end in both:
+        end.close()
+
+
+def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older request's decode takes the blocks of a prompt of which some chunks have not left yet."""
+    sender, receiver = ends
+    engine = Engine(sender)
+    receiver.cache = np.zeros(engine.pool.data.view(torch.uint8).shape, dtype=np.uint8)
+    receiver.open("p", 80, ((0, 80),))
+    gate = threading.Event()
+    push = _There.push
+
+    def held(self: _There, note: bytes, body: memoryview) -> object:
+        gate.wait()
+        return push(self, note, body)
+
+    monkeypatch.setattr(_There, "push", held)
+    engine.submit("old", 100, 80, "all")
+    while engine.core.scheduler.waiting or engine.core.scheduler.progress("old") < 100:
+        engine.step()
+    engine.submit("p", 80, 4, "prefill")
+    engine.desk.take(Send(id="p", piece=1, start=0, end=80, to=1))
+    while not engine.core.stats().preemptions_total:
+        engine.step()
+    computed = engine.core.stats().recomputed_tokens_total
+    assert 0 < computed < 80
+    for _ in range(20):
+        engine.step()  # what was its blocks is written over
+    gate.set()
+    while not engine.core.staged:
+        engine.step()
+    receiver.until(lambda: bool(receiver.received))
+    runs = engine.core.scheduler.ledgers[0].where("p")
+    slots = np.concatenate([np.arange(first * BLOCK, (first + count) * BLOCK) for first, count in runs])[:80]
+    kept = engine.pool.data[:, :, :, torch.from_numpy(slots)].numpy()
+    got = receiver.cache[:, :, :, :80].view(np.float32)
+    assert np.abs(kept).max() > 0.1
+    np.testing.assert_allclose(got, kept, atol=1e-4)
+
+
+def test_room_is_asked_for_once_and_only_what_can_be_had(ends: tuple[End, End]) -> None:
+    engine = Engine(ends[0])
+    engine.desk.take(Reserve("a", 100))
+    engine.desk.take(Reserve("a", 100))
+    engine.desk.take(Reserve("b", 100))
+    engine.desk.take(Reserve("c", BLOCKS * BLOCK + 1))
+    engine.step()
+    assert engine.words == [
+        RunLost("a", "a waits for room already, or is computed here"),
+        RunLost("c", "193 tokens do not fit the KV cache of 192"),
+        Reserved("a"),
+    ]
+    engine.words.clear()
+    custody = engine.core.scheduler.custody
+    assert custody is not None
+    engine.desk.forget("a")
+    custody.release("a")
+    engine.step()
+    assert engine.words == [Reserved("b")]
+
+
+def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End]) -> None:
+    """Nothing is computed here, and the ledger's operations do not pile up."""
+    engine = Engine(ends[0])
+    custody = engine.core.scheduler.custody
+    assert custody is not None
+    for i in range(2000):
+        engine.desk.take(Reserve(f"r{i}", 30))
+        engine.step()
+        engine.desk.forget(f"r{i}")
+        custody.release(f"r{i}")
+    assert engine.core.scheduler.ledgers[0].untold <= 1100
+    executor = engine.core.executor
+    assert isinstance(executor, LocalExecutor)
+    engine.submit("x", 20, 2, "all")
+    engine.step()
+    assert executor.worker.tables.owners() == ("x",)
+
+
+def test_a_pool_that_is_not_in_host_memory_is_refused(ends: tuple[End, End]) -> None:
+    engine = Engine(ends[0])
+    executor = engine.core.executor
+    assert isinstance(executor, LocalExecutor)
+    executor.worker.pool.data = executor.worker.pool.data.to("meta")
+    with pytest.raises(ConfigError, match="device 'meta': KV moves between pools in host memory only"):
+        KvPort(executor.worker, BLOCK, Runs(executor.worker, ends[0].peers, ()), ends[0].connector, 0)
