@@ -124,9 +124,26 @@ def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypat
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
             assert {message.id for message in fake.said(Compute)} == {"a#1", "a#2", "a#3"}
             lost = 10**6
-            monkeypatch.setattr("headway.router.live.MOST_ATTEMPTS", 5)
+            monkeypatch.setattr("headway.router.live.MOST_RUNS_LOST", 5)
             with pytest.raises(UnavailableError, match="lost 5 times"):
                 await ask(client, "b", prompt(0, 50))
+
+    asyncio.run(run())
+
+
+def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.2)
+        async with running(fake, ("mixed",) * 3, "jsq") as client:
+            poison = asyncio.create_task(ask(client, "poison", prompt(0, 300)))
+            for losses in range(21):
+                await until(lambda: len(fake.said(Submit)) > losses)  # noqa: B023
+                (at,) = (number for number, process in fake.processes.items() if process.scheduled)
+                fake.kill(at)
+            with pytest.raises(UnavailableError, match="21 instances were lost with the request on them"):
+                await poison
+            assert client.stats.lost_tokens_total == 21 * 300
+            assert await ask(client, "next", prompt(1, 20)) == answer(prompt(1, 20), 4)
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from headway.core.errors import ConfigError, RequestError
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
 from headway.router.cluster_file import ClusterFile, cluster_file, model_of, moves_kv, nodes_of
+from headway.router.instance import seen
 
 if TYPE_CHECKING:
     from headway.engine.protocol import EngineInfo
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = serve_options.server_settings(values)
     if arguments.dry_run:
         settle()
-        print(_report(file, configs))
+        print(_report(file, model, configs))
         return 0
     from headway.server.binding import check_binding
 
@@ -161,12 +162,24 @@ def _shape(model: str) -> ModelShape:
     return from_hf_config(json.loads((Path(model) / "config.json").read_text()))
 
 
-def _report(file: ClusterFile, configs: list[EngineConfig]) -> str:
-    from headway.cli.dry_run import report
+def _report(file: ClusterFile, model: str, configs: list[EngineConfig]) -> str:
+    """Loads one instance of each pool, one after another."""
+    from headway.cli import cluster_report
+    from headway.cli.dry_run import described, loaded
+    from headway.latency.recorded import describe
 
-    lines, first = [f"placement            {file.placement}, {len(configs)} instances"], 0
-    for i, pool in enumerate(file.pools):
+    lines, cores = [f"placement            {file.placement}, {len(configs)} instances"], []
+    for i, (pool, first) in enumerate(zip(file.pools, first_of(file), strict=True)):
         lines += ["", f"pool {i}: {pool.count} x {pool.role}, {configs[first].threads} threads each"]
-        lines.append(report(configs[first]))
-        first += pool.count
-    return "\n".join(lines)
+        core = loaded(configs[first])
+        lines += described(core)
+        cores += [core] * pool.count
+    infos = [msgspec.structs.replace(core.info, latency=describe(core.scheduler.latency)) for core in cores]
+    rules = _rules(file, model, infos)
+    roles = [pool.role for pool in file.pools for _ in range(pool.count)]
+    seats = zip(nodes_of(file), roles, configs, infos, strict=True)
+    instances = [
+        seen(i, node, role, config, info.kv_tokens_total) for i, (node, role, config, info) in enumerate(seats)
+    ]
+    plan = cluster_report.Plan(rules, instances, _links(), cores, file.backends)
+    return "\n".join([*lines, "", *cluster_report.groups(plan), "", *cluster_report.capacity(plan)])

@@ -1,147 +1,148 @@
-"""`headway cluster --dry-run`: what fits, which groups prompts would get, and the rate that the simulator predicts.
+"""`headway cluster --dry-run`, behind what fits: which groups prompts would get, and the rate that is predicted.
 
-One instance of each pool is loaded and measured, one after another; the rest is computed from that.
+Everything here is computed from one measured instance of each pool.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from headway.core.request import Request
+from headway.engine.core import EngineCore
 from headway.latency.base import LatencyModel
-from headway.latency.groups import GroupLatency, GroupShape
+from headway.latency.groups import GroupShape
 from headway.latency.sharded_decode import ShardedDecode
-from headway.placement.base import Arrived, Commit, Enqueue, Placement, Reject
-from headway.placement.registry import Surroundings, make_placement
+from headway.placement.base import Arrived, Commit, Enqueue, Reject
 from headway.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.router.cluster_file import ClusterFile
+from headway.router.client import Rules
 from headway.simulator.cluster.spec import ClusterSpec
 from headway.simulator.cluster.world import simulate_cluster
 from headway.simulator.spec import InstanceSpec, RunSpec
 from headway.workload import TraceRequest
 
-if TYPE_CHECKING:
-    from headway.engine.core import EngineCore
-
-REQUESTS = 200
+REQUESTS = 200, 1500
 OUTPUT = 64
-LONG_SHARE = 0.1
+LONG_EVERY = 10
 MET = 0.9
 _STEPS = 7
 
 
-def groups(file: ClusterFile, surroundings: Surroundings, instances: Sequence[Instance], links: Links) -> list[str]:
-    """What a prompt of each length would be given by the policy in an idle cluster."""
-    longest = min(each.capacity for each in instances)
-    lines, tokens = ["prompt tokens   on an idle cluster"], 1024
-    lengths = []
-    while tokens < longest:
-        lengths.append(tokens)
-        tokens *= 4
-    for length in [*(lengths or [longest // 2]), longest - OUTPUT - 1]:
-        placement = make_placement(file.placement, surroundings, file.options)
-        lines.append(f"{length:>13,}   {_placed(placement, length, instances, links)}")
-    return lines
+@dataclass(frozen=True)
+class Plan:
+    """A cluster that is not started. cores: of each instance, its pool's."""
+
+    rules: Rules
+    instances: Sequence[Instance]
+    links: Links
+    cores: Sequence[EngineCore]
+    backends: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return min(core.info.max_model_len for core in self.cores)
 
 
-def _placed(placement: Placement, tokens: int, instances: Sequence[Instance], links: Links) -> str:
+def groups(plan: Plan) -> list[str]:
+    """What a prompt of each length is given by the policy while nothing else is there."""
+    most = plan.longest - OUTPUT - 1
+    lengths = [1024 << 2 * k for k in range(12) if 1024 << 2 * k < most] or [most // 2]
+    lines = ["prompt tokens   in an idle cluster"]
+    return lines + [f"{length:>13,}   {_placed(plan, length)}" for length in [*lengths, most]]
+
+
+def _placed(plan: Plan, tokens: int) -> str:
     request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=OUTPUT)
-    actions = placement.on_event(Arrived(request), ClusterView(ClusterBook(instances, links), 0.0))
-    for action in actions:
+    view = ClusterView(ClusterBook(plan.instances, plan.links), 0.0)
+    for action in plan.rules.policy().on_event(Arrived(request), view):
         if isinstance(action, Commit):
-            spans = (f"{span.start:,} to {span.end:,} on {_names(span.group)}" for span in action.spans)
-            return "tokens " + ", ".join(spans)
+            return ", then ".join(
+                f"tokens {span.start:,} to {span.end:,} on {_names(span.group)}" for span in action.spans
+            )
         if isinstance(action, Enqueue):
-            return f"whole, in the batches of {_names(action.group)}"
+            return f"in the batches of {_names(action.group)}"
         if isinstance(action, Reject):
             return f"refused: {action.why}"
     return "waits for more to decide by"
 
 
 def _names(group: Sequence[int]) -> str:
-    return "instance " + "+".join(map(str, group)) if len(group) == 1 else "instances " + "+".join(map(str, group))
+    return f"instance{'s' if len(group) > 1 else ''} " + "+".join(map(str, group))
 
 
-def capacity(
-    file: ClusterFile,
-    surroundings: Surroundings,
-    instances: Sequence[Instance],
-    links: Links,
-    cores: Sequence[EngineCore],
-) -> list[str]:
-    """The highest rate at which the simulator meets a first-token target for most requests, and what was assumed.
-    cores: of each instance, its pool's."""
-    longest = min(each.capacity for each in instances)
-    lengths = max(16, longest // 64), max(32, longest // 4)
-    latency = surroundings.latency
-    alone = [latency.prefill_s(0, tokens, GroupShape(1)) for tokens in lengths]
-    work_s = alone[0] * (1 - LONG_SHARE) + alone[1] * LONG_SHARE
-    able = sum(each.role != "decode" for each in instances)
-    spec = _spec(surroundings, instances, links, cores)
-    low, high, best = 0.0, 2.0 * able / work_s, 0.0
+def capacity(plan: Plan) -> list[str]:
+    """The highest rate at which the simulator has most first tokens in time, and what was assumed."""
+    lengths = max(16, plan.longest // 64), max(32, plan.longest // 4)
+    work_s = sum(_alone_s(plan, _length(number, lengths)) for number in range(LONG_EVERY)) / LONG_EVERY
+    low, high = 0.0, 2.0 * sum(each.role != "decode" for each in plan.instances) / work_s
     for _ in range(_STEPS):
         rate = (low + high) / 2
-        if _met(file, surroundings, spec, rate, lengths) >= MET:
-            low = best = rate
+        if _met(plan, rate, lengths) >= MET:
+            low = rate
         else:
             high = rate
-    targets = " and ".join(f"{_target_s(latency, tokens):.2g} s for {tokens:,} tokens" for tokens in lengths)
+    targets = " and ".join(f"{_target_s(plan, tokens):.2g} s" for tokens in lengths)
+    found = f"{low:.3g} requests/s" if low else f"below {high:.3g} requests/s"
     return [
-        f"predicted capacity   {best:.2g} requests/s" if best else f"predicted capacity   below {high:.2g} requests/s",
-        f"  assumed            Poisson arrivals, prompts of {lengths[0]:,} tokens, every tenth {lengths[1]:,};",
-        f"                     {OUTPUT} tokens of output",
-        f"  met where          {MET:.0%} of requests have their first token in time: {targets}",
-        f"                     (5 times what the prompt takes alone, at least 1 s); {REQUESTS} requests simulated",
-        f"  times from         one instance measured alone on its threads, groups derived from that: {latency.source}",
+        f"predicted capacity   {found}, simulated ({REQUESTS[0]} to {REQUESTS[1]} requests a try)",
+        f"  asked              prompts of {lengths[0]:,} tokens, every tenth {lengths[1]:,}, output {OUTPUT}, Poisson",
+        f"  in time            {MET:.0%} of first tokens, within 5 times what prompts take alone, and 1 s: {targets}",
+        "  assumed            that instances compute side by side as fast as the one that was measured alone; groups",
+        f"                     {plan.rules.latency.source};",
+        f"                     KV moves at {plan.links.inside.bytes_per_s / 1e9:g} GB/s",
     ]
 
 
-def _target_s(latency: GroupLatency, tokens: int) -> float:
-    return max(1.0, 5 * latency.prefill_s(0, tokens, GroupShape(1)))
+def _alone_s(plan: Plan, tokens: int) -> float:
+    return plan.rules.latency.prefill_s(0, tokens, GroupShape(1))
 
 
-def _met(
-    file: ClusterFile, surroundings: Surroundings, spec: ClusterSpec, rate_rps: float, lengths: tuple[int, int]
-) -> float:
-    """Share of requests with a first token in time."""
+def _target_s(plan: Plan, tokens: int) -> float:
+    return max(1.0, 5 * _alone_s(plan, tokens))
+
+
+def _length(number: int, lengths: tuple[int, int]) -> int:
+    return lengths[number % LONG_EVERY == LONG_EVERY - 1]
+
+
+def _met(plan: Plan, rate_rps: float, lengths: tuple[int, int]) -> float:
+    """Share of requests with a first token in time. They come for 20 times as long as the laxest may take, within
+    bounds."""
+    least, most = REQUESTS
+    count = min(most, max(least, int(20 * _target_s(plan, lengths[1]) * rate_rps)))
     rng, at, requests = random.Random(0), 0.0, []
-    for number in range(REQUESTS):
+    for number in range(count):
         at += rng.expovariate(rate_rps)
-        requests.append(TraceRequest(at, lengths[number % 10 == 9], OUTPUT))
-    placement = make_placement(file.placement, surroundings, file.options)
-    result = simulate_cluster(spec, placement, requests, RunSpec())
+        requests.append(TraceRequest(at, _length(number, lengths), OUTPUT))
+    result = simulate_cluster(_spec(plan), plan.rules.policy(), requests, RunSpec())
     met = 0
     for record in result.sim.records:
         if record.token_s and record.error is None:
-            met += record.token_s[0] - record.arrival_s <= _target_s(surroundings.latency, record.prompt_tokens)
-    return met / REQUESTS
+            met += record.token_s[0] - record.arrival_s <= _target_s(plan, record.prompt_tokens)
+    return met / count
 
 
-def _spec(
-    surroundings: Surroundings, instances: Sequence[Instance], links: Links, cores: Sequence[EngineCore]
-) -> ClusterSpec:
+def _spec(plan: Plan) -> ClusterSpec:
     def engine(group: Sequence[Instance]) -> InstanceSpec:
-        head = cores[group[0].id]
+        head = plan.cores[group[0].id]
         latency: LatencyModel = head.scheduler.latency
-        config = head.scheduler.config
         if len(group) > 1:
-            link = links.inside if len({each.node for each in group}) == 1 else links.across
-            latency = ShardedDecode(latency, len(group), surroundings.shape.layers, link, 1)
-            config = replace(config, stages=1)
+            link = plan.links.between(group[0], group[-1])
+            latency = ShardedDecode(latency, len(group), plan.rules.shape.layers, link, 1)
         return InstanceSpec(
-            config=config,
+            config=head.scheduler.config,
             latency=latency,
             kv_tokens=sum(each.capacity for each in group),
             block_tokens=head.info.kv_block_tokens,
         )
 
     return ClusterSpec(
-        instances=tuple(instances),
+        instances=tuple(plan.instances),
         engine=engine,
-        spans=surroundings.latency,
-        shape=surroundings.shape,
-        links=links,
+        spans=plan.rules.latency,
+        shape=plan.rules.shape,
+        links=plan.links,
+        backends=plan.backends,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.cli.assemble import assemble
 from headway.core.clock import ManualClock
 from headway.engine.config import EngineConfig
+from headway.engine.core import EngineCore
 from headway.hardware.memory import available_bytes, gib
 from headway.latency.base import MAX_CHUNK, Load, solve_tokens
 from headway.latency.exchange import Sharded
@@ -14,8 +15,18 @@ from headway.scheduling.groups import GroupedScheduler
 
 def report(config: EngineConfig) -> str:
     """Loads the model, measures for a moment, and says so in lines. Raises ConfigError like `serve` would."""
+    return "\n".join(described(loaded(config)))
+
+
+def loaded(config: EngineConfig) -> EngineCore:
+    """An engine that has been measured and does not serve."""
     core = assemble(config, ManualClock())
     core.executor.close()
+    return core
+
+
+def described(core: EngineCore) -> list[str]:
+    """What fits, and which chunks and times to expect, in lines."""
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
     per_token = info.kv_bytes // info.kv_tokens_total
@@ -49,4 +60,4 @@ def report(config: EngineConfig) -> str:
         alone = times.total_s(past)
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")
         past = max(1024, past * 4)
-    return "\n".join(lines)
+    return lines

@@ -15,14 +15,15 @@ from headway.engine.protocol import Delta, Submit
 class Asked:
     """One request. Whatever is lost of it, another attempt goes on behind what the client was told."""
 
-    __slots__ = ("_news", "attempt", "first_s", "moved", "name", "over", "prompt", "submit", "told")
+    __slots__ = ("_news", "attempt", "first_s", "losses", "name", "over", "prompt", "runs_lost", "submit", "told")
 
     def __init__(self, submit: Submit, prompt: bytes | memoryview) -> None:
         self.submit, self.prompt = submit, prompt
         self.told: list[int] = list(submit.output)
         self.attempt = 0
-        self.moved = 0
-        """Attempts that were given up before they had begun, because instances had come or gone."""
+        self.runs_lost = 0
+        self.losses = 0
+        """Instances that were lost with it on them."""
         self.name = ""
         """Of the attempt under way; empty: it waits for instances."""
         self.over = False

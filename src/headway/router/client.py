@@ -102,7 +102,11 @@ class ClusterClient:
             running = stats.running + live.running
             waiting = max(stats.waiting, live.waiting)
             stats = msgspec.structs.replace(
-                stats, running=running, waiting=waiting, recovering=self.state == "recovering"
+                stats,
+                running=running,
+                waiting=waiting,
+                lost_tokens_total=stats.lost_tokens_total + live.lost_tokens,
+                recovering=self.state == "recovering",
             )
         return carried(self._before, stats)
 
@@ -123,7 +127,8 @@ class ClusterClient:
             infos = [cast(EngineInfo, each.info) for each in instances]
             info = merged_info(infos)
             rules = self._make(infos)
-            live = Live(self.fleet, self._links, rules.policy, rules.latency, rules.shape, self._backends)
+            losses = max(each.config.max_restarts for each in instances)
+            live = Live(self.fleet, self._links, rules.policy, rules.latency, rules.shape, self._backends, losses)
             live.renew()
             if live.able is not None:
                 raise ConfigError(live.able)

@@ -143,6 +143,10 @@ class LiveHands:
         """What an instance's scheduler was given."""
         return self.loads.setdefault(instance, Load())
 
+    def expecting(self) -> list[int]:
+        """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""
+        return [number for number, load in self.loads.items() if load.expects]
+
     def _placed(self, attempt: Attempt, number: int) -> None:
         tokens = attempt.request.prompt_tokens + attempt.said
         self.load(number).add(attempt.request.id, tokens, self.latency.prefill_s(0, tokens, _ALONE))

@@ -20,7 +20,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
 from headway.engine.recovery import GaveUpError, Restarts
 from headway.engine.totals import carried
-from headway.placement.view import Role
+from headway.placement.view import Instance, Role
 from headway.transfer.peer import Peer
 
 log = logging.getLogger("headway.router")
@@ -84,6 +84,12 @@ class Listener(Protocol):
         """It has left or was given up: nothing follows."""
 
 
+def seen(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> Instance:
+    """An instance on which nothing is, as policies see it."""
+    tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    return Instance(id=number, node=node, role=role, tp=tp, stages=stages, capacity=kv_tokens)
+
+
 class LiveInstance:
     """Started at construction, so that it loads while the router imports its own modules. `look_after` is its life."""
 
@@ -122,6 +128,12 @@ class LiveInstance:
     def pid(self) -> int:
         """Of its process now."""
         return self._process.process.pid
+
+    @property
+    def seen(self) -> Instance:
+        """As policies see it when nothing is there."""
+        kv_tokens = 0 if self.info is None else self.info.kv_tokens_total
+        return seen(self.number, self.node, self.role, self.config, kv_tokens)
 
     @property
     def peer(self) -> Peer | None:

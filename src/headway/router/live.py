@@ -22,7 +22,7 @@ from headway.hardware.shapes import ModelShape
 from headway.latency.groups import GroupLatency
 from headway.placement import base
 from headway.placement.base import Placement
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.placement.view import ClusterBook, ClusterView, Links
 from headway.router.asked import Asked
 from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
@@ -31,8 +31,8 @@ from headway.router.policies import Policies
 
 log = logging.getLogger("headway.router")
 
-MOST_ATTEMPTS = 16
-"""A request that was lost so often is given up."""
+MOST_RUNS_LOST = 16
+"""A request whose runs were lost so often, with or without an instance, is given up."""
 PAUSE_S = 0.25
 """How long a request waits after a run was lost, unless an instance is known to be gone sooner: peers notice that one
 is gone before its process is seen to have ended. Longer, the more often it was lost; at most 5 s."""
@@ -49,8 +49,10 @@ class Live:
         latency: GroupLatency,
         shape: ModelShape,
         backends: int = 16,
+        most_losses: int = 3,
     ) -> None:
-        """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time."""
+        """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
+        most_losses: of instances that a request may have been on; one more, and it is taken to be their cause."""
         self.fleet, self._make = fleet, make
         self.attempts = Attempts()
         self.asked: dict[str, Asked] = {}
@@ -62,9 +64,12 @@ class Live:
         self._settling = False
         self.leaving: set[int] = set()
         """Instances that are drained, until nobody has anything there."""
+        self.lost_tokens = 0
+        """Tokens that were computed, or being computed, and have to be again."""
+        self._most_losses = most_losses
         self.able: str | None = None
         """Why no request can be placed; None: they can."""
-        instances = [self.seen(each.number) for each in fleet]
+        instances = [each.seen for each in fleet]
         self.book = ClusterBook(instances, links)
         self.hands = LiveHands(
             fleet,
@@ -77,18 +82,6 @@ class Live:
         )
         self.policies = Policies(make, self._may)
         self.machine = Machine(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
-
-    def seen(self, number: int) -> Instance:
-        """An instance as policies see it when nothing is there."""
-        each = self.fleet[number]
-        return Instance(
-            id=number,
-            node=each.node,
-            role=each.role,
-            tp=each.config.tensor_parallel_size,
-            stages=each.config.pipeline_parallel_size,
-            capacity=0 if each.info is None else each.info.kv_tokens_total,
-        )
 
     @property
     def waiting(self) -> int:
@@ -151,8 +144,8 @@ class Live:
             asked.name = ""
             self._waiting[asked.submit.id] = asked
             return
-        if asked.attempt - asked.moved >= MOST_ATTEMPTS:
-            asked.fail(UnavailableError(f"the request was lost {MOST_ATTEMPTS} times; send it again later", 5.0))
+        if asked.runs_lost >= MOST_RUNS_LOST:
+            asked.fail(UnavailableError(f"runs of the request were lost {asked.runs_lost} times; try again later", 5.0))
             self.asked.pop(asked.submit.id, None)
             return
         attempt = Attempt(asked, asked.try_again())
@@ -164,13 +157,28 @@ class Live:
         later, or after a pause."""
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
         self.machine.drop(attempt.journey, why, time.monotonic())
+        self._count_lost(attempt)
         asked = attempt.asked
         if not later:
             self._again.append(asked)
             return
-        pause_s = min(5.0, PAUSE_S * 2.0 ** (asked.attempt - asked.moved - 1))
+        asked.runs_lost += 1
+        pause_s = min(5.0, PAUSE_S * 2.0 ** (asked.runs_lost - 1))
         timer = asyncio.get_running_loop().call_later(pause_s, self._paused, asked.submit.id)
         self._pausing[asked.submit.id] = asked, timer
+
+    def _count_lost(self, attempt: Attempt) -> None:
+        if attempt.runs or attempt.at is not None:
+            self.lost_tokens += attempt.kv_tokens
+
+    def _blame(self, asked: Asked) -> None:
+        """A request was there whenever an instance was lost: the others shall not end with it."""
+        asked.fail(
+            UnavailableError(
+                f"{asked.losses} instances were lost with the request on them; it is not tried again", 30.0
+            )
+        )
+        self.leave(asked)
 
     def _paused(self, name: str) -> None:
         """A pause is over."""
@@ -257,17 +265,23 @@ class Live:
 
     def joined(self, number: int) -> None:
         """See `instance.Listener`."""
-        self.machine.open(self.seen(number), time.monotonic())
+        self.machine.open(self.fleet[number].seen, time.monotonic())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
         """See `instance.Listener`."""
         log.warning("instance %d is lost: %s", number, why)
-        hit = {attempt.request.id: attempt.asked for attempt in self.attempts}
-        self._again += [hit[request.id] for request in self.machine.lost(number, time.monotonic())]
-        for attempt in self.attempts:
-            if number in attempt.places():
+        known = {attempt.request.id: attempt for attempt in self.attempts}
+        on_it = [attempt for attempt in known.values() if number in attempt.places()]
+        for request in self.machine.lost(number, time.monotonic()):
+            self._count_lost(known[request.id])
+            self._again.append(known[request.id].asked)
+        for attempt in on_it:
+            attempt.asked.losses += 1
+            if not attempt.journey.ended:
                 self._retry(attempt, why)
+            if attempt.asked.losses > self._most_losses:
+                self._blame(attempt.asked)
         self.leaving.discard(number)
         self.renew()
 
@@ -285,7 +299,7 @@ class Live:
         """An instance will join under a number that nobody has had."""
         if number == len(self.book.instances):
             now = time.monotonic()
-            self.machine.open(self.seen(number), now)
+            self.machine.open(self.fleet[number].seen, now)
             self.machine.lost(number, now)
             self.settle()
 
@@ -296,7 +310,6 @@ class Live:
         for name in self.policies.renew():
             attempt = self.attempts.named(name)
             if attempt is not None:
-                attempt.asked.moved += 1
                 self._retry(attempt, "instances have come or gone")
         for asked, timer in self._pausing.values():
             timer.cancel()
@@ -347,7 +360,9 @@ class Live:
         self._settling = True
         try:
             while True:
-                wake_s = self.machine.settle(time.monotonic())
+                now = time.monotonic()
+                self.machine.changed(self.hands.expecting(), now)
+                wake_s = self.machine.settle(now)
                 if not self._follow():
                     break
         finally:

@@ -54,6 +54,11 @@ class Load:
         self._counted = counted
 
     @property
+    def expects(self) -> bool:
+        """Whether prompts are there that are not computed."""
+        return bool(self._waiting)
+
+    @property
     def queued(self) -> int:
         """Prompt tokens that are not computed yet."""
         whole = sum(tokens for tokens, _ in self._waiting.values())
