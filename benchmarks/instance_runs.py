@@ -60,7 +60,7 @@ class Bench:
         tokens = self.options.tokens
         self.runs.admit(name, self.prompt, GREEDY, ())
         run = Run(0, tokens, group, Strategy(attn=attn))  # type: ignore[arg-type]
-        self.runs.begin(name, run, (), True, lambda count, anew: [(0, count)], lambda: None)
+        self.runs.begin(name, run, (), True, (), lambda count, anew: [(0, count)], lambda: None)
         self.runs.go(name, lambda: False, lambda done: layer.append(time.perf_counter()))
         self.runs.finish(name, True)
         self.runs.forget(name)

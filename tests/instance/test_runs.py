@@ -59,3 +59,25 @@ def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expec
     rest = world.decode("d" + name, prompt, first, parts[-1].group[0], logprobs=0, max_tokens=12)
     check([first, *rest], *expected(prompt, 12))
     world.clean()
+
+
+@pytest.mark.parametrize(("group", "attn"), [((0, 1), "ring"), ((2, 0, 1, 3), "striped"), ((1, 3), "ulysses")])
+def test_a_group_decodes_over_the_kv_of_all(
+    world: World, expected: Expected, group: tuple[int, ...], attn: str
+) -> None:
+    """One run a token: queries travel, KV stays (LoongServe's decode in place)."""
+    name, prompt, count = f"g-{attn}", prompt_of(70, 5), 12
+    parts = [Part(30, group[:1], attn), Part(40, group, attn)]
+    deltas = [world.prefill(name, prompt, parts, logprobs=0, max_tokens=count)]
+    while deltas[-1].finish is None:
+        if attn != "ulysses":  # where each has heads of its own, by its place
+            group = (*group[1:], group[0])  # each draws in turn
+        parts.append(Part(1, group, attn, in_place=True))
+        world.compute(name, parts, len(parts) - 1, drawn=deltas[-1].tokens)
+        word = world.done(name, parts[-1])
+        assert word.delta is not None
+        deltas.append(word.delta)
+    assert deltas[-1].finish == "length"
+    check(deltas, *expected(prompt, count))
+    world.forget(name)
+    world.clean()

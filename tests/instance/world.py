@@ -167,6 +167,7 @@ class Part:
     attn: str = "ring"
     mlp: str = "local"
     node: int | None = None
+    in_place: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -174,7 +175,7 @@ def runs(parts: Sequence[Part]) -> list[Run]:
     found, at = [], 0
     for part in parts:
         strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
-        found.append(Run(at, at + part.tokens, part.group, strategy, part.node))
+        found.append(Run(at, at + part.tokens, part.group, strategy, part.node, part.in_place))
         at += part.tokens
     return found
 

@@ -38,6 +38,7 @@ class Part:
     order: Order = "zigzag"
     node: int | None = None
     preemptible: bool = False
+    in_place: bool = False
 
 
 def route(parts: Sequence[Part], tp: int = 1) -> list[ChunkSpec]:
@@ -45,7 +46,7 @@ def route(parts: Sequence[Part], tp: int = 1) -> list[ChunkSpec]:
     for part in parts:
         group = SpGroup(tuple(range(part.ranks)), tp, part.node)
         strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
-        specs.append(ChunkSpec(at, at + part.tokens, group, strategy, part.order, part.preemptible))
+        specs.append(ChunkSpec(at, at + part.tokens, group, strategy, part.order, part.preemptible, part.in_place))
         at += part.tokens
     return specs
 

@@ -11,6 +11,7 @@ from prompts import SHAPE, Model, Part, compare, prompt_of, route, take_part
 from virtual_ranks import on_ranks
 
 from checkpoints import make_tiny
+from headway.core.errors import ConfigError
 from headway.parallel.sequence.tokens import ORDERS
 
 BOUND = 1e-4
@@ -115,6 +116,33 @@ def test_another_strategy_for_each_chunk(models: dict[str, Model]) -> None:
         [Part(11, 2, "megatron"), Part(13, 4, "ulysses", "megatron"), Part(7, 8, "megatron", "ulysses")],
         tp=2,
     )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_that_go_to_the_keys(models: dict[str, Model], ranks: int, order: str) -> None:
+    """Chunks in place: single tokens, several, on ranks that hold nothing yet, and what follows them."""
+
+    def here(tokens: int, size: int) -> Part:
+        return Part(tokens, size, order=order, in_place=True)
+
+    check(models["llama"], [here(9, ranks), here(1, ranks), here(1, ranks), here(12, ranks)])
+    check(models["llama"], [Part(21, 1), here(1, ranks), here(3, ranks), here(2, 6), Part(17, 6), here(1, 6)])
+
+
+@pytest.mark.parametrize("node", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_that_go_to_the_keys_of_nodes(models: dict[str, Model], tp: int, node: int) -> None:
+    for attn in ("ulysses", "megatron"):
+        own = [Part(21, 4, attn, "megatron", node=node)]
+        check(models["llama"], own + [Part(n, 4, attn, "megatron", node=node, in_place=True) for n in (1, 1, 5)], tp)
+
+
+def test_in_place_is_refused_where_heads_lie_otherwise(models: dict[str, Model]) -> None:
+    with pytest.raises(ConfigError, match="in_place: rank 0 holds KV heads"):
+        check(models["llama"], [Part(21, 2, "ring"), Part(1, 2, "ulysses", in_place=True)])
+    with pytest.raises(ConfigError, match="must include ranks"):
+        check(models["llama"], [Part(21, 2), Part(1, 1, in_place=True)])
 
 
 @st.composite

@@ -33,24 +33,28 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a request on a group: what `parallel.sequence.ChunkSpec` needs. `group`: instances."""
+    """Tokens [start, end) of a request on a group: what `parallel.sequence.ChunkSpec` needs. `group`: instances.
+    in_place: KV of earlier runs stays where it lies. So the whole group decodes: one token a run, each `last`."""
 
     start: int
     end: int
     group: tuple[int, ...]
     strategy: Strategy = Strategy()
     node: int | None = None
+    in_place: bool = False
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute a run of a request, together with the rest of its group, to each of which this is sent. `before`: the
     runs that were computed before it, in order: where the KV lies follows from them. `last`: the prompt ends with it,
     and the group's first instance draws a token. `beside`: the scheduler's iterations go on meanwhile, between layers;
-    otherwise they stop until the run has ended or paused."""
+    otherwise they stop until the run has ended or paused. `drawn`: tokens of the request that end with the run's last
+    one, so many as may be unknown here: those drawn by other instances since `Admit`."""
 
     id: str
     index: int
     run: Run
+    drawn: tuple[int, ...] = ()
     before: tuple[Run, ...] = ()
     last: bool = False
     beside: bool = False

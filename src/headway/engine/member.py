@@ -66,6 +66,7 @@ class Computes(Protocol):
         run: Run,
         before: Sequence[Run],
         preemptible: bool,
+        drawn: tuple[int, ...],
         room: Callable[[int, bool], Slots],
         look: Callable[[], None],
     ) -> None: ...
@@ -304,14 +305,7 @@ class Member:
             live = self._requests[name].live
             if live.first_scheduled_s is None:
                 live.first_scheduled_s = job.began_s
-            self._computes.begin(
-                name,
-                compute.run,
-                compute.before,
-                compute.preemptible,
-                lambda n, anew: self._room(job, n, anew, loop),
-                look,
-            )
+            self._computes.begin(name, compute.run, compute.before, compute.preemptible, compute.drawn, room, look)
             job.begun = True
         return self._computes.go(name, lambda: job.pause, behind)
 
@@ -349,7 +343,11 @@ class Member:
         if self._moves is not None:
             self._moves.finished(name)
         now = self._clock.now()
-        delta = None if emitted is None else self._requests[name].live.take(emitted, now)
+        delta = None
+        if emitted is not None:
+            admit, live = self._requests[name]
+            live.emitted = compute.run.end - admit.prompt_tokens
+            delta = live.take(emitted, now)
         return RunDone(id=name, index=compute.index, began_s=job.began_s, ended_s=now, delta=delta)
 
     def _paused(self, job: _Job) -> RunPaused:

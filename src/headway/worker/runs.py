@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.attention.slots import cut_runs
-from headway.core.errors import InvariantError
+from headway.core.errors import ConfigError, InvariantError
 from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
@@ -49,12 +49,15 @@ class Run(Protocol):
     def strategy(self) -> Strategy: ...
     @property
     def node(self) -> int | None: ...
+    @property
+    def in_place(self) -> bool: ...
 
 
 def spec_of(run: Run, preemptible: bool = False) -> ChunkSpec:
     """`striped` is placed so, everything else in zigzag, which for one member is the order of tokens."""
     order: Order = "striped" if run.strategy.attn == "striped" else "zigzag"
-    return ChunkSpec(run.start, run.end, SpGroup(run.group, node=run.node), run.strategy, order, preemptible)
+    group = SpGroup(run.group, node=run.node)
+    return ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place)
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,22 @@ class Runs:
         self._parts[name] = _Part(self._worker, resident)
 
     def begin(
-        self, name: str, run: Run, before: Sequence[Run], preemptible: bool, room: Room, look: Callable[[], None]
+        self,
+        name: str,
+        run: Run,
+        before: Sequence[Run],
+        preemptible: bool,
+        drawn: tuple[int, ...],
+        room: Room,
+        look: Callable[[], None],
     ) -> None:
-        """Take up a run. `before`: those that were computed before it, in order. `look` is called every so often while
+        """Take up a run. `before`: those that were computed before it, in order. drawn: tokens that end with the run's
+        last, of which some may have been drawn elsewhere. `look` is called every so often while
         others are waited for; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
         group or the KV that is here."""
         part = self._parts[name]
         line = self._peers.line(name, run.group)
-        part.begin(spec_of(run, preemptible), before, _PeerTransport(self._peers.number, line, look), room)
+        part.begin(spec_of(run, preemptible), before, drawn, _PeerTransport(self._peers.number, line, look), room)
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer, with the
@@ -158,7 +169,9 @@ class _Part:
         assert self._prefill is not None
         return self._prefill
 
-    def begin(self, spec: ChunkSpec, before: Sequence[Run], transport: _PeerTransport, room: Room) -> None:
+    def begin(
+        self, spec: ChunkSpec, before: Sequence[Run], drawn: tuple[int, ...], transport: _PeerTransport, room: Room
+    ) -> None:
         config = self._worker.decoder.config
         self.transport, self._room = transport, room
         if self._prefill is None:
@@ -169,7 +182,12 @@ class _Part:
             held = EMPTY
             for one in before:
                 held = ChunkPlan(spec_of(one), held, config).after
-        self._prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), held=held)
+        resident = self._resident
+        if drawn and resident.known >= spec.end - len(drawn):
+            resident.hear(spec.end - len(drawn), drawn)
+        if resident.known < spec.end:
+            raise ConfigError(f"chunk [{spec.start}, {spec.end}): {resident.known} tokens are known here")
+        self._prefill.begin(spec, resident.tokens(spec.start, spec.tokens), held=held)
 
     def _place(self, heads: int, tokens: int) -> KvShard:
         """Slots of the pool for so many heads and tokens: the place that is there, made larger, unless its heads are

@@ -1,4 +1,4 @@
-"""Carrying out a ring: attend to a block of keys while the next one arrives."""
+"""Carrying out attention over several ranks: keys that go round a ring, or rows that go to the keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.attention.primitive import attend, merge_into
 from headway.parallel.sequence.cover import Block
-from headway.parallel.sequence.steps import Attend
+from headway.parallel.sequence.steps import Attend, AttendInPlace
 from headway.parallel.sequence.transport import Lane, Transport
 
 
@@ -38,6 +38,37 @@ def go_round(transport: Transport, step: Attend, query: Tensor, block: Tensor) -
     return answer.out.to(query.dtype)
 
 
+def visit(transport: Transport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
+    """The attention of query (q_heads, rows, d) over every member's keys, which stay: rows go out, partial answers come
+    back. Returns the same shape and type. block: this member's own keys and values, (2, kv_heads, keys, d).
+    """
+    heads, rows, dim = query.shape
+    own = next(guest for guest in step.guests if guest.rank == transport.rank)
+    others = [guest for guest in step.guests if guest.rank != transport.rank]
+    guests = [guest for guest in others if guest.blocks]
+    hosts = [guest.rank for guest in others if guest.seen]
+    asked = [query.new_empty(heads, guest.rows, dim) for guest in guests]
+    sent = query.contiguous()
+    wait = transport.exchange(
+        [(rank, sent) for rank in hosts], [(guest.rank, q) for guest, q in zip(guests, asked, strict=True)], Lane.RING
+    )
+    answer = _Answer(query)
+    for part in own.blocks:
+        answer.add(part, block)
+    wait()
+    told = []
+    for guest, q in zip(guests, asked, strict=True):
+        partial = _Answer(q)
+        for part in guest.blocks:
+            partial.add(part, block)
+        told.append((guest.rank, partial.packed()))
+    came = [(rank, torch.empty((rows, heads, dim + 1), device=query.device)) for rank in hosts]
+    transport.exchange(told, came, Lane.RING)()
+    for _, partial_answer in came:
+        answer.join(partial_answer)
+    return answer.out.to(query.dtype)
+
+
 class _Answer:
     """Partial answers of all rows, merged as they come. `out` (heads, rows, d) lies row by row in memory."""
 
@@ -59,6 +90,16 @@ class _Answer:
         for first, end in fresh:
             self.out[:, first:end] = 0.0
         merge_into(self.out[:, rows], self._lse[:, rows], out, lse)
+
+    def packed(self) -> Tensor:
+        """All of it as one matrix, (rows, heads, d + 1), the last column being the log-sum-exp."""
+        for first, end in self._fresh(0, self.out.shape[1]):
+            self.out[:, first:end] = 0.0
+        return torch.cat([self.out.transpose(0, 1), self._lse.t().unsqueeze(-1)], dim=-1)
+
+    def join(self, packed: Tensor) -> None:
+        """Another's answer of the same rows, each of which has one here."""
+        merge_into(self.out, self._lse, packed[..., :-1].transpose(0, 1), packed[..., -1].t())
 
     def _fresh(self, first: int, end: int) -> list[tuple[int, int]]:
         """The rows of a range that have no answer yet; they have one from now on."""

@@ -22,18 +22,21 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.model.config import DecoderConfig
+from headway.parallel.sequence.cover import cover
 from headway.parallel.sequence.exchanges import Exchanges
 from headway.parallel.sequence.group import ChunkSpec
-from headway.parallel.sequence.layout import KvLayout, balanced, extended
+from headway.parallel.sequence.layout import KvLayout, KvMove, balanced, extended, moves, stayed
 from headway.parallel.sequence.ring import ring
 from headway.parallel.sequence.steps import (
     ROWS,
     Add,
     Attend,
+    AttendInPlace,
     Embed,
     Feed,
     FinishHistory,
     FinishWeights,
+    Guest,
     Head,
     Heads,
     Layer,
@@ -81,7 +84,7 @@ class ChunkPlan:
         self.wanted = tuple(wanted) if wanted is not None else (spec.end - 1,)
         if any(not spec.start <= position < spec.end for position in self.wanted):
             raise ConfigError(f"wanted {self.wanted}: must be positions of the chunk [{spec.start}, {spec.end})")
-        self.history = balanced(held, spec, config)
+        self.history = (stayed if spec.in_place else balanced)(held, spec, config)
         self.fresh = spread(spec.start, spec.tokens, spec.members, spec.order)
         self.after = extended(self.history, spec, self.fresh)
         self.rows: tuple[Positions, ...] = tuple(
@@ -89,6 +92,10 @@ class ChunkPlan:
             for positions in self.fresh
             for part in range(spec.width)
         )
+
+    def moves(self) -> tuple[KvMove, ...]:
+        """What KV of earlier chunks has to move."""
+        return () if self.spec.in_place else moves(self.before, self.history)
 
     def rank(self, rank: int) -> RankPlan:
         """The part of a rank of the group."""
@@ -155,6 +162,17 @@ class _RankPlanner:
         member, part = divmod(self._index, width)
         members = self._spec.members
         past = [len(chunk.history[ranks[i * width]].positions) for i in range(members)]
+        if self._spec.in_place and members > 1:
+            guests = tuple(
+                Guest(
+                    ranks[i * width + part],
+                    len(chunk.fresh[i]),
+                    cover(chunk.fresh[i], chunk.fresh[member], past[member]),
+                    bool(cover(chunk.fresh[member], chunk.fresh[i], past[i])),
+                )
+                for i in range(members)
+            )
+            return [AttendInPlace(source, target, guests, past[member])]
         before, behind = (ranks[(member + by) % members * width + part] for by in (-1, 1))
         attend = Attend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)
         return [FinishHistory(), attend, StartHistory(ahead=True)]

@@ -18,13 +18,14 @@ from headway.model.layer import Matrix, feed, heads, norm
 from headway.model.linear import Linear
 from headway.model.rope import RotaryTable
 from headway.model.weights import LayerWeights
-from headway.parallel.sequence.attend import go_round
+from headway.parallel.sequence.attend import go_round, visit
 from headway.parallel.sequence.kv_shard import KvMoves, KvShard
 from headway.parallel.sequence.registers import Registers, start
 from headway.parallel.sequence.steps import (
     ROWS,
     Add,
     Attend,
+    AttendInPlace,
     Embed,
     Exchange,
     Feed,
@@ -76,6 +77,7 @@ class StepExecutor:
             Norm: self._norm,
             Heads: self._heads,
             Attend: self._attend,
+            AttendInPlace: self._attend_in_place,
             Out: self._out,
             Feed: self._feed,
             Add: self._add,
@@ -152,13 +154,22 @@ class StepExecutor:
         self.registers.take(step.target)
 
     def _attend(self, step: Attend, layer: int) -> None:
+        queries, block = self._stored(step, layer)
+        mixed = go_round(self._transport, step, queries, block)
+        self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
+
+    def _attend_in_place(self, step: AttendInPlace, layer: int) -> None:
+        queries, block = self._stored(step, layer)
+        mixed = visit(self._transport, step, queries, block)
+        self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
+
+    def _stored(self, step: Attend | AttendInPlace, layer: int) -> tuple[Tensor, Tensor]:
+        """Keep the chunk's keys and values. Its queries, (heads, rows, d), and all that is kept here."""
         stacked = self.registers.take(step.source)
         stacked = stacked.view(stacked.shape[0], stacked.shape[1] // self._config.head_dim, self._config.head_dim)
         queries = stacked.shape[1] - 2 * self._kv_heads
         self._shard.store(layer, step.past, stacked[:, queries : -self._kv_heads], stacked[:, -self._kv_heads :])
-        block = self._shard.block(layer, step.past + stacked.shape[0])
-        mixed = go_round(self._transport, step, stacked[:, :queries].transpose(0, 1), block)
-        self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
+        return stacked[:, :queries].transpose(0, 1), self._shard.block(layer, step.past + stacked.shape[0])
 
     def _out(self, step: Out, layer: int) -> None:
         matrix = self._matrix("out", self._layer(layer).out, step.whole)

@@ -40,7 +40,9 @@ class ChunkSpec(msgspec.Struct, frozen=True):
 
     Strategy: `ulysses` is Ulysses; `ring`, `megatron` and `local` are one form, activations gathered within a TP region
     and KV passed round a ring of regions, in which nothing is gathered at tp 1 and nothing is passed in one region.
-    preemptible: the first rank may pause it between layers.
+    preemptible: the first rank may pause it between layers. in_place: KV of earlier chunks stays where it lies, and
+    rows go to it, not it to them: for chunks of few rows, such as one token that is decoded over the KV of a whole
+    group (LoongServe §4.2).
     """
 
     start: int
@@ -49,6 +51,7 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     strategy: Strategy = Strategy()
     order: Order = "zigzag"
     preemptible: bool = False
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:

@@ -80,6 +80,24 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
     return layout
 
 
+def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """The same where nothing moves: who holds nothing of it goes on so. Raises ConfigError as `balanced`, and where the
+    chunk's ranks attend with other heads than they hold."""
+    ranks = spec.group.ranks
+    if missing := sorted(set(held) - set(ranks)):
+        raise ConfigError(f"group.ranks {ranks}: must include ranks {missing}, which hold KV of earlier chunks")
+    layout = {}
+    for index, rank in enumerate(ranks):
+        heads = spec.heads(index).kv_heads(config)
+        layout[rank] = held.get(rank) or Held(heads, np.empty(0, dtype=np.int64))
+        if layout[rank].heads != heads:
+            raise ConfigError(f"in_place: rank {rank} holds KV heads {layout[rank].heads} and would need {heads}")
+    past = sum(len(layout[rank].positions) for rank in ranks[:: spec.width])
+    if past != spec.start:
+        raise ConfigError(f"chunk start {spec.start}: KV of {past} tokens is held")
+    return layout
+
+
 def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> KvLayout:
     """The layout after a chunk: each member's tokens (`fresh`) behind its share of history."""
     layout = {}

@@ -103,7 +103,7 @@ class SequencePrefill:
         before = chunk.before.get(rank)
         history = KvMoves(
             self._transport,
-            moves(chunk.before, chunk.history),
+            chunk.moves(),
             None if source is None or before is None else (source, before.heads),
             (self._shard, own.heads),
         )

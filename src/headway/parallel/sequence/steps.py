@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from headway.parallel.sequence.cover import Block
 from headway.parallel.sequence.ring import RingStep
 from headway.parallel.sequence.tokens import Positions
 
@@ -95,6 +96,28 @@ class Attend:
     behind: int
 
 
+class Guest(NamedTuple):
+    """Rank `rank` has `rows` rows, which see this rank's keys under `blocks`; seen: whether this rank's rows see any of
+    its keys."""
+
+    rank: int
+    rows: int
+    blocks: tuple[Block, ...]
+    seen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttendInPlace:
+    """Store the chunk's keys and values behind `past` tokens of history; then rows go to the keys. Each of `guests`,
+    this rank among them, gets the answer of its rows over this rank's keys, and this rank's rows get theirs.
+    """
+
+    source: str
+    target: str
+    guests: tuple[Guest, ...]
+    past: int
+
+
 @dataclass(frozen=True, slots=True)
 class Out:
     """The projection after attention."""
@@ -166,8 +189,8 @@ class FinishHistory:
 
 
 Step = (
-    Exchange | Embed | Norm | Heads | Attend | Out | Feed | Add | Head | Layer | StartWeights | FinishWeights
-    | StartHistory | FinishHistory
+    Exchange | Embed | Norm | Heads | Attend | AttendInPlace | Out | Feed | Add | Head | Layer | StartWeights
+    | FinishWeights | StartHistory | FinishHistory
 )  # fmt: skip
 
 Pairs = tuple[tuple[Cut, ...], tuple[Cut, ...]]
