@@ -80,6 +80,7 @@ class TimedRuns:
         run: Run,
         before: Sequence[Run],
         preemptible: bool,
+        drawn: tuple[int, ...],
         room: Callable[[int, bool], Slots],
         look: Callable[[], None],
     ) -> None:
