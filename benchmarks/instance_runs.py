@@ -5,6 +5,7 @@ Instances are processes with a thread each, and a socket between each two; the s
 repository's CPU figures (hidden 512, 8 query and 2 KV heads of 64, MLP 1536) with --layers layers. "alone" is the
 scheduler's way: one chunk of all tokens. The rest are runs, KV in the instance's pool. Medians of seconds from when all
 begin to when the last is done; runs of different kinds alternate. Groups of more instances than cores measure cores.
+Then a token that is decoded behind the prompt: alone, by a run of one, and in place over the KV of a group.
 """
 
 from __future__ import annotations
@@ -39,20 +40,27 @@ class Bench:
 
     def __init__(self, number: int, folder: Path, instances: int, options: argparse.Namespace) -> None:
         self.number, self.options = number, options
-        config = replace(reference_config(options.tokens + 8), layers=options.layers)
+        config = replace(reference_config(options.tokens + options.steps + 8), layers=options.layers)
         decoder = random_decoder(config, getattr(torch, options.dtype))
-        self.worker = Worker(decoder, 2 * options.tokens // BLOCK, BLOCK, ())
+        self.worker = Worker(decoder, 2 * options.tokens // BLOCK + 1, BLOCK, ())
         self.peers = Peers(number, 0, f"unix:{folder}/{number}")
         self.peers.meet([Peer(other, 0, f"unix:{folder}/{other}") for other in range(instances)])
         self.runs = Runs(self.worker, self.peers, ())
         prompt = np.random.default_rng(0).integers(3, config.vocab_size, options.tokens, dtype=np.int32)
+        self.steps: list[float] = []
+        self.epoch = 1
         self.prompt = memoryview(prompt.tobytes())
 
     def alone(self, name: str) -> None:
         tokens = self.options.tokens
         self.worker.admit(name, tokens, self.prompt, GREEDY)
-        self.worker.replay((KvOp("reserve", name, -(-tokens // BLOCK)),))
+        self.worker.replay((KvOp("reserve", name, -(-(tokens + self.options.steps) // BLOCK)),))
         self.worker.run(Part(0, DecodeGroup(), (Chunk(name, 0, tokens, True),)))
+        for step in range(self.options.steps):
+            start = time.perf_counter()
+            self.worker.run(Part(0, DecodeGroup((name,), tokens + step + 1, self.epoch)))
+            self.steps.append(time.perf_counter() - start)
+        self.epoch += 1
         self.worker.replay((KvOp("free", name, 0),))
         self.worker.forget(name)
 
@@ -62,7 +70,15 @@ class Bench:
         run = Run(0, tokens, group, Strategy(attn=attn))  # type: ignore[arg-type]
         self.runs.begin(name, run, (), True, (), lambda count, anew: [(0, count)], lambda: None)
         self.runs.go(name, lambda: False, lambda done: layer.append(time.perf_counter()))
-        self.runs.finish(name, True)
+        drawn, _ = self.runs.finish(name, True)
+        for step in range(tokens, tokens + self.options.steps):
+            start = time.perf_counter()
+            one = Run(step, step + 1, group, Strategy(attn=attn), in_place=True)  # type: ignore[arg-type]
+            said = (3,) if drawn is None else (drawn.token,)
+            self.runs.begin(name, one, (), False, said, lambda count, anew: [(0, count)], lambda: None)
+            self.runs.go(name, None, lambda done: None)
+            drawn, _ = self.runs.finish(name, True)
+            self.steps.append(time.perf_counter() - start)
         self.runs.forget(name)
         self.peers.forget(name)
 
@@ -85,13 +101,16 @@ def instance_main(
                     bench.run(f"{attn}{size}.{turn}", attn, tuple(range(size)), layers)
             together.wait()
             if number == 0 and turn:
-                out.put((attn, size, time.perf_counter() - start))
+                decode = sum(bench.steps)
+                out.put((attn, size, time.perf_counter() - start - decode, statistics.median(bench.steps)))
+            bench.steps.clear()
     bench.peers.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--groups", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=5)
@@ -111,17 +130,22 @@ def main() -> None:
         for process in processes:
             process.start()
         times: dict[tuple[str, int], list[float]] = {}
+        steps: dict[tuple[str, int], list[float]] = {}
         for _ in range(options.repeats * (2 + 3 * len(options.groups))):
-            attn, size, seconds = out.get()
+            attn, size, seconds, step = out.get()
             times.setdefault((attn, size), []).append(seconds)
+            steps.setdefault((attn, size), []).append(step)
         for process in processes:
             process.join(30.0)
     print(f"{options.tokens} tokens, {options.dtype}, {options.layers} layers, instances of 1 thread")
-    print("kind      instances  median (s)     least      most  speed-up")
+    print("kind      instances  median (s)     least      most  speed-up  token (ms)")
     alone = statistics.median(times["alone", 1])
     for (attn, size), found in times.items():
         middle = statistics.median(found)
-        print(f"{attn:<10}{size:>9} {middle:>11.3f} {min(found):>9.3f} {max(found):>9.3f} {alone / middle:>8.2f}x")
+        print(
+            f"{attn:<10}{size:>9} {middle:>11.3f} {min(found):>9.3f} {max(found):>9.3f} {alone / middle:>8.2f}x", end=""
+        )
+        print(f" {1000 * statistics.median(steps[attn, size]):>11.2f}")
 
 
 if __name__ == "__main__":
