@@ -35,7 +35,7 @@ class Mail:
 
     def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
         """`ring`: there is something to look at."""
-        self.peers, self._ring = peers, ring
+        self.peers, self.ring = peers, ring
         self._gate = threading.Lock()
         self._received: list[Received] = []
         self._lost: list[Lost] = []
@@ -52,7 +52,7 @@ class Mail:
         except PeerLostError as error:
             with self._gate:
                 self._lost.append(Lost(request, str(error)))
-            self._ring()
+            self.ring()
 
     def finished(self) -> Finished:
         """Pieces that have come, and requests of which something could not go, since the last look."""
@@ -80,4 +80,4 @@ class Mail:
                 self._received.append(Received(request, note.piece, source, note.began_s, note.ended_s))
             else:
                 self._stopped[request] = note.layer
-        self._ring()
+        self.ring()

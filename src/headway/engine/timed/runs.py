@@ -92,6 +92,12 @@ class TimedRuns:
         part.run_s = self._times.run_s(run, before)
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+        try:
+            return self._sleep(name, pause, behind)
+        finally:
+            self._mail.ring()  # else the loop would sleep on what has come meanwhile for the scheduler
+
+    def _sleep(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         part, layers = self._parts[name], self._times.layers
         run, layer_s = part.run, part.run_s / layers
         assert run is not None
