@@ -303,6 +303,11 @@ class EngineCore:
             **self._stats,  # type: ignore[arg-type]
         )
 
+    def computed(self, prefill: int, decodes: int) -> None:
+        """Tokens that were computed here beside the scheduler: this instance's share of a run."""
+        self._count("prefill_tokens_total", prefill)
+        self._count("decode_tokens_total", decodes)
+
     def _account(self, batch: Batch, result: StepResult, now: float, progress: list[Progress]) -> None:
         elapsed_s, chunks = result.elapsed_s, [chunk for part in batch.parts for chunk in part.prefills]
         prefill = sum(chunk.tokens for chunk in chunks)

@@ -342,6 +342,10 @@ class Member:
             self._leave(self._places[name].pop(0))
         if self._moves is not None:
             self._moves.finished(name)
+        run, at = compute.run, compute.run.group.index(self._peers.number)
+        tokens, size = run.end - run.start, len(run.group)
+        own = (at + 1) * tokens // size - at * tokens // size
+        self._core.computed(*((0, own) if run.in_place else (own, 0)))
         now = self._clock.now()
         delta = None
         if emitted is not None:
