@@ -6,6 +6,8 @@ batch before, which an executor replays on its own copy of the allocator. Nothin
 An instance may have several *groups*, each with all weights and a KV pool of its own (KV parallelism, Medha §3.3). A
 long request's KV is cut into shards, one a group: its rows are computed in the part of the group that holds the last
 shard, and the others attend these rows over their shards (`Assist`).
+
+Nothing here can be part of a cycle, so the collector need not look at it (`gc=False`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 KvVerb = Literal["reserve", "grow", "free", "rename"]
 
 
-class KvOp(msgspec.Struct, frozen=True, array_like=True):
+class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One operation on a group's block allocator, to be replayed in order: `blocks` is how many it adds (0 for free).
 
     With "reserve", `start` is the first token of the request that this group holds: its shard begins there. "rename"
@@ -30,7 +32,7 @@ class KvOp(msgspec.Struct, frozen=True, array_like=True):
     before: str = ""
 
 
-class DecodeGroup(msgspec.Struct, frozen=True):
+class DecodeGroup(msgspec.Struct, frozen=True, gc=False):
     """Requests that each compute one token. `kv_sum` is the number of KV tokens that they read together in this group.
 
     The same `epoch` means the same `members` (in the same order), so that a plan need not repeat them. A new epoch is
@@ -50,7 +52,7 @@ class DecodeGroup(msgspec.Struct, frozen=True):
         return len(self.members)
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + tokens) of a request. When `last`, the iteration yields the request's next token.
 
     `base` is the first token that this group holds: of what went before, it reads [base, start), others the rest. A
@@ -63,7 +65,7 @@ class Chunk(msgspec.Struct, frozen=True):
     base: int = 0
 
 
-class Assist(msgspec.Struct, frozen=True, array_like=True):
+class Assist(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Rows of a request that group `owner` computes in this batch (a decode: 1, a chunk: its tokens), to be attended
     over this group's whole shard: tokens [start, start + tokens) of the request, all before the rows, so without mask.
     The partial (out, lse) goes to the owner, layer by layer."""
@@ -75,7 +77,7 @@ class Assist(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """What one group does in a batch. `kv_ops` come first, in order, on the group's own block tables."""
 
     group: int
@@ -90,7 +92,7 @@ class Part(msgspec.Struct, frozen=True):
         return self.decodes.count + sum(chunk.tokens for chunk in self.prefills)
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One iteration, of all groups that have a part in it. `predicted_s` is the latency model's word for it (for one
     pipeline stage, the slowest part).
 
@@ -109,7 +111,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.tokens for part in self.parts)
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What an executor reports of a request that yielded output: how many tokens were accepted, and whether it ended
     (end token, length, stop): a finished request takes part in no later batch. One that goes on has accepted 1."""
 

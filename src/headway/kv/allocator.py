@@ -8,7 +8,7 @@ replays them never has to be told a block table.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from headway.core.errors import InvariantError
@@ -67,13 +67,12 @@ class BlockAllocator:
             if (before and before[0] + before[1] > first) or (behind and first + count > behind[0]):
                 raise InvariantError(f"blocks {first}..{first + count - 1} are released twice")
             self.free_blocks += count
+            low, high = i, i
             if before and before[0] + before[1] == first:
-                self._free.remove(before)
-                first, count = before[0], before[1] + count
+                low, first, count = i - 1, before[0], before[1] + count
             if behind and first + count == behind[0]:
-                self._free.remove(behind)
-                count += behind[1]
-            insort(self._free, (first, count))
+                high, count = i + 1, count + behind[1]
+            self._free[low:high] = [(first, count)]
 
     def free_runs(self) -> tuple[Run, ...]:
         """What is free, in order."""
@@ -91,12 +90,9 @@ class BlockAllocator:
 
     def _choose(self, blocks: int) -> int:
         """Index of the smallest free run that holds all `blocks`, else of the largest; the lowest one on ties."""
-        best, best_count = 0, -1
-        for i, (_, count) in enumerate(self._free):
-            fits, best_fits = count >= blocks, best_count >= blocks
-            if (fits and (not best_fits or count < best_count)) or (not best_fits and not fits and count > best_count):
-                best, best_count = i, count
-        return best
+        counts = [count for _, count in self._free]
+        best = min([count for count in counts if count >= blocks], default=0) or max(counts)
+        return counts.index(best)
 
     def _take(self, i: int, blocks: int, taken: list[Run]) -> int:
         first, count = self._free[i]

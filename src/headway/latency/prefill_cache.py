@@ -32,7 +32,7 @@ class PrefillCache:
         while self._tokens[-1] < tokens:
             self._extend()
         if tokens <= self._tokens[1]:  # one chunk: exact, with what is fixed
-            return float(self._first[tokens - 1])
+            return self._first[tokens - 1]
         i = bisect.bisect_left(self._tokens, tokens)
         x0, x1 = self._tokens[i - 1], self._tokens[i]
         y0, y1 = self._seconds[i - 1], self._seconds[i]
@@ -45,7 +45,7 @@ class PrefillCache:
     def rebuild(self) -> None:
         """Forget what was computed: the latency model has changed."""
         self._tokens, self._seconds = [0], [0.0]
-        self._first = np.zeros(0)
+        self._first = np.zeros(0).data
         self._mark = self._probe()
 
     def refresh(self) -> bool:
@@ -77,4 +77,4 @@ class PrefillCache:
         self._seconds.append(self._seconds[-1] + seconds * repeat)
         if not past:  # a measured time may fall where a size suits the machine; the cache is monotone nevertheless
             alone = self._model.token_s(1, chunk) + self._model.chunk_s(0, 1, chunk)
-            self._first = np.minimum.accumulate(alone[::-1])[::-1]
+            self._first = np.minimum.accumulate(alone[::-1])[::-1].data

@@ -74,6 +74,12 @@ class DecodeSet:
         room = member.lease.tokens + member.base - member.computed
         heapq.heappush(self._full, (self._steps + room, member.request.id))
 
+    @property
+    def hungry(self) -> bool:
+        """Whether somebody has filled its lease. Mostly one look at the first note, which may be out of date but is
+        never too late."""
+        return bool(self._full) and self._full[0][0] <= self._steps and self.room() <= 0
+
     def room(self) -> int:
         """Steps that the members can take before one of them has filled its lease; 0: somebody has."""
         full, steps = self._full, self._steps

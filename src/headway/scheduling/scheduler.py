@@ -158,7 +158,7 @@ class Scheduler:
         sequence = Sequence(request, order, self.urgency.is_long(request))
         sequence.limit, sequence.lease = limit, lease
         sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
-        self.urgency.assess(sequence)
+        line = self.urgency.assess(sequence)
         self._sequences[request.id] = sequence
         if lease is not None:
             self.holders[request.id] = sequence
@@ -167,7 +167,7 @@ class Scheduler:
                 self.ready.add(sequence)
                 self.promises.begin(sequence)
                 return sequence
-        self._queue.add(sequence, self.urgency.line(sequence))
+        self._queue.add(sequence, line)
         return sequence
 
     def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
@@ -204,7 +204,7 @@ class Scheduler:
 
     def feed(self, now: float) -> None:
         """Give KV to decodes that have filled their lease. Before every batch."""
-        if self._parked or self.ready.room() <= 0:
+        if self._parked or self.ready.hungry:
             self._feed(now)
 
     def depart(

@@ -27,13 +27,14 @@ class Urgency:
         alone_s = self.prefill_times.remaining_s(request.prompt_tokens, request.cached_tokens)
         return 0 < config.long_iterations * config.t_target_s < alone_s
 
-    def assess(self, sequence: Sequence) -> None:
-        """A new request's isolated time and deadline."""
+    def assess(self, sequence: Sequence) -> Line:
+        """A new request's isolated time and deadline, and with them its line."""
         sequence.total_s = sequence.work_s = self._work_s(sequence)
         ttft_s = sequence.request.slo.ttft_s
         if ttft_s is None:
             ttft_s = max(self._config.deadline_base_s, self._config.deadline_factor * sequence.total_s)
         sequence.deadline_s = sequence.request.arrival_s + ttft_s
+        return self.policy.line(sequence.facts(sequence.work_s))
 
     def line(self, sequence: Sequence) -> Line:
         """Of a request whose progress has changed."""

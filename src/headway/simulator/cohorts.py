@@ -103,7 +103,9 @@ class Cohorts:
 
     def finished(self, cohort: Cohort) -> list[str]:
         """Members that have all of their tokens after the last step; they leave."""
-        ended = []
+        ended: list[str] = []
+        if not cohort.due or cohort.due[0][0] > len(cohort.times):
+            return ended
         while self.steps_left(cohort) <= 0:
             name = heapq.heappop(cohort.due)[1]
             self.leave(self._tracks[name])
