@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from headway.attention.kv_pool import KvPool
 from headway.attention.primitive import attend, merge, merge_into
 from headway.parallel.sequence.attend import _Answer
 from headway.parallel.sequence.cover import cover
+from headway.parallel.sequence.kv_shard import KvShard
 
 
 def test_merging_in_place_is_merging() -> None:
@@ -45,3 +47,20 @@ def test_blocks_may_come_in_any_order(seed: int) -> None:
         seen = torch.from_numpy(np.flatnonzero(places <= position))
         out, _ = attend(query[:, row : row + 1], keys[0][:, seen], keys[1][:, seen], False)
         assert torch.allclose(answer.out[:, row : row + 1], out, atol=1e-5)
+
+
+def test_a_shard_that_grows_joins_what_is_adjacent() -> None:
+    pool = KvPool(1, 2, 40, 4, torch.float32)
+    shard = KvShard(pool, [(0, 8)])
+    shard.extend([(8, 8), (24, 4)])
+    shard.extend([(28, 4)])
+    assert (shard.runs, shard.capacity) == (((0, 16), (24, 8)), 24)
+    narrow = KvShard(pool.narrowed(1), ())
+    narrow.extend(pool.narrow_runs(1, [(4, 4), (20, 2)]))
+    k, v = torch.randn(2, 12, 1, 4)
+    narrow.store(0, 0, k, v)
+    assert torch.equal(narrow.block(0, 12), torch.stack([k, v]).transpose(1, 2))
+    rows = torch.cat(
+        [pool.data[0, 0, head, 4:8] for head in (0, 1)] + [pool.data[0, 0, head, 20:22] for head in (0, 1)]
+    )
+    assert torch.equal(rows, k.squeeze(1))

@@ -27,8 +27,14 @@ class KvShard:
         self.capacity = sum(count for _, count in self.runs)
 
     def extend(self, runs: Runs) -> None:
-        """More slots, behind those that are there."""
-        self.runs += tuple(runs)
+        """More slots, behind those that are there. Adjacent runs are joined, so that they are read without copying."""
+        joined = list(self.runs)
+        for first, count in runs:
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = (joined[-1][0], joined[-1][1] + count)
+            else:
+                joined.append((first, count))
+        self.runs = tuple(joined)
         self.capacity += sum(count for _, count in runs)
 
     def block(self, layer: int, tokens: int) -> Tensor:
