@@ -19,12 +19,20 @@ MIXED = [{"count": 3}]
 APART = [{"count": 2, "role": "prefill"}, {"count": 1, "role": "decode"}]
 
 
-def write(folder: Path, model: Path, placement: str, options: object, pools: object, **serve: object) -> str:
+def write(
+    folder: Path,
+    model: Path,
+    placement: str,
+    options: object,
+    pools: object,
+    group_decode: str = "gather",
+    **serve: object,
+) -> str:
     """A cluster file; settings of all instances are for tiny models on few cores."""
     settings = {"kv_cache_memory": "32M", "latency_profile": "quick", "threads": 1, **serve}
     content = {
         "model": os.path.relpath(model, folder), "placement": placement, "options": options, "pools": pools,
-        "serve": settings,
+        "serve": settings, "group_decode": group_decode,
     }  # fmt: skip
     path = folder / "cluster.yaml"
     path.write_text(json.dumps(content))

@@ -43,7 +43,9 @@ SHORT = {"long_tokens": 500}
     ("placement", "options", "pools"),
     [
         ("pecsched", SHORT, APART),
-        ("tetris", {}, APART),
+        ("loongserve in-place", {}, MIXED),
+        pytest.param("tetris", {}, APART, marks=LONG),
+        pytest.param("fifo in-place", SHORT, MIXED, marks=LONG),
         pytest.param("weave", {}, APART, marks=LONG),
         pytest.param("fixed-sp", {"sp": 2}, APART, marks=LONG),
         pytest.param("context-parallel", {}, APART, marks=LONG),
@@ -61,7 +63,8 @@ SHORT = {"long_tokens": 500}
 def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
     tmp_path: Path, llama: Path, expected: list[list[int]], placement: str, options: object, pools: object
 ) -> None:
-    with cluster(write(tmp_path, llama, placement, options, pools)) as running:
+    name, _, decode = placement.partition(" ")
+    with cluster(write(tmp_path, llama, name, options, pools, decode or "gather")) as running:
         assert all_at_once(running.url) == expected
         leave_after_sending(running.url, prompt_of(9, 3500), 500)
         metric_reaches(running.url, "headway_instance_requests_placed", lambda placed: placed == 0)

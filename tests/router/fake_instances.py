@@ -61,6 +61,9 @@ class Known:
     count: int
     room: int = 0
 
+    def __post_init__(self) -> None:
+        self.length = len(self.tokens)
+
 
 @dataclass
 class FakeCluster:
@@ -259,7 +262,7 @@ class FakeProcess:
     def _compute(self, message: Compute) -> None:
         if message.id not in self.requests:
             self._complain(f"Compute of {message.id}, which was not admitted")
-        if self.runs:
+        if not message.run.in_place and any(not run.run.in_place for run in self.runs.values()):
             self._complain(f"two runs at once: {message.id} and {next(iter(self.runs))}")
         self.runs[message.id] = message
         group = [self.cluster.processes.get(i) for i in message.run.group]
@@ -286,8 +289,10 @@ class FakeProcess:
             delta = None
             if message.last and one is group[0]:
                 known = self.requests[name]
+                said = message.run.end - known.length
+                known.tokens[message.run.end - len(message.drawn) :] = message.drawn
                 token = next_token(known.tokens)
-                delta = Delta(id=name, tokens=(token,), finish="length" if known.count == 1 else None)
+                delta = Delta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
             one._say(RunDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
 
     def _hold(self, name: str, run: Run) -> None:
@@ -296,6 +301,11 @@ class FakeProcess:
         before = set().union(*held.values()) if held else set()
         if before != set(range(run.start)):
             self._complain(f"{name}: a run from {run.start} on with KV of {len(before)} tokens")
+        if run.in_place:
+            if not set(run.group) <= set(held):
+                self._complain(f"{name}: a token on {run.group} though {sorted(held)} hold KV")
+            held[run.group[0]] |= set(range(run.start, run.end))
+            return
         if not set(held) <= set(run.group):
             self._complain(f"{name}: a run on {run.group} though {sorted(held)} hold KV")
         size = len(run.group)

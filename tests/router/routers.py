@@ -39,7 +39,11 @@ class PerToken:
 
 
 def router(
-    fake: FakeCluster, roles: Sequence[Role], placement: str, options: dict[str, object] | None = None
+    fake: FakeCluster,
+    roles: Sequence[Role],
+    placement: str,
+    options: dict[str, object] | None = None,
+    in_place: bool = False,
 ) -> ClusterClient:
     def rules(infos: Sequence[EngineInfo]) -> Rules:
         around = Surroundings(latency=PerToken(), shape=SHAPE)
@@ -52,14 +56,18 @@ def router(
 
     instances = [LiveInstance(i, role, 0, 0, CONFIG, fake.launcher(i)) for i, role in enumerate(roles)]
     links = Links(inside=HOST, across=HOST)
-    return ClusterClient(instances, links, rules, placement=placement, another=another)
+    return ClusterClient(instances, links, rules, placement=placement, another=another, in_place=in_place)
 
 
 @contextlib.asynccontextmanager
 async def running(
-    fake: FakeCluster, roles: Sequence[Role], placement: str, options: dict[str, object] | None = None
+    fake: FakeCluster,
+    roles: Sequence[Role],
+    placement: str,
+    options: dict[str, object] | None = None,
+    in_place: bool = False,
 ) -> AsyncGenerator[ClusterClient, None]:
-    client = router(fake, roles, placement, options)
+    client = router(fake, roles, placement, options, in_place)
     await client.start()
     try:
         yield client

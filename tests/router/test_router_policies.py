@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from fake_instances import FakeCluster, answer
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from routers import ask, prompt, running
 
@@ -32,6 +32,8 @@ WAYS: list[tuple[str, tuple[Role, ...], dict[str, object]]] = [
     ("loongserve", APART, {}),
     ("pecsched", APART, {"long_tokens": 100}),
     ("pecsched", MIXED, {"long_tokens": 100, "disaggregate": False}),
+    ("fifo-in-place", MIXED, {"long_tokens": 100, "long_sp": 2}),
+    ("loongserve-in-place", MIXED, {}),
 ]
 
 
@@ -41,7 +43,8 @@ def test_every_policy_answers_long_and_short_requests(
 ) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
-        async with running(fake, roles, placement, options) as client:
+        name, _, in_place = placement.partition("-in-")
+        async with running(fake, roles, name, options, bool(in_place)) as client:
             lengths = (400, 20, 3, 150, 60, 333, 1, 500, 30, 99, 260, 7)
             prompts = [prompt(seed, length) for seed, length in enumerate(lengths)]
             counts = [1 if seed % 5 == 4 else 6 for seed in range(len(prompts))]
@@ -60,7 +63,7 @@ def test_every_policy_answers_long_and_short_requests(
 
 
 @pytest.mark.parametrize(("placement", "roles", "options"), WAYS, ids=[f"{p}-{r[0]}-{len(o)}" for p, r, o in WAYS])
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     kills=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 25)), min_size=1, max_size=5),
     leaves=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 25)), max_size=3),
@@ -74,7 +77,8 @@ def test_no_answer_is_lost_or_changed_whoever_is_killed_and_whoever_leaves(
 ) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.001)
-        async with running(fake, roles, placement, options) as client:
+        name, _, in_place = placement.partition("-in-")
+        async with running(fake, roles, name, options, bool(in_place)) as client:
             prompts = [prompt(seed, length) for seed, length in enumerate((400, 20, 150, 3, 333, 60, 500, 99, 1))]
             asks = []
             for seed, ids in enumerate(prompts):

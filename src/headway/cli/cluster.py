@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             placement=file.placement,
             another=another,
             backends=file.backends,
+            in_place=file.group_decode == "in-place",
         )
         app = create_app(client, Tokenizer.load(Path(model)), settings)
         started = serve(app, settings, force_binding=arguments.allow_public)

@@ -53,12 +53,14 @@ class ClusterClient:
         placement: str,
         another: Callable[[int, int, int], LiveInstance] | None = None,
         backends: int = 16,
+        in_place: bool = False,
     ) -> None:
         """`make` is called once all of them are ready, with what they say of themselves. placement: the policy's name.
-        another: starts one more, of (number, pool, how many processes had the number); raises RequestError."""
+        another: starts one more, of (number, pool, how many processes had the number); raises RequestError.
+        in_place: groups decode where their KV lies, and do not gather it on one of them."""
         self.fleet = Fleet(instances)
         self._links, self._make, self._placement = links, make, placement
-        self._another, self._backends = another, backends
+        self._another, self._backends, self._in_place = another, backends, in_place
         self._live: Live | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._incarnations: dict[int, int] = {}
@@ -128,7 +130,16 @@ class ClusterClient:
             info = merged_info(infos)
             rules = self._make(infos)
             losses = max(each.config.max_restarts for each in instances)
-            live = Live(self.fleet, self._links, rules.policy, rules.latency, rules.shape, self._backends, losses)
+            live = Live(
+                self.fleet,
+                self._links,
+                rules.policy,
+                rules.latency,
+                rules.shape,
+                self._backends,
+                losses,
+                self._in_place,
+            )
             live.renew()
             if live.able is not None:
                 raise ConfigError(live.able)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +29,8 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """model: a checkpoint's folder, None for the embedded one; serve: settings of `headway serve` for everybody;
-    backends: pieces of KV that an instance receives at a time."""
+    backends: pieces of KV that an instance receives at a time; group_decode: whether a decode on several instances is
+    gathered on one, or goes on in place."""
 
     pools: tuple[Pool, ...]
     model: str | None = None
@@ -37,6 +38,7 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
     serve: dict[str, Any] = {}
     backends: int = 16
+    group_decode: Literal["gather", "in-place"] = "gather"
 
 
 def cluster_file(data: Any, where: str) -> ClusterFile:

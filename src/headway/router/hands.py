@@ -23,6 +23,7 @@ from headway.router.loads import Load
 from headway.router.moves import Moves
 from headway.router.runs import Runs
 from headway.router.stays import Stays
+from headway.router.steps import Steps
 
 _ALONE = GroupShape(1)
 
@@ -38,11 +39,12 @@ class LiveHands:
         attempts: Attempts,
         latency: GroupLatency,
         shape: ModelShape,
+        in_place: bool,
         sent: Callable[[Piece], None],
         cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """sent, cancel: the machine's, the former to be called from outside only."""
+        """in_place: groups decode where KV lies. sent, cancel: the machine's, the former for outside of it only."""
         self.fleet, self.attempts = fleet, attempts
         self.latency, self._sent, self._cancel, self._clock = latency, sent, cancel, clock
         self.loads: dict[int, Load] = {}
@@ -50,7 +52,8 @@ class LiveHands:
         self.over: list[Attempt] = []
         self.completed: list[SpanEntry] = []
         self.ended: deque[tuple[Attempt, str | None]] = deque()
-        self.stays = Stays(fleet, attempts, self.moves, self._placed, self.over.append)
+        self.steps = Steps(fleet)
+        self.stays = Stays(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
         self.runs = Runs(fleet, shape, self.stays.submit, self.moves.begun)
 
     # -- what it expects ----------------------------------------------------------------------------------------------

@@ -50,9 +50,11 @@ class Live:
         shape: ModelShape,
         backends: int = 16,
         most_losses: int = 3,
+        in_place: bool = False,
     ) -> None:
         """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
-        most_losses: of instances that a request may have been on; one more, and it is taken to be their cause."""
+        most_losses: of instances that a request may have been on; one more, and it is taken to be their cause.
+        in_place: groups decode where their KV lies (`stays`)."""
         self.fleet, self._make = fleet, make
         self.attempts = Attempts()
         self.asked: dict[str, Asked] = {}
@@ -76,6 +78,7 @@ class Live:
             self.attempts,
             latency,
             shape,
+            in_place,
             self._sent.append,
             lambda name: self.machine.cancel(name),
             time.monotonic,
@@ -225,6 +228,9 @@ class Live:
             return
         now = time.monotonic()
         match message:
+            case RunDone() if attempt.step is not None:
+                if self.hands.steps.done(number, attempt, message) and attempt.journey.staying:
+                    self.machine.stayed(attempt.journey, attempt.said, True, now)
             case RunDone():
                 self._complete(self.hands.runs.done(number, attempt, message))
             case RunPaused():

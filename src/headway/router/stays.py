@@ -1,8 +1,9 @@
 """Requests in schedulers: which instance of a group takes one, and with what.
 
-A live instance decodes alone. A decode on a group of several, or where not all KV is on one instance, is a departure
-from the policies' and papers' own: KV is gathered on the instance of the group with the most room, and decoded there.
-It stays there until its end: a policy that pauses a decode, or gives it another group, is obeyed in its books only.
+A decode on a group of several, or where not all KV is on one instance, is a departure from the policies' and papers'
+own: KV is gathered on the instance of the group with the most room, whose scheduler batches the decode with others.
+Where that has no room now, or the cluster file says so, the group decodes in place (`steps`). Either way it stays there
+until its end: a policy that pauses a decode, or gives it another group, is obeyed in its books only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from headway.placement.base import Phase
 from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
 from headway.router.moves import Moves
+from headway.router.steps import Steps
 
 
 class Stays:
@@ -23,12 +25,15 @@ class Stays:
         fleet: Fleet,
         attempts: Attempts,
         moves: Moves,
+        steps: Steps,
+        in_place: bool,
         placed: Callable[[Attempt, int], None],
         over: Callable[[Attempt], None],
     ) -> None:
-        """placed: told when a prompt goes to an instance's scheduler; over: that a request has ended already, whose
-        decode the policy enqueues."""
+        """in_place: groups decode where their KV lies. placed: told when a prompt goes to an instance's scheduler;
+        over: that a request has ended already, whose decode the policy enqueues."""
         self._fleet, self._attempts, self._moves = fleet, attempts, moves
+        self._steps, self._in_place = steps, in_place
         self._placed, self._over = placed, over
 
     def enter(self, attempt: Attempt, group: tuple[int, ...], phase: Phase) -> None:
@@ -37,7 +42,7 @@ class Stays:
             self.submit(attempt, self._roomiest(group), phase)
         elif attempt.finished:
             self._over(attempt)
-        elif attempt.at is None and not attempt.gathers:
+        elif attempt.at is None and attempt.step is None and not attempt.gathers:
             self._decode(attempt, group)
 
     def submit(self, attempt: Attempt, number: int, phase: Phase = "all") -> None:
@@ -64,8 +69,11 @@ class Stays:
         if ready:
             self._go_on(attempt, ready[0])
         elif attempt.whole or attempt.spread:
-            attempt.gathers = True
             home = self._roomiest(group)
+            if attempt.spread and (self._in_place or self._room(home) < attempt.kv_tokens + attempt.asked.left):
+                self._steps.begin(attempt)
+                return
+            attempt.gathers = True
             self._moves.gather(attempt, home, lambda: self._go_on(attempt, home))
         else:  # nothing is left of it: a policy that had it prefilled elsewhere
             self.submit(attempt, self._roomiest(group))
@@ -80,10 +88,10 @@ class Stays:
 
     def _roomiest(self, group: Iterable[int]) -> int:
         """The instance with the most room for KV; of equals the first."""
+        return max(sorted(group), key=self._room)
 
-        def room(number: int) -> int:
-            instance = self._fleet[number]
-            total = 0 if instance.info is None else instance.info.kv_tokens_total
-            return total - instance.stats.kv_tokens_used
-
-        return max(sorted(group), key=room)
+    def _room(self, number: int) -> int:
+        """KV tokens that are free on an instance."""
+        instance = self._fleet[number]
+        total = 0 if instance.info is None else instance.info.kv_tokens_total
+        return total - instance.stats.kv_tokens_used
