@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import yaml
 
 from headway.cli.timed import scenario_of, spec_of, timed_cluster
 from headway.cluster.machine import Machine
+from headway.cluster.record import Recorded
+from headway.cluster.replay import Replay
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.scratch import ScratchFolder
 from headway.engine.protocol import Submit
-from headway.placement.base import Preempt
+from headway.placement.registry import Surroundings, make_placement
+from headway.router.policies import Policies
 
 SCENARIO: dict[str, Any] = {
     "cluster": {
@@ -45,8 +49,8 @@ def written(folder: Path, placement: str, options: dict[str, object]) -> Path:
     return file
 
 
-async def serve(file: Path, verbs: Counter[str]) -> list[int]:
-    """Tokens that each request got."""
+async def serve(file: Path, kill: int | None) -> list[int]:
+    """Tokens that each request got. kill: an instance that is killed on the way."""
     folder = ScratchFolder("headway-timed-")
     client = timed_cluster(file, folder.path)
 
@@ -64,9 +68,11 @@ async def serve(file: Path, verbs: Counter[str]) -> list[int]:
         await client.start()
         assert client._live is not None
         machine: Machine = client._live.machine
-        do = machine.do
-        machine.do = lambda action: (verbs.update([type(action).__name__]), do(action))[1]  # type: ignore[method-assign]
-        found = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(PROMPTS)))
+        asked = asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(PROMPTS)))
+        if kill is not None:
+            await asyncio.sleep(0.3)
+            os.kill(client.fleet[kill].pid, signal.SIGKILL)
+        found = await asked
         assert not machine.journeys
         assert not any(machine.state.load)
         return list(found)
@@ -75,18 +81,69 @@ async def serve(file: Path, verbs: Counter[str]) -> list[int]:
         folder.close()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fifo": {"long_sp": 2},
+    "pecsched": {"long_sp": 3, "long_replicas": "fixed"},
+    "tetris": {},
+    "weave": {},
+}
+
+
 @pytest.mark.parametrize(
-    ("placement", "options"),
-    [("fifo", {"long_sp": 2}), ("pecsched", {"long_sp": 3, "long_replicas": "fixed"}), ("tetris", {}), ("weave", {})],
+    ("placement", "kill"),
+    [
+        ("pecsched", None),
+        ("fifo", 1),
+        ("tetris", None),
+        pytest.param("weave", None, marks=pytest.mark.long),
+        pytest.param("pecsched", 2, marks=pytest.mark.long),
+        pytest.param("weave", 0, marks=pytest.mark.long),
+    ],
 )
-def test_every_request_gets_its_tokens(tmp_path: Path, placement: str, options: dict[str, object]) -> None:
-    verbs: Counter[str] = Counter()
-    found = asyncio.run(asyncio.wait_for(serve(written(tmp_path, placement, options), verbs), 60.0))
+def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, kill: int | None
+) -> None:
+    """Again: by the machine and the policy alone, driven from the log of the live run, in the log's time."""
+    lines: list[bytes] = []
+    options = OPTIONS[placement]
+    file = written(tmp_path, placement, options)
+    spec = spec_of(scenario_of(file))
+    surroundings = Surroundings(latency=spec.spans, shape=spec.shape)
+    machines: list[Recorded] = []
+
+    def recorded(*given: Any, **named: Any) -> Recorded:
+        machines.append(Recorded(*given, **named, sink=lines.append))
+        return machines[-1]
+
+    renew = Policies.renew
+
+    def renewed(policies: Policies) -> list[str]:
+        machines[-1].note("renew")
+        return renew(policies)
+
+    monkeypatch.setattr("headway.router.live.Machine", recorded)
+    monkeypatch.setattr(Policies, "renew", renewed)
+    found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)
-    assert verbs["Commit"] >= 2, "long prompts are runs of several instances"
-    if placement == "pecsched":
-        assert verbs[Preempt.__name__] >= 1
-        assert verbs["Resume"] >= 1
+    monkeypatch.undo()
+    policies: list[Policies] = []
+
+    def make(replay: Replay) -> Policies:
+        def may(name: str, number: int) -> bool:
+            return number not in replay.machine.state.gone
+
+        policies.append(Policies(lambda: make_placement(placement, surroundings, options), may))
+        return policies[-1]
+
+    replay = Replay(lines, make, lambda word: (word == "renew") and policies[-1].renew())
+    assert replay.run() is None
+    assert replay.decisions > 4 * len(PROMPTS)
+    log = b"".join(lines)
+    assert b'"Commit"' in log
+    if placement == "pecsched" and kill is None:
+        assert b'"Preempt"' in log
+        assert b'"span_paused"' in log
+    assert (b'"do":"lost"' in log) == (kill is not None)
 
 
 def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:

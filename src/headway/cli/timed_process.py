@@ -67,7 +67,7 @@ def assemble(
         max_queued_requests=config.max_queued_requests,
         parameters=spec.shape.parameters,
         weights_bytes=0,
-        kv_bytes=0,
+        kv_bytes=ledger.total_tokens * spec.shape.kv_bytes_per_token,
         peer_address=peers.address,
     )
     core = EngineCore(make_scheduler(made.config, made.latency, [ledger]), executor, clock, info)
