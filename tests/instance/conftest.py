@@ -7,7 +7,7 @@ import pytest
 import torch
 from world import World
 
-from checkpoints import make_tiny
+from checkpoints import greedy, make_tiny
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
 
@@ -33,17 +33,4 @@ def world(checkpoint: Path) -> Iterator[World]:
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> Callable[[list[int], int], tuple[list[int], list[float]]]:
     """Greedy tokens and their log-probabilities, by transformers."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-
-    def answer(prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        ids, chances = list(prompt), []
-        with torch.inference_mode():
-            for _ in range(count):
-                row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-                ids.append(int(row.argmax()))
-                chances.append(float(row.max()))
-        return ids[len(prompt) :], chances
-
-    return answer
+    return greedy(checkpoint)
