@@ -43,7 +43,7 @@ SHORT = {"long_tokens": 500}
     ("placement", "options", "pools"),
     [
         ("pecsched", SHORT, APART),
-        ("loongserve in-place", {}, MIXED),
+        pytest.param("loongserve in-place", {}, MIXED, marks=LONG),
         pytest.param("tetris", {}, APART, marks=LONG),
         pytest.param("fifo in-place", SHORT, MIXED, marks=LONG),
         pytest.param("weave", {}, APART, marks=LONG),
