@@ -174,11 +174,6 @@ class Member:
         """Whether there is no run to be carried out now."""
         return not self._line
 
-    @property
-    def holds(self) -> bool:
-        """Whether anything is kept of any request: runs, paused ones as well, or their KV."""
-        return bool(self._requests)
-
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def take(self, message: ToInstance, prompt: memoryview | None) -> None:
@@ -190,8 +185,8 @@ class Member:
             self._admit(message, prompt)
         elif isinstance(message, Compute):
             if message.id in self._requests:
-                job = self._jobs[message.id] = _Job(message)
-                self._line.append(job)
+                self._line.append(_Job(message))
+                self._jobs.setdefault(message.id, self._line[-1])
         elif isinstance(message, Pause):
             if message.id in self._jobs:
                 self._jobs[message.id].pause = True
@@ -217,9 +212,9 @@ class Member:
     def forget(self, name: str) -> None:
         """Drop all that is here of a request, its stay in the scheduler included. One that is being computed ends as
         soon as the computation asks."""
-        job = self._jobs.get(name)
-        if job is not None:
-            job.forgotten = True
+        if name in self._jobs:
+            for job in (self._jobs[name], *self._line):
+                job.forgotten = job.forgotten or job.compute.id == name
         self._core.abort(name)
         self._peers.forget(name)
         if self._moves is not None:
@@ -262,7 +257,7 @@ class Member:
             return
         job = self._line.popleft()
         name = job.compute.id
-        if job.forgotten or self._jobs.get(name) is not job:
+        if job.forgotten:
             return
         try:
             word = self._done(job) if self._carry_out(job, loop) else self._paused(job)
@@ -336,6 +331,9 @@ class Member:
         compute, name = job.compute, job.compute.id
         emitted, moved = self._computes.finish(name, compute.last)
         del self._jobs[name]
+        for other in self._line:
+            if other.compute.id == name:
+                self._jobs.setdefault(name, other)
         if moved:  # from the place before, whose heads were others
             if self._moves is not None:
                 self._moves.settle(name)

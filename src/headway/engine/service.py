@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from headway.core.clock import Clock
+from headway.core.errors import UnavailableError
 from headway.engine.cluster_messages import FromInstance, ToInstance
 from headway.engine.core import EngineCore
 from headway.engine.member import Member
@@ -77,7 +78,8 @@ class EngineService:
 
     def turn(self, step: bool, wait_s: float = 0.0) -> None:
         """Take in messages and tell what there is; step: and one iteration. wait_s: wait so long for a message where
-        there is nothing to compute. What a run calls while it is under way."""
+        there is nothing to compute. What a run calls while it is under way: UnavailableError ends it when the server is
+        gone."""
         core, member = self._core, self._member
         if wait_s and core.idle:
             self._poller.poll(int(1000 * wait_s))
@@ -100,10 +102,10 @@ class EngineService:
         for staged in core.staged:
             self._send(staged)
         core.staged.clear()
-        if member is not None and step:
-            member.turn(self)  # what this iteration has computed may go
-        if member is not None:
+        if member is not None:  # what this iteration has computed may go
             member.turn(self)
+        if not step and os.getppid() != self._parent:
+            raise UnavailableError("the server is gone")
 
     def say(self, message: FromInstance) -> None:
         """Tell the router something."""

@@ -1,0 +1,256 @@
+"""Runs in an engine without a model: their order, their room, and every way in which they end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_fixtures import frame, make_core
+from fake_executor import FakeExecutor
+
+from headway.core.clock import ManualClock
+from headway.core.errors import UnavailableError
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import (
+    Admit,
+    Compute,
+    Forget,
+    FromInstance,
+    Pause,
+    Proceed,
+    Run,
+    RunDone,
+    RunLost,
+    RunPaused,
+)
+from headway.engine.core import EngineCore
+from headway.engine.member import Member
+from headway.engine.service import EngineService
+from headway.kv.custody import runs_of
+from headway.parallel.sequence.saved import Saved
+from headway.transfer.peers import PeerLostError, Peers
+
+LAYERS = 4
+
+
+@dataclass
+class Computing:
+    """`Computes` of four layers, which does what `at` says when it begins a layer: (request, layer) to anything."""
+
+    at: dict[tuple[str, int], Callable[[], object]] = field(default_factory=dict)
+    done: list[tuple[str, int]] = field(default_factory=list)
+    layers: dict[str, int] = field(default_factory=dict)
+    slots: dict[str, list[Sequence[tuple[int, int]]]] = field(default_factory=dict)
+    moves: bool = False
+
+    def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
+        self.slots[name] = []
+
+    def begin(self, name, run, before, preemptible, drawn, room, look) -> None:  # type: ignore[no-untyped-def]
+        self.layers[name] = 0
+        anew = self.moves and bool(self.slots[name])
+        self.slots[name].append(room(run.end, anew))
+
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+        while self.layers[name] < LAYERS:
+            self.at.get((name, self.layers[name]), lambda: None)()
+            stops = pause is not None and pause()
+            self.layers[name] += 1
+            self.done.append((name, self.layers[name]))
+            behind(self.layers[name])
+            if stops and self.layers[name] < LAYERS:
+                return False
+        return True
+
+    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+        return (Emitted(name, 7, None) if draw else None), self.moves and len(self.slots[name]) > 1
+
+    def saved(self, name: str) -> tuple[int, Saved]:
+        return self.layers[name], Saved(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
+
+    def whole(self, name: str, tokens: int) -> bool:
+        return True
+
+    def check(self, name: str) -> None: ...
+
+    def forget(self, name: str) -> None:
+        self.slots.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.slots
+
+
+class Turning:
+    """The loop: what `soon` holds is told at its next turn."""
+
+    def __init__(self, core: EngineCore, member: Member) -> None:
+        self.core, self.member = core, member
+        self.said: list[FromInstance] = []
+        self.soon: list[Callable[[], object]] = []
+        self.steps = 0
+
+    def say(self, message: FromInstance) -> None:
+        self.said.append(message)
+
+    def turn(self, step: bool, wait_s: float = 0.0) -> None:
+        clock = self.core._clock
+        assert isinstance(clock, ManualClock)
+        clock.advance(wait_s)
+        while self.soon:
+            self.soon.pop(0)()
+        if step:
+            self.steps += 1
+            self.core.step()
+        self.member.turn(self)
+
+    def work(self) -> list[str]:
+        """Until nothing is left; the words in short."""
+        while not self.member.idle:
+            self.member.work(self)
+        self.core.scheduler.check()
+        return [f"{type(word).__name__} {word.id}" for word in self.said]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[tuple[Computing, Turning]]:
+    core, computing = make_core(FakeExecutor(blocks=8)), Computing()
+    peers = Peers(0, 0, f"unix:{tmp_path}/p")
+    member = Member(core, computing, peers, core._clock, 1.0)
+    yield computing, Turning(core, member)
+    peers.close()
+
+
+def admit(loop: Turning, name: str, tokens: int = 40) -> None:
+    prompt = frame([5] * tokens)
+    loop.member.take(Admit(id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=4)), prompt)
+
+
+def compute(loop: Turning, name: str, end: int = 40, index: int = 0, **fields: bool) -> None:
+    run = Run(0, end, (0,))
+    loop.member.take(Compute(id=name, index=index, run=run, last=index == 0, **fields), None)
+
+
+def used(loop: Turning) -> int:
+    return loop.core.scheduler.ledgers[0].used_tokens
+
+
+def test_runs_are_done_in_the_order_in_which_they_come(world: tuple[Computing, Turning]) -> None:
+    _, loop = world
+    for name in ("a", "b", "c"):
+        admit(loop, name, 30)
+        compute(loop, name, 30)
+    assert loop.work() == ["RunDone a", "RunDone b", "RunDone c"]
+    first = loop.said[0]
+    assert isinstance(first, RunDone)
+    assert first.delta is not None
+    assert first.delta.tokens == (7,)
+    assert used(loop) == 3 * 32
+    for name in ("a", "b", "c"):
+        loop.member.take(Forget(name), None)
+    assert used(loop) == 0
+
+
+def test_a_paused_run_lets_others_pass(world: tuple[Computing, Turning]) -> None:
+    computing, loop = world
+    admit(loop, "a")
+    admit(loop, "b")
+    compute(loop, "a", preemptible=True)
+    compute(loop, "b")
+    computing.at["a", 1] = lambda: loop.member.take(Pause("a"), None)
+    assert loop.work() == ["RunPaused a", "RunDone b"]
+    paused = loop.said[0]
+    assert isinstance(paused, RunPaused)
+    assert (paused.layer, paused.kv_bytes, paused.activation_bytes) == (2, 1, 2)
+    loop.member.take(Proceed("a"), None)
+    assert loop.work()[2:] == ["RunDone a"]
+    assert computing.done == [("a", 1), ("a", 2), *(("b", n) for n in (1, 2, 3, 4)), ("a", 3), ("a", 4)]
+    computing.at.clear()
+    loop.member.take(Pause("a"), None)  # too late: it is no word about a later run
+    compute(loop, "a", index=1, preemptible=True)
+    assert loop.work()[3:] == ["RunDone a"]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_scheduler_steps_between_layers_where_it_may(world: tuple[Computing, Turning], beside: bool) -> None:
+    _, loop = world
+    admit(loop, "a")
+    compute(loop, "a", beside=beside)
+    loop.work()
+    assert loop.steps == (LAYERS if beside else 0)
+
+
+def test_a_forgotten_run_ends_behind_its_layer_and_says_nothing(world: tuple[Computing, Turning]) -> None:
+    computing, loop = world
+    admit(loop, "a")
+    compute(loop, "a")
+    computing.at["a", 2] = lambda: loop.soon.append(lambda: loop.member.take(Forget("a"), None))
+    assert loop.work() == []
+    assert computing.done[-1] == ("a", 3)
+    assert used(loop) == 0
+    compute(loop, "a")
+    assert loop.work() == []  # nobody knows it
+
+
+@pytest.mark.parametrize("error", [PeerLostError("instance 3 is gone"), ValueError("a shape is off")])
+def test_a_run_that_fails_is_lost_and_no_more(world: tuple[Computing, Turning], error: Exception) -> None:
+    computing, loop = world
+
+    def fail() -> None:
+        raise error
+
+    admit(loop, "a")
+    compute(loop, "a")
+    computing.at["a", 1] = fail
+    assert loop.work() == ["RunLost a"]
+    word = loop.said[0]
+    assert isinstance(word, RunLost)
+    assert str(error) in word.why
+    assert used(loop) == 0
+    admit(loop, "b")
+    compute(loop, "b")
+    assert loop.work()[1:] == ["RunDone b"]
+
+
+def test_room_is_waited_for_while_the_scheduler_goes_on(world: tuple[Computing, Turning]) -> None:
+    _, loop = world
+    for name in ("a", "b"):
+        admit(loop, name, 100)
+    compute(loop, "a", 100)
+    assert loop.work() == ["RunDone a"]
+    compute(loop, "b", 100)
+    assert loop.work()[1:] == ["RunLost b"]  # a second has passed
+    assert loop.steps > 100
+    admit(loop, "c", 100)
+    compute(loop, "c", 100)
+    loop.soon.append(lambda: loop.soon.append(lambda: loop.member.take(Forget("a"), None)))
+    assert loop.work()[2:] == ["RunDone c"]
+    admit(loop, "d", 1000)
+    compute(loop, "d", 1000)
+    assert loop.work()[3:] == ["RunLost d"]  # never
+
+
+def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) -> None:
+    computing, loop = world
+    computing.moves = True
+    admit(loop, "a")
+    compute(loop, "a", 20, index=0)
+    compute(loop, "a", 40, index=1)
+    loop.work()
+    assert [lease.request for lease in loop.core.scheduler.ledgers[0].leases()] == [f"{runs_of('a')}/1"]
+    places = [np.concatenate([np.arange(f, f + n) for f, n in runs]) for runs in computing.slots["a"]]
+    assert not np.intersect1d(*places).size
+    loop.member.take(Forget("a"), None)
+    assert used(loop) == 0
+
+
+def test_a_run_ends_when_the_server_is_gone(tmp_path: Path) -> None:
+    service = EngineService(f"ipc://{tmp_path}/e", ManualClock(), os.getpid())
+    service._core, service._member, service._elsewhere = make_core(), None, ()
+    with pytest.raises(UnavailableError, match="the server is gone"):
+        service.turn(False)
+    service.close()
