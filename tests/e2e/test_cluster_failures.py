@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from test_serving import Reference, prompt_of
 from test_serving_failures import gone
 
 from checkpoints import make_tiny
+from headway.cli.main import main
 
 PROMPT = prompt_of(5, 3000)
 OTHER = prompt_of(6, 300)
@@ -86,9 +88,10 @@ def decoding(url: str, one: Stream) -> object:
 
 
 def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
-    tmp_path: Path, llama: Path, wanted: list[list[int]]
+    tmp_path: Path, llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART)
+    log = str(tmp_path / "log")
+    path = write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART, event_log=log)
     with cluster(path) as running:
         url = running.url
         one, other = Stream(url, PROMPT), Stream(url, OTHER)
@@ -101,6 +104,8 @@ def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
         assert httpx.get(f"{url}/health").json()["engine_restarts"] == 2
         pids = [each["pid"] for each in instances(url)]
     assert all(gone(pid) for pid in pids)
+    assert main(["cluster", path, "--replay", log]) == 0
+    assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
 
 
 CASES = [

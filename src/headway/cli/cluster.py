@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,8 @@ from headway.router.instance import seen
 if TYPE_CHECKING:
     from headway.engine.protocol import EngineInfo
     from headway.hardware.shapes import ModelShape
+    from headway.placement.base import Placement
+    from headway.placement.registry import Surroundings
     from headway.placement.view import Links
     from headway.router.client import Rules
 
@@ -31,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a YAML file such as examples/cluster.yaml; docs/live-cluster.md")
     parser.add_argument(
         "--dry-run", action="store_true", help="load one instance of each pool, print what fits, and exit"
+    )
+    parser.add_argument(
+        "--replay", metavar="LOG", type=Path, help="decide again what --event-log LOG tells, say whether it is the same"
     )
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
@@ -50,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         settle()
         print(_report(file, model, configs))
         return 0
+    if arguments.replay is not None:
+        return _replay(file, model, arguments.replay)
     from headway.server.binding import check_binding
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
@@ -59,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.router.instance import LiveInstance
     from headway.router.launch import launcher
 
+    log = open_log(values["event_log"])
     folder = ScratchFolder("headway-cluster-")
     first = first_of(file)
 
@@ -82,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         client = ClusterClient(
             instances,
             _links(),
-            lambda infos: _rules(file, model, infos),
+            lambda infos: _rules(file, model, infos, log),
             placement=file.placement,
             another=another,
             backends=file.backends,
@@ -140,21 +148,73 @@ def _links() -> Links:
     return Links(inside=host, across=host)
 
 
-def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo]) -> Rules:
+def open_log(path: str | None) -> IO[bytes] | None:
+    """Where the router's decisions are written; those of instances go to FILE.0, FILE.1 and so on."""
+    try:
+        return None if path is None else open(path, "wb", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"event-log: {error}") from error
+
+
+def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
     """The policy, told what the first engine has measured."""
+    from headway.router.client import Rules
+    from headway.router.live import DecisionLog
+
+    surroundings = _surroundings(model, infos[0].latency)
+    about = {"placement": file.placement, "options": file.options, "latency": infos[0].latency}
+    return Rules(
+        policy=_policies(file, surroundings),
+        latency=surroundings.latency,
+        shape=surroundings.shape,
+        log=None if log is None else DecisionLog(log.write, about),
+    )
+
+
+def _policies(file: ClusterFile, surroundings: Surroundings) -> Callable[[], Placement]:
+    from headway.placement.registry import make_placement
+
+    return lambda: make_placement(file.placement, surroundings, file.options)
+
+
+def _surroundings(model: str, latency: Mapping[str, Any] | None) -> Surroundings:
     from headway.latency.recorded import restore
     from headway.latency.ring import RingLatency
-    from headway.placement.registry import Surroundings, make_placement
-    from headway.router.client import Rules
+    from headway.placement.registry import Surroundings
 
-    shape = _shape(model)
-    table, _ = restore(infos[0].latency)
-    links = _links()
-    latency = RingLatency(table, shape, links.inside, links.across)
-    surroundings = Surroundings(latency=latency, shape=shape)
-    return Rules(
-        policy=lambda: make_placement(file.placement, surroundings, file.options), latency=latency, shape=shape
-    )
+    shape, links = _shape(model), _links()
+    table, _ = restore(latency)
+    return Surroundings(latency=RingLatency(table, shape, links.inside, links.across), shape=shape)
+
+
+def _replay(file: ClusterFile, model: str, path: Path) -> int:
+    """Drive the machine and the policy from a log; 1 where they decide otherwise than they did."""
+    from headway.cluster.replay import Replay
+    from headway.router.policies import Policies, may_of
+
+    made: list[Policies] = []
+
+    def make(replay: Replay) -> Policies:
+        about = replay.about or {}
+        if (about.get("placement"), about.get("options")) != (file.placement, file.options):
+            raise ConfigError(f"{path} is of placement {about.get('placement')!r} with options {about.get('options')}")
+        made.append(Policies(_policies(file, _surroundings(model, about["latency"])), may_of(replay.machine)))
+        return made[0]
+
+    def noted(word: str) -> None:
+        if word == "renew":
+            made[0].renew()
+        elif word == "taken":
+            made[0].stranded.clear()
+
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(f"replay: {error}") from error
+    replay = Replay(lines, make, noted)
+    difference = replay.run()
+    print(f"{replay.decisions} decisions, all as recorded" if difference is None else str(difference))
+    return 0 if difference is None else 1
 
 
 def _shape(model: str) -> ModelShape:

@@ -26,7 +26,7 @@ from headway.router.asked import Asked
 from headway.router.fleet import Fleet
 from headway.router.instance import LiveInstance
 from headway.router.listing import ClusterReport, InstanceReport
-from headway.router.live import Live
+from headway.router.live import DecisionLog, Live
 from headway.router.merged import merged_info, merged_stats
 
 log = logging.getLogger("headway.router")
@@ -34,11 +34,12 @@ log = logging.getLogger("headway.router")
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
-    are predicted by."""
+    are predicted by; log: of all decisions."""
 
     policy: Callable[[], Placement]
     latency: GroupLatency
     shape: ModelShape
+    log: DecisionLog | None = None
 
 
 class ClusterClient:
@@ -139,6 +140,7 @@ class ClusterClient:
                 self._backends,
                 losses,
                 self._in_place,
+                rules.log,
             )
             live.renew()
             if live.able is not None:

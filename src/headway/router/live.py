@@ -10,10 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from headway.cluster.entries import SpanEntry
 from headway.cluster.machine import Machine
+from headway.cluster.record import Recorded
 from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.core.request import Request
 from headway.engine.cluster_messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
@@ -27,7 +29,7 @@ from headway.router.asked import Asked
 from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
 from headway.router.hands import LiveHands
-from headway.router.policies import Policies
+from headway.router.policies import Policies, may_of
 
 log = logging.getLogger("headway.router")
 
@@ -36,6 +38,13 @@ MOST_RUNS_LOST = 16
 PAUSE_S = 0.25
 """How long a request waits after a run was lost, unless an instance is known to be gone sooner: peers notice that one
 is gone before its process is seen to have ended. Longer, the more often it was lost; at most 5 s."""
+
+
+class DecisionLog(NamedTuple):
+    """Where the lines of `cluster.record` go, and what else a replay has to know."""
+
+    sink: Callable[[bytes], object]
+    about: object
 
 
 class Live:
@@ -51,10 +60,11 @@ class Live:
         backends: int = 16,
         most_losses: int = 3,
         in_place: bool = False,
+        log: DecisionLog | None = None,
     ) -> None:
         """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
         most_losses: of instances that a request may have been on; one more, and it is taken to be their cause.
-        in_place: groups decode where their KV lies (`stays`)."""
+        in_place: groups decode where their KV lies (`stays`). log: of all decisions, for a replay."""
         self.fleet, self._make = fleet, make
         self.attempts = Attempts()
         self.asked: dict[str, Asked] = {}
@@ -83,8 +93,10 @@ class Live:
             lambda name: self.machine.cancel(name),
             time.monotonic,
         )
-        self.policies = Policies(make, self._may)
-        self.machine = Machine(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
+        self.policies = Policies(make, lambda name, number: self._may(name, number))
+        kind = Machine if log is None else partial(Recorded, sink=log.sink, about=log.about)
+        self.machine: Machine = kind(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
+        self._may = may_of(self.machine)
 
     @property
     def waiting(self) -> int:
@@ -313,6 +325,7 @@ class Live:
         """Instances have come or gone: everybody meets, and a new policy begins with what was not placed."""
         self.fleet.meet()
         self.able = self.refuses(self._there())
+        self.machine.note("renew")
         for name in self.policies.renew():
             attempt = self.attempts.named(name)
             if attempt is not None:
@@ -346,16 +359,6 @@ class Live:
     def others(self, number: int) -> list[int]:
         """Instances that would be there without one."""
         return [one for one in self._there() if one != number]
-
-    def _may(self, name: str, number: int) -> bool:
-        """Whether a request may be given to an instance."""
-        state = self.machine.state
-        if number in state.gone:
-            return False
-        if number not in state.closed:
-            return True
-        journey = self.machine.journeys.get(name)
-        return journey is not None and number in state.places(journey)
 
     # -- the machine --------------------------------------------------------------------------------------------------
 
@@ -404,6 +407,8 @@ class Live:
                 some = True
                 self.machine.stayed(ended.journey, ended.said, True, now)
         stranded, self.policies.stranded[:] = list(self.policies.stranded), []
+        if stranded:
+            self.machine.note("taken")
         for name in stranded:
             attempt = self.attempts.named(name)
             if attempt is not None:

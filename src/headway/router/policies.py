@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headway.cluster.machine import Machine
 from headway.placement.base import (
     Action,
     Arrived,
@@ -113,3 +114,19 @@ def _instances(action: Action) -> list[int]:
     if isinstance(action, Transfer):
         return [action.to]
     return list(action.group) if isinstance(action, Enqueue | Hold) else []
+
+
+def may_of(machine: Machine) -> Callable[[str, int], bool]:
+    """Whether a request may be given to an instance: not to one that is gone; to one that takes nothing new, what has
+    something there."""
+    state = machine.state
+
+    def may(name: str, number: int) -> bool:
+        if number in state.gone:
+            return False
+        if number not in state.closed:
+            return True
+        journey = machine.journeys.get(name)
+        return journey is not None and number in state.places(journey)
+
+    return may
