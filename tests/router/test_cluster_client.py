@@ -70,12 +70,13 @@ def test_a_request_that_is_out_of_time_ends() -> None:
     asyncio.run(run())
 
 
-def test_what_waits_is_bounded_and_those_sent_away_are_told_when_to_come_back() -> None:
+@pytest.mark.parametrize("placement", ["jsq", "fixed-sp"])
+def test_what_waits_is_bounded_and_those_sent_away_are_told_when_to_come_back(placement: str) -> None:
     async def run() -> None:
-        fake = FakeCluster(run_s=0.1, kv_tokens=1000)
-        async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:
+        fake = FakeCluster(run_s=10.0, kv_tokens=1000)
+        async with running(fake, ("mixed", "mixed"), placement) as client:
             most = client.info.max_queued_requests
-            asks = [asyncio.create_task(ask(client, f"r{n}", prompt(n, 5), 1)) for n in range(most + 1)]
+            asks = [asyncio.create_task(ask(client, f"r{n}", prompt(n, 5), 1)) for n in range(most)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             with pytest.raises(OverloadedError, match="waiting") as full:
@@ -259,6 +260,32 @@ def test_instances_that_cannot_start_or_differ_are_no_cluster() -> None:
         with pytest.raises(ConfigError, match="pecsched keeps short decodes apart"):
             await client.start()
         await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.placement.fifo import Fifo
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.001)
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+            failures = 2
+
+            def fails(policy: Fifo, event: object, view: object) -> object:
+                nonlocal failures
+                if failures and type(event).__name__ == "SpanDone":
+                    failures -= 1
+                    raise KeyError("nobody knows")
+                return whole(policy, event, view)  # type: ignore[arg-type]
+
+            whole = Fifo.on_event
+            monkeypatch.setattr(Fifo, "on_event", fails)
+            assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
+            failures = 10**6
+            with pytest.raises(UnavailableError, match="lost 16 times"):
+                await ask(client, "b", prompt(0, 50), 100)
+            assert client.state == "ready"
 
     asyncio.run(run())
 

@@ -15,11 +15,25 @@ from headway.engine.protocol import Delta, Submit
 class Asked:
     """One request. Whatever is lost of it, another attempt goes on behind what the client was told."""
 
-    __slots__ = ("_news", "attempt", "first_s", "losses", "name", "over", "prompt", "runs_lost", "submit", "told")
+    __slots__ = (
+        "_news",
+        "answered",
+        "attempt",
+        "first_s",
+        "losses",
+        "name",
+        "over",
+        "prompt",
+        "runs_lost",
+        "submit",
+        "told",
+    )
 
     def __init__(self, submit: Submit, prompt: bytes | memoryview) -> None:
         self.submit, self.prompt = submit, prompt
         self.told: list[int] = list(submit.output)
+        self.answered = False
+        """Whether there was any word of it since it was accepted."""
         self.attempt = 0
         self.runs_lost = 0
         self.losses = 0
@@ -57,6 +71,7 @@ class Asked:
         first_s = delta.first_scheduled_s if self.first_s is None else self.first_s
         self.first_s = None
         self.told.extend(delta.tokens)
+        self.answered = True
         self.over = delta.finish is not None
         self._news.put_nowait(msgspec.structs.replace(delta, id=self.submit.id, first_scheduled_s=first_s))
 

@@ -103,7 +103,7 @@ class ClusterClient:
         stats = merged_stats([each.stats for each in self.fleet], 0)
         if live is not None:
             running = stats.running + live.running
-            waiting = max(stats.waiting, live.waiting)
+            waiting = stats.waiting + live.waiting
             stats = msgspec.structs.replace(
                 stats,
                 running=running,
@@ -182,9 +182,9 @@ class ClusterClient:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         self._check_size(submit)
         most = self.info.max_queued_requests
-        if not submit.again and live.waiting >= most:
+        if not submit.again and live.unanswered >= most:
             raise OverloadedError(
-                f"{live.waiting} requests are waiting, which is the limit; try again later", live.patience_s
+                f"{live.unanswered} requests are waiting, which is the limit; try again later", live.patience_s
             )
         return live
 

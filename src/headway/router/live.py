@@ -97,12 +97,20 @@ class Live:
         kind = Machine if log is None else partial(Recorded, sink=log.sink, about=log.about)
         self.machine: Machine = kind(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
         self._may = may_of(self.machine)
+        for each in fleet:
+            if each.state != "ready":
+                self.machine.lost(each.number, time.monotonic())
 
     @property
     def waiting(self) -> int:
         """Requests that have not begun anywhere."""
         begun = sum(1 for each in self.attempts if each.at is not None or each.runs)
         return len(self.asked) - begun
+
+    @property
+    def unanswered(self) -> int:
+        """Requests without a first token."""
+        return sum(1 for asked in self.asked.values() if not asked.answered)
 
     @property
     def running(self) -> int:
@@ -413,7 +421,8 @@ class Live:
             attempt = self.attempts.named(name)
             if attempt is not None:
                 some = True
-                self._retry(attempt, "its instances are gone")
+                attempt.asked.runs_lost += 1
+                self._retry(attempt, "its instances are gone, or its placement failed")
         while hands.ended:
             ended, why = hands.ended.popleft()
             if why is None:

@@ -7,6 +7,7 @@ go on with requests that they have placed, until the last of these has ended; wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from headway.cluster.machine import Machine
@@ -27,6 +28,8 @@ from headway.placement.base import (
     Woken,
 )
 from headway.placement.view import ClusterView
+
+log = logging.getLogger("headway.router")
 
 
 class Policies:
@@ -56,10 +59,10 @@ class Policies:
         if isinstance(event, Arrived):
             self._of[event.request.id] = self._newest
             self._has[id(self._newest)] = self._has.get(id(self._newest), 0) + 1
-            return self._wanted(self._newest.on_event(event, view))
+            return self._ask(self._newest, event, view)
         if isinstance(event, Woken):
             due, self._due = [policy for policy, at in self._due if at <= view.now_s], []
-            return [action for policy in due for action in self._wanted(policy.on_event(event, view))]
+            return [action for policy in due for action in self._ask(policy, event, view)]
         if isinstance(event, Lost):
             return []
         name = event.holder if isinstance(event, Held) else event.request
@@ -69,10 +72,10 @@ class Policies:
         if isinstance(event, Finished | Dropped):
             del self._of[name]
             self._placed.discard(name)
-            wanted = self._wanted(policy.on_event(event, view))
+            wanted = self._ask(policy, event, view)
             self._left(policy)
             return wanted
-        return self._wanted(policy.on_event(event, view))
+        return self._ask(policy, event, view)
 
     def next_wakeup(self, now: float) -> float | None:
         """See Placement."""
@@ -82,6 +85,18 @@ class Policies:
             if at is not None:
                 self._due.append((policy, at))
         return min((at for _, at in self._due), default=None)
+
+    def _ask(self, policy: Placement, event: Event, view: ClusterView) -> list[Action]:
+        """What a policy wants. One that fails, an older one at a cluster that it does not know say, does not take the
+        router with it: the request begins anew, with the newest."""
+        try:
+            return self._wanted(policy.on_event(event, view))
+        except Exception:
+            log.exception("a placement failed at %s", event)
+            name = event.request.id if isinstance(event, Arrived) else getattr(event, "request", "")
+            if name in self._of and name not in self.stranded:
+                self.stranded.append(name)
+            return []
 
     def _left(self, policy: Placement) -> None:
         """One of its requests has ended; one without any ends, unless it is the newest."""
