@@ -105,7 +105,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
 
 
 def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.router.live.PAUSE_S", 0.001)
+    monkeypatch.setattr("headway.router.retries.PAUSE_S", 0.001)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.001)
@@ -125,7 +125,7 @@ def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypat
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
             assert {message.id for message in fake.said(Compute)} == {"a#1", "a#2", "a#3"}
             lost = 10**6
-            monkeypatch.setattr("headway.router.live.MOST_RUNS_LOST", 5)
+            monkeypatch.setattr("headway.router.retries.MOST_RUNS_LOST", 5)
             with pytest.raises(UnavailableError, match="lost 5 times"):
                 await ask(client, "b", prompt(0, 50))
 

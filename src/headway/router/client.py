@@ -108,7 +108,7 @@ class ClusterClient:
                 stats,
                 running=running,
                 waiting=waiting,
-                lost_tokens_total=stats.lost_tokens_total + live.lost_tokens,
+                lost_tokens_total=stats.lost_tokens_total + live.retries.lost_tokens,
                 recovering=self.state == "recovering",
             )
         return carried(self._before, stats)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headway.cluster.entries import SpanEntry
 from headway.cluster.machine import Machine
 from headway.cluster.record import Recorded
-from headway.core.errors import ConfigError, RequestError, UnavailableError
+from headway.core.errors import ConfigError, RequestError
 from headway.core.request import Request
 from headway.engine.cluster_messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
 from headway.engine.protocol import Delta
@@ -30,14 +30,9 @@ from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
 from headway.router.hands import LiveHands
 from headway.router.policies import Policies, may_of
+from headway.router.retries import Retries
 
 log = logging.getLogger("headway.router")
-
-MOST_RUNS_LOST = 16
-"""A request whose runs were lost so often, with or without an instance, is given up."""
-PAUSE_S = 0.25
-"""How long a request waits after a run was lost, unless an instance is known to be gone sooner: peers notice that one
-is gone before its process is seen to have ended. Longer, the more often it was lost; at most 5 s."""
 
 
 class DecisionLog(NamedTuple):
@@ -68,17 +63,12 @@ class Live:
         self.fleet, self._make = fleet, make
         self.attempts = Attempts()
         self.asked: dict[str, Asked] = {}
-        self._waiting: dict[str, Asked] = {}
-        self._again: list[Asked] = []
-        self._pausing: dict[str, tuple[Asked, asyncio.TimerHandle]] = {}
+        self.retries = Retries(self.settle, most_losses)
         self._sent: list[Any] = []
         self._alarm: asyncio.TimerHandle | None = None
         self._settling = False
         self.leaving: set[int] = set()
         """Instances that are drained, until nobody has anything there."""
-        self.lost_tokens = 0
-        """Tokens that were computed, or being computed, and have to be again."""
-        self._most_losses = most_losses
         self.able: str | None = None
         """Why no request can be placed; None: they can."""
         instances = [each.seen for each in fleet]
@@ -138,8 +128,7 @@ class Live:
     def give_up(self, error: Exception) -> None:
         """Nobody is left, and nobody will come."""
         for asked in list(self.asked.values()):
-            asked.fail(error)
-            self.leave(asked)
+            self._fail(asked, error)
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -153,9 +142,7 @@ class Live:
         """Nobody waits for the rest of a request's answer. Harmless when it is over."""
         if self.asked.pop(asked.submit.id, None) is None:
             return
-        self._waiting.pop(asked.submit.id, None)
-        if asked.submit.id in self._pausing:
-            self._pausing.pop(asked.submit.id)[1].cancel()
+        self.retries.forget(asked)
         attempt = self.attempts.named(asked.name)
         if attempt is not None:
             self.machine.drop(attempt.journey, why, time.monotonic())
@@ -164,12 +151,10 @@ class Live:
     def _begin(self, asked: Asked) -> None:
         """A first or another attempt at a request; it waits where nobody could place it."""
         if self.able is not None:
-            asked.name = ""
-            self._waiting[asked.submit.id] = asked
+            self.retries.wait(asked)
             return
-        if asked.runs_lost >= MOST_RUNS_LOST:
-            asked.fail(UnavailableError(f"runs of the request were lost {asked.runs_lost} times; try again later", 5.0))
-            self.asked.pop(asked.submit.id, None)
+        if (error := self.retries.given_up(asked)) is not None:
+            self._fail(asked, error)
             return
         attempt = Attempt(asked, asked.try_again())
         self.attempts.add(attempt)
@@ -180,34 +165,15 @@ class Live:
         later, or after a pause."""
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
         self.machine.drop(attempt.journey, why, time.monotonic())
-        self._count_lost(attempt)
-        asked = attempt.asked
-        if not later:
-            self._again.append(asked)
-            return
-        asked.runs_lost += 1
-        pause_s = min(5.0, PAUSE_S * 2.0 ** (asked.runs_lost - 1))
-        timer = asyncio.get_running_loop().call_later(pause_s, self._paused, asked.submit.id)
-        self._pausing[asked.submit.id] = asked, timer
+        self.retries.count(attempt)
+        if later:
+            self.retries.later(attempt.asked)
+        else:
+            self.retries.soon(attempt.asked)
 
-    def _count_lost(self, attempt: Attempt) -> None:
-        if attempt.runs or attempt.at is not None:
-            self.lost_tokens += attempt.kv_tokens
-
-    def _blame(self, asked: Asked) -> None:
-        """A request was there whenever an instance was lost: the others shall not end with it."""
-        asked.fail(
-            UnavailableError(
-                f"{asked.losses} instances were lost with the request on them; it is not tried again", 30.0
-            )
-        )
+    def _fail(self, asked: Asked, error: Exception) -> None:
+        asked.fail(error)
         self.leave(asked)
-
-    def _paused(self, name: str) -> None:
-        """A pause is over."""
-        if name in self._pausing:
-            self._again.append(self._pausing.pop(name)[0])
-            self.settle()
 
     # -- what instances say -------------------------------------------------------------------------------------------
 
@@ -300,14 +266,13 @@ class Live:
         known = {attempt.request.id: attempt for attempt in self.attempts}
         on_it = [attempt for attempt in known.values() if number in attempt.places()]
         for request in self.machine.lost(number, time.monotonic()):
-            self._count_lost(known[request.id])
-            self._again.append(known[request.id].asked)
+            self.retries.count(known[request.id])
+            self.retries.soon(known[request.id].asked)
         for attempt in on_it:
-            attempt.asked.losses += 1
             if not attempt.journey.ended:
                 self._retry(attempt, why)
-            if attempt.asked.losses > self._most_losses:
-                self._blame(attempt.asked)
+            if (error := self.retries.lost_with(attempt.asked)) is not None:
+                self._fail(attempt.asked, error)
         self.leaving.discard(number)
         self.renew()
 
@@ -338,13 +303,7 @@ class Live:
             attempt = self.attempts.named(name)
             if attempt is not None:
                 self._retry(attempt, "instances have come or gone")
-        for asked, timer in self._pausing.values():
-            timer.cancel()
-            self._again.append(asked)
-        self._pausing.clear()
-        if self.able is None:
-            waiting, self._waiting = self._waiting, {}
-            self._again += waiting.values()
+        self.retries.release(self.able is None)
         self.settle()
 
     def refuses(self, there: Sequence[int]) -> str | None:
@@ -430,9 +389,8 @@ class Live:
             elif why.startswith("rejected: "):
                 ended.asked.fail(RequestError(why.removeprefix("rejected: ")))
                 self._over(ended)
-        again, self._again = self._again, []
-        for asked in again:
-            if not asked.over and asked.submit.id in self.asked:
+        for asked in self.retries.take():
+            if not asked.over and self.asked.get(asked.submit.id) is asked:
                 some = True
                 self._begin(asked)
         return some
@@ -444,5 +402,4 @@ class Live:
         """No alarm rings any more."""
         if self._alarm is not None:
             self._alarm.cancel()
-        for _, timer in self._pausing.values():
-            timer.cancel()
+        self.retries.close()
