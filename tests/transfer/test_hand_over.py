@@ -27,15 +27,15 @@ def test_a_prefill_is_staged_and_handed_over(trio: World, expected: Expected) ->
 def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, expected: Expected) -> None:
     """In two pieces, of which the second's end is not the prompt's edge of a chunk."""
     prompt = prompt_of(203, 1)
-    reserve(trio, 2, "c", 203)
-    submit(trio, 1, "c", prompt, "prefill", max_tokens=9)
-    send(trio, "c", 1, (1,), 0, 75, 2)
-    send(trio, "c", 2, (1,), 75, 203, 2)
-    arrived(trio, "c", 2, [(1, 1), (2, 1)])
-    trio[1].wait(Staged, "c")
-    (first,) = trio[1].deltas["c"]
-    check(rest(trio, 2, "c", prompt, first, max_tokens=9), *expected(prompt, 9))
-    end(trio, "c")
+    reserve(trio, 2, "chunks", 203)
+    submit(trio, 1, "chunks", prompt, "prefill", max_tokens=9)
+    send(trio, "chunks", 1, (1,), 0, 75, 2)
+    send(trio, "chunks", 2, (1,), 75, 203, 2)
+    arrived(trio, "chunks", 2, [(1, 1), (2, 1)])
+    trio[1].wait(Staged, "chunks")
+    (first,) = trio[1].deltas["chunks"]
+    check(rest(trio, 2, "chunks", prompt, first, max_tokens=9), *expected(prompt, 9))
+    end(trio, "chunks")
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 1)])
