@@ -28,6 +28,7 @@ from headway.router.instance import LiveInstance
 from headway.router.listing import ClusterReport, InstanceReport
 from headway.router.live import DecisionLog, Live
 from headway.router.merged import merged_info, merged_stats
+from headway.router.roster import Another, Roster
 
 log = logging.getLogger("headway.router")
 
@@ -52,23 +53,21 @@ class ClusterClient:
         make: Callable[[Sequence[EngineInfo]], Rules],
         *,
         placement: str,
-        another: Callable[[int, int, int], LiveInstance] | None = None,
+        another: Another | None = None,
         backends: int = 16,
         in_place: bool = False,
     ) -> None:
         """`make` is called once all of them are ready, with what they say of themselves. placement: the policy's name.
-        another: starts one more, of (number, pool, how many processes had the number); raises RequestError.
+        another: starts one more; None: none can join.
         in_place: groups decode where their KV lies, and do not gather it on one of them."""
         self.fleet = Fleet(instances)
         self._links, self._make, self._placement = links, make, placement
-        self._another, self._backends, self._in_place = another, backends, in_place
+        self._backends, self._in_place = backends, in_place
+        self._roster = Roster(self.fleet, self, another)
         self._live: Live | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._incarnations: dict[int, int] = {}
         self._ready: dict[int, asyncio.Future[None]] = {}
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
-        self._before = EngineStats()
         self._drains = False
         self.failure: str | None = None
         """Why the cluster could not start, once that is known."""
@@ -111,7 +110,7 @@ class ClusterClient:
                 lost_tokens_total=stats.lost_tokens_total + live.retries.lost_tokens,
                 recovering=self.state == "recovering",
             )
-        return carried(self._before, stats)
+        return carried(self._roster.gone, stats)
 
     async def start(self) -> EngineInfo:
         """May be awaited by several; all get the same answer."""
@@ -124,7 +123,7 @@ class ClusterClient:
         instances = list(self.fleet)
         self._ready = {each.number: loop.create_future() for each in instances}
         for each in instances:
-            self._look_after(each)
+            self._roster.look_after(each)
         try:
             await asyncio.gather(*self._ready.values())
             infos = [cast(EngineInfo, each.info) for each in instances]
@@ -160,7 +159,7 @@ class ClusterClient:
             timer = loop.call_at(submit.received_s + submit.timeout_s, self._timed_out, asked)
         try:
             live.ask(asked)
-            self._look(live)
+            self._roster.look(live)
             deltas = cast("AsyncGenerator[Delta, None]", asked.answer())
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -169,7 +168,7 @@ class ClusterClient:
             if timer is not None:
                 timer.cancel()
             live.leave(asked)
-            self._look(live)
+            self._roster.look(live)
 
     def _accepts(self, submit: Submit) -> Live:
         """Raises where a request cannot be accepted."""
@@ -203,7 +202,7 @@ class ClusterClient:
         assert self._live is not None
         asked.tell(Delta(id=asked.submit.id, finish="timeout"))
         self._live.leave(asked, "it has timed out")
-        self._look(self._live)
+        self._roster.look(self._live)
 
     async def drain(self) -> None:
         self._drains = True
@@ -217,8 +216,7 @@ class ClusterClient:
             if not future.done():
                 future.set_exception(UnavailableError("the server is closing"))
                 future.exception()  # seen, should nobody wait for it
-        for task in self._tasks.values():
-            task.cancel()
+        self._roster.stop()
         self.end()
 
     def end(self) -> None:
@@ -227,9 +225,6 @@ class ClusterClient:
             each.end()
 
     # -- what instances tell ------------------------------------------------------------------------------------------
-
-    def _look_after(self, instance: LiveInstance) -> None:
-        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self))
 
     def joined(self, number: int) -> None:
         """See `instance.Listener`."""
@@ -242,20 +237,20 @@ class ClusterClient:
             self.fleet[number].fail(why)
             return
         self._live.joined(number)
-        self._look(self._live)
+        self._roster.look(self._live)
 
     def said(self, number: int, message: FromInstance) -> None:
         """See `instance.Listener`."""
         if self._live is not None:
             self._live.said(number, message)
-            self._look(self._live)
+            self._roster.look(self._live)
 
     def heard(self, number: int, delta: Delta) -> None:
         """See `instance.Listener`."""
         if self._live is not None:
             self._live.heard(number, delta)
             if self._live.leaving:
-                self._look(self._live)
+                self._roster.look(self._live)
 
     def measured(self, number: int) -> None:
         """See `instance.Listener`."""
@@ -266,7 +261,7 @@ class ClusterClient:
         """See `instance.Listener`."""
         if self._live is not None:
             self._live.lost(number, why)
-            self._look(self._live)
+            self._roster.look(self._live)
 
     def ended(self, number: int) -> None:
         """See `instance.Listener`."""
@@ -275,7 +270,7 @@ class ClusterClient:
         if ready is not None and not ready.done():
             ready.set_exception(ConfigError(instance.failure or f"instance {number} has ended while starting"))
         if instance.state == "left":
-            self._remove(instance)
+            self._roster.remove(instance)
         if self._live is not None and self.state == "lost":
             self._live.give_up(UnavailableError(f"nobody is left to serve: {instance.failure}", 30.0))
 
@@ -289,19 +284,6 @@ class ClusterClient:
             return str(error)
         return None
 
-    def _look(self, live: Live) -> None:
-        """Let go of instances that are drained and have nothing left."""
-        for number in list(live.leaving):
-            if live.quiet(number):
-                live.leaving.discard(number)
-                self.fleet[number].drain()
-
-    def _remove(self, instance: LiveInstance) -> None:
-        self._before = carried(self._before, carried(instance.stats, EngineStats()))
-        self._incarnations[instance.number] = instance.incarnation + 1
-        self.fleet.remove(instance.number)
-        self._tasks.pop(instance.number, None)
-
     # -- for operators ------------------------------------------------------------------------------------------------
 
     def report(self) -> ClusterReport:
@@ -313,60 +295,17 @@ class ClusterClient:
             requests=0 if live is None else len(live.asked),
             waiting=0 if live is None else live.waiting,
             transfers=0 if live is None else live.hands.moves.under_way,
-            instances=[self._report(each, live) for each in self.fleet],
-        )
-
-    def _report(self, instance: LiveInstance, live: Live | None) -> InstanceReport:
-        number, stats = instance.number, instance.stats
-        placed, queued, free_in_s = (0, 0, 0.0) if live is None else live.figures(number)
-        return InstanceReport(
-            id=number,
-            role=instance.role,
-            node=instance.node,
-            pool=instance.pool,
-            state="draining" if live is not None and number in live.leaving else instance.state,
-            incarnation=instance.incarnation,
-            pid=instance.pid,
-            placed=placed,
-            running=stats.running,
-            waiting=stats.waiting,
-            queued_tokens=queued,
-            free_in_s=free_in_s,
-            kv_tokens_used=stats.kv_tokens_used,
-            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
-            prefill_tokens_total=stats.prefill_tokens_total,
-            decode_tokens_total=stats.decode_tokens_total,
-            restarts_total=stats.engine_restarts_total,
-            failure=instance.failure,
+            instances=[self._roster.report(each, live) for each in self.fleet],
         )
 
     def join(self, pool: int) -> InstanceReport:
         """See `listing.Instances`."""
-        if self._live is None or self._another is None or self._drains:
+        if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
-        number = 0
-        while self.fleet.get(number) is not None:
-            number += 1
-        instance = self._another(number, pool, self._incarnations.get(number, 0))
-        self.fleet.add(instance)
-        self._live.reserve(number)
-        self._look_after(instance)
-        return self._report(instance, self._live)
+        return self._roster.join(pool, self._live)
 
     def leave(self, number: int) -> InstanceReport:
         """See `listing.Instances`."""
-        live, instance = self._live, self.fleet[number]
-        if live is None:
+        if self._live is None:
             raise RequestError("the cluster is starting", "id")
-        if not instance.serves:
-            instance.drain()
-            if instance.state == "failed":
-                self._remove(instance)
-            return self._report(instance, live)
-        if number not in live.leaving and instance.state == "ready":
-            why = live.refuses(live.others(number))
-            if why is not None:
-                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
-            live.close(number)
-            self._look(live)
-        return self._report(instance, live)
+        return self._roster.leave(number, self._live)
