@@ -1,8 +1,9 @@
 """Do long requests starve under PecSched as short ones grow more? §5 does not say. Short load 0.5 to 1.0, long load
 0.3, so up to 1.3 of what the cluster can compute. The setting: `pecsched_setting`.
 
-Default mode ages: a long prefill is suspended for about as long as it computes, no longer. Paper mode does not, and is
-shown at the highest load.
+Default mode ages: a long prefill is suspended for about as long as it computes, no longer. So long requests get half of
+the cluster at least, and wait for each other where they ask for more: how many came stands beside each row. Paper mode
+does not age, and is shown at the highest load.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ def run(options: Options) -> Report:
         found = {f"{load:.1f}": runs.value(name, "PecSched", "default", SWEEP[load], metric) for load in loads}
         return {load: value for load, value in found.items() if value is not None}
 
+    def came(name: str) -> str:
+        counts = ", ".join(f"{count:g}" for count in by_load(name, "longs").values())
+        return f"Long requests that came: {counts}, of {runs.expected_longs(name, SWEEP[TOP]):.1f} expected."
+
     rows = [
         judge(
             f"{name}: {words}, with ageing, by the load of short ones",
             "not stated",
             order("none at any load", lambda found: bool(found) and max(found.values()) == 0),
             {"paper": None, "default": by_load(name, metric)},
+            came(name),
         )
         for metric, words in SHARES.items()
         for name in runs.names

@@ -293,6 +293,10 @@ class Runs:
         found = {name: self.value(name, system, mode, regime, metric) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
+    def expected_longs(self, name: str, regime: Regime) -> float:
+        """Long requests of a run, on average; how many come is drawn."""
+        return _rates(name, regime)[1] * self.window_s(name)
+
     def source(self, regimes: Sequence[Regime], **more: Any) -> dict[str, Any]:
         """The `source` of a report."""
         name = self.names[-1]
