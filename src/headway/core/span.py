@@ -24,8 +24,8 @@ that has come from elsewhere."""
 class Strategy(msgspec.Struct, frozen=True):
     """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3).
 
-    attn `ring` gives each instance one contiguous run of tokens, `striped` (or zigzag) interleaves them, so that all
-    have the same causal attention to compute."""
+    attn `ring` gives each instance two runs of tokens, one from each end (zigzag), `striped` every n-th token: either
+    way all have the same causal attention to compute."""
 
     attn: AttentionStrategy = "local"
     mlp: MlpStrategy = "local"
