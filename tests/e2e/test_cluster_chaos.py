@@ -1,0 +1,87 @@
+"""Instances, links and the router of a live cluster fail at random: no accepted request is lost, no answer changes.
+
+A run is a seed: which requests come when, and what is done to whom at which moment (a moment of the cluster's, so that
+it is met on any machine; how threads and processes run beside each other is not in the seed's hands). Runs of one
+policy share a cluster, and begin while what an earlier one has hurt is still starting again. One alone:
+`-k "[pecsched-3]"`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos_cluster import LENGTHS, MOST, Cluster, Plan, go
+from cluster_probe import APART, MIXED, write
+from test_serving import Reference, prompt_of
+
+from checkpoints import make_tiny
+from headway.cli.main import main
+
+SHORT = {"long_tokens": 500, "long_sp": 2}
+CLUSTERS = {
+    "pecsched": ("pecsched", SHORT, APART),
+    "tetris": ("tetris", {}, APART),
+    "weave": ("weave", {}, APART),
+    "fixed-sp": ("fixed-sp", {"sp": 2}, APART),
+    "loongserve": ("loongserve", {}, APART),
+    "context-parallel": ("context-parallel", {}, APART),
+    "fifo": ("fifo", SHORT, APART),
+    "pecsched-mixed": ("pecsched", {**SHORT, "disaggregate": False}, MIXED),
+    "tetris-mixed": ("tetris", {}, MIXED),
+    "loongserve-mixed": ("loongserve", {}, MIXED),
+    "fifo-mixed": ("fifo", SHORT, MIXED),
+    "jsq-mixed": ("jsq", {}, MIXED),
+}
+NAMES = list(CLUSTERS)
+QUICK = ("pecsched", "tetris")
+TURNS = 5
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("chaos-llama"), max_position_embeddings=4096)
+
+
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Path) -> list[list[int]]:
+    reference = Reference(llama)
+    return [reference.tokens(prompt, MOST) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest, llama: Path) -> Iterator[Cluster]:
+    placement, options, pools = CLUSTERS[request.param]
+    folder = Path(tempfile.mkdtemp(prefix="hw-chaos-"))
+    file = write(folder, llama, placement, options, pools, worker_timeout="3", max_restarts=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        running = Cluster(folder, file)
+        try:
+            yield running
+            running.end()
+            for log in running.logs:
+                assert main(["cluster", file, "--replay", str(log)]) == 0, "its log is decided otherwise"
+        finally:
+            running.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize(
+    "cluster",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in NAMES],
+    indirect=True,
+)
+def test_nothing_is_lost_and_no_answer_changes(
+    cluster: Cluster, turn: int, wanted: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    plan = Plan.of(TURNS * NAMES.index(request.node.callspec.params["cluster"]) + turn)
+    print(plan)
+    go(cluster, plan, PROMPTS, wanted)
