@@ -1,0 +1,103 @@
+"""Endpoints and metrics of a cluster's instances, over an engine that says that it is a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from headway.core.errors import RequestError
+from headway.router.listing import ClusterReport, InstanceReport
+
+pytestmark = pytest.mark.anyio
+
+
+def instance(number: int, **fields: Any) -> InstanceReport:
+    known = {
+        "id": number, "role": "prefill", "node": 1, "pool": 0, "state": "ready", "incarnation": 0, "pid": 4,
+        "placed": 2, "running": 1, "waiting": 0, "queued_tokens": 77, "free_in_s": 0.5, "kv_tokens_used": 10,
+        "kv_tokens_total": 100, "prefill_tokens_total": 5, "decode_tokens_total": 6, "restarts_total": 3,
+    }  # fmt: skip
+    return InstanceReport(**{**known, **fields})
+
+
+class FakeRouter(FakeEngine):
+    """Two instances, of which one has failed."""
+
+    left: int | None = None
+
+    def report(self) -> ClusterReport:
+        both = [instance(0), instance(1, role="decode", state="failed", failure="no memory")]
+        return ClusterReport(placement="tetris", state="ready", requests=3, waiting=1, transfers=2, instances=both)
+
+    def join(self, pool: int) -> InstanceReport:
+        if pool:
+            raise RequestError("pool must be between 0 and 0", "pool")
+        return instance(2, state="starting")
+
+    def leave(self, number: int) -> InstanceReport:
+        self.left = number
+        return instance(number, state="draining")
+
+
+@pytest.fixture
+def engine() -> FakeRouter:
+    return FakeRouter()
+
+
+async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeRouter) -> None:
+    async with connect() as client:
+        listed = (await client.get("/v1/cluster")).json()
+        assert (listed["schema"], listed["transfers"]) == ("headway.cluster/1", 2)
+        assert [(each["id"], each["state"], each["failure"]) for each in listed["instances"]] == [
+            (0, "ready", None),
+            (1, "failed", "no memory"),
+        ]
+        assert (await client.get("/v1/cluster/instances/1")).json()["role"] == "decode"
+        for missing in ("2", "x", "1e3", "-1", "9" * 30):
+            assert (await client.get(f"/v1/cluster/instances/{missing}")).status_code == 404
+            assert (await client.delete(f"/v1/cluster/instances/{missing}")).status_code == 404
+        assert engine.left is None
+        assert (await client.delete("/v1/cluster/instances/1")).status_code == 202
+        assert engine.left == 1
+        joined = await client.post("/v1/cluster/instances", json={"pool": 0})
+        assert (joined.status_code, joined.json()["state"]) == (202, "starting")
+        assert (await client.post("/v1/cluster/instances")).status_code == 202
+
+
+async def test_what_names_no_pool_is_refused(connect: Any) -> None:
+    async with connect() as client:
+        for body, status in (
+            (b'{"pool": 1}', 400),
+            (b'{"pool": "0"}', 400),
+            (b'{"pol": 0}', 400),
+            (b"[", 400),
+            (b" " * 5000, 413),
+        ):
+            answer = await client.post("/v1/cluster/instances", content=body)
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"]
+
+
+async def test_they_are_behind_the_key_and_not_there_without_a_cluster(
+    connect: Any, live: Any, engine: FakeRouter
+) -> None:
+    import httpx
+
+    async with connect(api_key="secret") as client:
+        assert (await client.get("/v1/cluster")).status_code == 401
+        assert (await client.delete("/v1/cluster/instances/0")).status_code == 401
+    with live(FakeEngine()) as url:
+        assert httpx.get(f"{url}/v1/cluster").status_code == 404
+        assert "headway_instance" not in httpx.get(f"{url}/metrics").text
+
+
+async def test_metrics_are_labelled_by_instance(connect: Any) -> None:
+    async with connect() as client:
+        text = (await client.get("/metrics")).text
+    label = 'engine="0",instance="{}",model_name="fake-model",node="1",role="{}"'
+    assert f"headway_instance_up{{{label.format(0, 'prefill')}}} 1.0" in text
+    assert f"headway_instance_up{{{label.format(1, 'decode')}}} 0.0" in text
+    assert f"headway_instance_restarts_total{{{label.format(0, 'prefill')}}} 3.0" in text
+    assert f"headway_instance_queued_tokens{{{label.format(0, 'prefill')}}} 77.0" in text
