@@ -253,7 +253,7 @@ def test_instances_that_cannot_start_or_differ_are_no_cluster() -> None:
         client = router(fake, ("mixed", "mixed"), "jsq")
         with pytest.raises(ConfigError, match="no such model"):
             await client.start()
-        assert client.failure == "no such model"
+        assert client.failure == "instance 1: no such model"
         assert client.state == "lost"
         await client.close()
         client = router(FakeCluster(), ("prefill", "prefill"), "pecsched")

@@ -268,7 +268,7 @@ class ClusterClient:
         instance = self.fleet[number]
         ready = self._ready.get(number)
         if ready is not None and not ready.done():
-            ready.set_exception(ConfigError(instance.failure or f"instance {number} has ended while starting"))
+            ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
         if instance.state == "left":
             self._roster.remove(instance)
         if self._live is not None and self.state == "lost":
