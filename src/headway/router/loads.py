@@ -15,14 +15,17 @@ class Load:
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, float]] = {}
         self._here: set[str] = set()
+        self._tokens, self._seconds = 0, 0.0
         self._credit = 0
         self._counted = 0
 
     def add(self, request: str, prompt_tokens: int, prefill_s: float) -> None:
         """A request is placed there; its prefill alone takes `prefill_s`."""
         if not self._waiting:
-            self._credit = 0
+            self._credit, self._tokens, self._seconds = 0, 0, 0.0
         self._waiting[request] = (prompt_tokens, prefill_s)
+        self._tokens += prompt_tokens
+        self._seconds += prefill_s
 
     def entered(self, request: str) -> None:
         """It is in the scheduler, or will be as soon as its KV is there."""
@@ -39,13 +42,19 @@ class Load:
 
     def first_token(self, request: str) -> None:
         """Its prompt is computed. Harmless when repeated."""
-        tokens, _ = self._waiting.pop(request, (0, 0.0))
-        self._credit = max(0, self._credit - tokens)
+        self._credit = max(0, self._credit - self._pop(request))
 
     def remove(self, request: str) -> None:
         """It has ended, or left."""
-        self._waiting.pop(request, None)
+        self._pop(request)
         self._here.discard(request)
+
+    def _pop(self, request: str) -> int:
+        """Its prompt's tokens, which do not wait any more."""
+        tokens, seconds = self._waiting.pop(request, (0, 0.0))
+        self._tokens -= tokens
+        self._seconds = max(0.0, self._seconds - seconds)
+        return tokens
 
     def take(self, stats: EngineStats) -> None:
         """A snapshot; the same one may be given again."""
@@ -61,11 +70,9 @@ class Load:
     @property
     def queued(self) -> int:
         """Prompt tokens that are not computed yet."""
-        whole = sum(tokens for tokens, _ in self._waiting.values())
-        return max(0, whole - self._credit)
+        return max(0, self._tokens - self._credit)
 
     @property
     def left_s(self) -> float:
         """Predicted seconds of prefill that are not computed yet."""
-        whole = sum(tokens for tokens, _ in self._waiting.values())
-        return sum(seconds for _, seconds in self._waiting.values()) * self.queued / whole if whole else 0.0
+        return self._seconds * self.queued / self._tokens if self._tokens else 0.0
