@@ -146,6 +146,13 @@ class LiveHands:
         """What an instance's scheduler was given."""
         return self.loads.setdefault(instance, Load())
 
+    def count(self, number: int, attempt: Attempt) -> None:
+        """An instance has computed its share of the run under way, as even as can be (`engine.member`)."""
+        if number in attempt.running and attempt.runs:
+            run = attempt.runs[-1]
+            at, size, tokens = run.group.index(number), len(run.group), run.end - run.start
+            self.load(number).computed_beside((at + 1) * tokens // size - at * tokens // size)
+
     def expecting(self) -> list[int]:
         """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""
         return [number for number, load in self.loads.items() if load.expects]

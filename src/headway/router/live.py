@@ -218,6 +218,7 @@ class Live:
                 if self.hands.steps.done(number, attempt, message) and attempt.journey.staying:
                     self.machine.stayed(attempt.journey, attempt.said, True, now)
             case RunDone():
+                self.hands.count(number, attempt)
                 self._complete(self.hands.runs.done(number, attempt, message))
             case RunPaused():
                 entry = self.hands.runs.paused(number, attempt, message)
@@ -274,6 +275,7 @@ class Live:
             if (error := self.retries.lost_with(attempt.asked)) is not None:
                 self._fail(attempt.asked, error)
         self.leaving.discard(number)
+        self.hands.loads.pop(number, None)
         self.renew()
 
     def close(self, number: int) -> None:
