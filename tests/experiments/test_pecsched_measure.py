@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from headway.experiments.pecsched_overall import _left_out
 from headway.experiments.pecsched_setting import LOADS, SWEEP, measure, scenario
 from headway.metrics.record import RequestRecord
 from headway.simulator.cluster.result import ClusterResult
@@ -51,3 +52,8 @@ def test_long_requests_that_never_begin_or_never_end_are_counted_among_those_tha
     assert found.long_jct_s == pytest.approx((21 + 90 + 51) / 3)
     assert (found.longs, found.pauses, found.short_rps) == (5, 3, pytest.approx(0.01))
     assert found.delay_s["p50"] == pytest.approx(21.0)  # of 2 s, and of 40 s that one has waited until the end
+
+
+def test_a_row_names_the_models_that_it_says_nothing_about() -> None:
+    assert _left_out(["a", "b", "c"], {"b": 1.0}).startswith("Nothing about a, c: ")
+    assert not _left_out(["a"], {"a": 2.0})
