@@ -13,6 +13,7 @@ from headway.placement.base import Held, Hold, Refused, Release
 class Holds:
     def __init__(self, state: State) -> None:
         self._state = state
+        self._waiting: dict[str, list[Entry]] = {}
 
     def hold(self, action: Hold) -> None:
         state = self._state
@@ -23,7 +24,9 @@ class Holds:
             taken = [i for i in group if not state.lanes.empty(i)]
             if taken:
                 raise Impossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
-        state.lanes.append(Entry("hold", action.holder, group))
+        entry = Entry("hold", action.holder, group)
+        self._waiting.setdefault(action.holder, []).append(entry)
+        state.lanes.append(entry)
         state.touch(group)
 
     def release(self, action: Release) -> None:
@@ -33,11 +36,9 @@ class Holds:
 
     def withdraw(self, holder: str) -> None:
         """What a holder waits for, it waits for no longer."""
-        lanes = self._state.lanes
-        for lane in lanes.waiting:
-            for entry in [e for e in lane if e.kind == "hold" and e.owner == holder]:
-                lanes.park(entry)
-                self._state.touch(entry.group)
+        for entry in self._waiting.pop(holder, ()):
+            self._state.lanes.park(entry)
+            self._state.touch(entry.group)
 
     def let_go(self, holder: str, group: Iterable[int] = ()) -> None:
         """Instances are free again; all of the holder's where none is named."""
@@ -48,6 +49,7 @@ class Holds:
 
     def granted(self, entry: Entry) -> None:
         """A hold's turn has come."""
+        self._waits_no_longer(entry)
         self._state.hands.held(entry.owner, entry.group, self._state.now)
         self._state.news.append(Held(entry.owner, entry.group))
 
@@ -57,8 +59,14 @@ class Holds:
         state = self._state
         for entry in [e for e in state.lanes.waiting[instance] if e.kind == "hold"]:
             state.lanes.park(entry)
+            self._waits_no_longer(entry)
             state.touch(entry.group)
             state.news.append(Refused(entry.owner, "hold", f"instance {instance} is gone"))
         holder = state.lanes.holder[instance]
         if holder is not None:
             self.let_go(holder, (instance,))
+
+    def _waits_no_longer(self, entry: Entry) -> None:
+        others = [other for other in self._waiting.pop(entry.owner) if other is not entry]
+        if others:
+            self._waiting[entry.owner] = others

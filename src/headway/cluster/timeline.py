@@ -57,8 +57,15 @@ class Timeline:
             for i in run.group:
                 free[i] = run.planned_s
         waiting = {id(entry): entry for lane in lanes.waiting for entry in lane if entry.kind != "hold"}
+        busy: dict[tuple[tuple[int, ...], bool], float] = {}
         for entry in sorted(waiting.values()):
-            start = max(self._busy_s(entry), *(free[i] for i in entry.group))
+            key = entry.group, entry.beside
+            start = busy.get(key, -1.0)
+            if start < 0.0:
+                start = busy[key] = self._busy_s(entry)
+            for i in entry.group:
+                if free[i] > start:
+                    start = free[i]
             if entry.after is not None and entry.after.state != "done":
                 start = max(start, entry.after.planned_s)
             entry.planned_s = start + entry.left_s(self._layers)

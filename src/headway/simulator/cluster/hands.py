@@ -50,7 +50,12 @@ class VirtualHands(Hands):
         return self._engine(group).work(request)
 
     def busy_s(self, group: tuple[int, ...]) -> float:
-        return max((engine.free_at_s for i in group for engine in self._on[i]), default=0.0)
+        at_s = 0.0
+        for i in group:
+            for engine in self._on[i]:
+                if engine.free_at_s > at_s:
+                    at_s = engine.free_at_s
+        return at_s
 
     def refresh(self, instance: int) -> Figures:
         engines = self._on[instance]
