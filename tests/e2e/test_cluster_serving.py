@@ -142,11 +142,14 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_dry_run_says_what_fits_which_groups_and_what_rate(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cluster", write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART), "--dry-run"]) == 0
+    assert (
+        main(["cluster", write(tmp_path, llama, "fifo", {"long_tokens": 2000, "long_sp": 2}, MIXED), "--dry-run"]) == 0
+    )
     out = capsys.readouterr().out
-    assert "fixed-sp, 3 instances" in out
-    assert "pool 0: 2 x prefill, 1 threads each" in out
-    assert out.count("longest context      4,096 tokens") == 2
-    assert "1,024   tokens 0 to 1,024 on instances 0+1" in out
+    assert "fifo, 3 instances" in out
+    assert "pool 0: 3 x mixed, 1 threads each" in out
+    assert "longest context      4,096 tokens" in out
+    assert "1,024   in the batches of instance 0" in out
+    assert "4,031   tokens 0 to 4,031 on instances 0+1" in out
     assert re.search(r"predicted capacity   [\d.]+ requests/s", out)
     assert "assumed" in out
