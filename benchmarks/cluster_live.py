@@ -12,9 +12,10 @@ keeps beside its KV is the smaller a share the more layers there are.
 so that the decode instance has nothing to do); `fifo-mixed`: the same over three instances that do both, a document
 on all; `pecsched`; `weave` (Tetris between the instances, LARS inside them). A picture of each: instance x time.
 
-Times are of requests as the router's callers see them. Where cores are fewer than instances (said in the first line),
-instances that compute at once take from each other: a run on two is hardly faster than on one, decodes are slowed by
-prefills of others, and predicted times, measured on idle instances' own, are too short. Orders of policies stand, and
+Times are of requests as the router's callers see them. The gap from first to second token has the hand-over of KV in
+it, TBT is of the tokens behind the second. Where cores are fewer than instances (said in the first line), those that
+compute at once take from each other: a run on two is hardly faster than on one, decodes are slowed by prefills of
+others, and predicted times, which each instance measures for itself, are too short. The order of policies stands, and
 ratios roughly; milliseconds are this machine's.
 """
 
@@ -246,17 +247,21 @@ def row_of(name: str, client: Watcher, times: Sequence[Times]) -> dict[str, Any]
     waits: dict[str, list[float]] = {"short": [], "long": []}
     ends: dict[str, list[float]] = {"short": [], "long": []}
     gaps: list[float] = []
+    seconds: list[float] = []
     for one in times:
         told = [at_s for at_s, _ in one.told]
         waits[one.request.klass].append(told[0] - one.due_s)
         ends[one.request.klass].append(told[-1] - one.due_s)
-        gaps += np.diff(told).tolist()
+        if one.request.klass == "short":
+            seconds.append(told[1] - told[0])
+        gaps += np.diff(told[1:]).tolist()
     shares = client.shares()
     return {
         "policy": name,
         "short_ttft_s": _points(waits["short"]),
         "long_ttft_s": _points(waits["long"]),
         "long_jct_s": _points(ends["long"]),
+        "short_second_s": _points(seconds),
         "tbt_s": _points(gaps),
         "pauses": len(shares),
         "saved_share": {"median": statistics.median(shares), "max": max(shares)} if shares else None,
@@ -270,23 +275,29 @@ def _points(values: Sequence[float]) -> dict[str, float] | None:
     return {"p50": p50, "p99": p99, "mean": statistics.fmean(values)}
 
 
+COLUMNS = (
+    ("short_ttft_s", "short TTFT", ("p50", "p99")),
+    ("short_second_s", "to 2nd token", ("p50", "p99")),
+    ("tbt_s", "TBT from there", ("p50", "p99")),
+    ("long_ttft_s", "long TTFT", ("mean",)),
+    ("long_jct_s", "long JCT", ("mean", "p99")),
+)
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print(
-        f"{'':11} {'short TTFT':>17} {'long TTFT':>9} {'long JCT':>17} {'TBT':>17} {'pauses':>6}  activations kept\n"
-        f"{'':11} {'P50':>8} {'P99':>8} {'mean':>9} {'mean':>8} {'P99':>8} {'P50':>8} {'P99':>8} {'':>6}  / KV"
-    )
+    print(f"{'':10}" + "".join(f" | {title:^{8 * len(points)}}" for _, title, points in COLUMNS) + " | pauses, kept")
+    print(f"{'':10}" + "".join(" | " + "".join(f"{point:>8}" for point in points) for _, _, points in COLUMNS) + " |")
     for row in rows:
-        short, long, jct, tbt = (row[key] or {} for key in ("short_ttft_s", "long_ttft_s", "long_jct_s", "tbt_s"))
-        cells = [
-            f"{_ms(short, 'p50'):>8} {_ms(short, 'p99'):>8} {_ms(long, 'mean'):>9}",
-            f"{_ms(jct, 'mean'):>8} {_ms(jct, 'p99'):>8} {_ms(tbt, 'p50'):>8} {_ms(tbt, 'p99'):>8} {row['pauses']:>6} ",
-            f"{row['saved_share']['median']:.1%} (paper: < 5%)" if row["saved_share"] else "-",
-        ]
-        print(f"{row['policy']:11} {' '.join(cells)}", flush=True)
+        cells = ("".join(f"{_time((row[key] or {}).get(point)):>8}" for point in points) for key, _, points in COLUMNS)
+        share = row["saved_share"]
+        kept = f", activations {share['median']:.1%} of KV (paper: < 5%)" if share else ""
+        print(f"{row['policy']:10} | {' | '.join(cells)} | {row['pauses']}{kept}", flush=True)
 
 
-def _ms(points: dict[str, float], which: str) -> str:
-    return f"{points[which] * 1e3:.0f} ms" if points else "-"
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.0f} ms"
 
 
 def main() -> int:

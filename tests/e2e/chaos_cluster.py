@@ -100,10 +100,17 @@ class Cluster:
         ]
         return not any([*left, state["requests"], state["waiting"], state["transfers"]])
 
+    def settle(self) -> None:
+        """Until it is quiet."""
+        try:
+            until(self.quiet)
+        except AssertionError:
+            raise AssertionError(f"something is left over: {json.dumps(self.state(), indent=1)}") from None
+
     def end(self) -> None:
         """All of it ends, and leaves no process."""
         until(lambda: all(each["state"] == "ready" for each in instances(self.url)))
-        until(self.quiet)
+        self.settle()
         self._running.stop()
         until(lambda: not processes(self.folder), 10)
 
@@ -219,7 +226,7 @@ def go(cluster: Cluster, plan: Plan, prompts: Sequence[list[int]], wanted: Seque
     for timer in healing:
         timer.join()
     cluster.links(slow=0.0)
-    until(cluster.quiet)
+    cluster.settle()
     answers = [client.answer for client in clients]
     assert answers == [wanted[prompt][:count] for prompt, count, _ in plan.requests]
 

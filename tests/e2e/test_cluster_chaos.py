@@ -22,15 +22,16 @@ from checkpoints import make_tiny
 from headway.cli.main import main
 
 SHORT = {"long_tokens": 500, "long_sp": 2}
+RINGS = {**SHORT, "long_replicas": "fixed"}
 CLUSTERS = {
-    "pecsched": ("pecsched", SHORT, APART),
+    "pecsched": ("pecsched", RINGS, APART),
     "tetris": ("tetris", {}, APART),
     "weave": ("weave", {}, APART),
     "fixed-sp": ("fixed-sp", {"sp": 2}, APART),
     "loongserve": ("loongserve", {}, APART),
     "context-parallel": ("context-parallel", {}, APART),
     "fifo": ("fifo", SHORT, APART),
-    "pecsched-mixed": ("pecsched", {**SHORT, "disaggregate": False}, MIXED),
+    "pecsched-mixed": ("pecsched", {**RINGS, "disaggregate": False}, MIXED),
     "tetris-mixed": ("tetris", {}, MIXED),
     "loongserve-mixed": ("loongserve", {}, MIXED),
     "fifo-mixed": ("fifo", SHORT, MIXED),
