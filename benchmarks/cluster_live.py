@@ -40,6 +40,7 @@ from headway.bench.machine import machine
 from headway.cli import cluster as command
 from headway.cli import serve_options
 from headway.cli.options import combine
+from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.scratch import ScratchFolder
 from headway.engine.cluster_messages import Arrived, FromInstance, Proceed, RunDone, RunPaused
@@ -158,7 +159,7 @@ def synthetic(options: argparse.Namespace) -> list[TraceRequest]:
     at_s = np.sort(chance.uniform(0, options.seconds, count))
     prompts = np.clip(chance.lognormal(np.log(120), 0.6, count), 20, 600).astype(int)
     chats = [TraceRequest(float(s), int(n), 24, "short") for s, n in zip(at_s, prompts, strict=True)]
-    gap_s = options.seconds / options.documents
+    gap_s = options.seconds / max(1, options.documents)
     documents = [
         TraceRequest(1.0 + i * gap_s, int(options.document_tokens * chance.uniform(0.75, 1.25)), 24, "long")
         for i in range(options.documents)
@@ -320,7 +321,12 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, default=Path("out"), help="folder for pictures (default out)")
     parser.add_argument("--json", type=Path, help="write the figures")
     options = parser.parse_args()
-    requests = traffic(options)
+    try:
+        requests = traffic(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    if not requests:
+        parser.error("there are no requests in that slice")
     about = machine()
     many = [sum(request.klass == klass for request in requests) for klass in ("short", "long")]
     print(f"{about}; 3 instances of 1 thread")
@@ -349,7 +355,8 @@ def main() -> int:
             folder.close()
     show(rows)
     same = all(each == answers[0] for each in answers)
-    print(f"answers under all policies are {'equal' if same else 'NOT EQUAL'}")
+    if len(answers) > 1:
+        print(f"answers under all policies are {'equal' if same else 'NOT EQUAL'}")
     if options.json is not None:
         report = {"schema": "headway.cluster_live/1", "machine": about, "requests": many, "rows": rows, "equal": same}
         options.json.write_bytes(msgspec.json.encode(report))
