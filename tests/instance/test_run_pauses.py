@@ -66,6 +66,22 @@ def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
     world.clean()
 
 
+def test_a_pause_that_finds_the_run_paused_is_over_when_it_goes_on(world: World, expected: Expected) -> None:
+    part, prompt = Part(40, (2, 3)), prompt_of(40)
+    world.admit("twice", prompt, part.group, GREEDY)
+    with world[2].at_once():
+        world.compute("twice", [part], 0, preemptible=True)
+        world[2].tell(Pause("twice"))
+    world.paused("twice", part)
+    world[2].tell(Pause("twice"))
+    proceed(world, "twice", part, False)
+    word = world.done("twice", part)
+    assert word.delta is not None
+    check([word.delta], *expected(prompt, 1))
+    world.forget("twice")
+    world.clean()
+
+
 def test_a_run_that_is_not_preemptible_goes_on(world: World, expected: Expected) -> None:
     part, prompt = Part(40, (0, 1)), prompt_of(40)
     world.admit("not", prompt, part.group, GREEDY)

@@ -192,6 +192,7 @@ class Member:
                 self._jobs[message.id].pause = True
         elif isinstance(message, Proceed):
             if message.id in self._jobs:
+                self._jobs[message.id].pause = False  # one that came too late meant what is paused already
                 self._line.append(self._jobs[message.id])
         elif isinstance(message, Forget):
             self.forget(message.id)

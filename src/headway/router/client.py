@@ -260,7 +260,10 @@ class ClusterClient:
     def lost(self, number: int, why: str) -> None:
         """See `instance.Listener`."""
         if self._live is not None:
+            leaves = number in self._live.leaving
             self._live.lost(number, why)
+            if leaves:  # nothing is left there: it ends, as it was to
+                self.fleet[number].drain()
             self._roster.look(self._live)
 
     def ended(self, number: int) -> None:

@@ -191,7 +191,10 @@ class LiveInstance:
                 self._stats = carried(self._stats, EngineStats())
                 if served:
                     listener.lost(self.number, why)
-                if leaves or not self._goes_on(why, served, words):
+                if leaves or self._leaves():
+                    self.state = "left"
+                    break
+                if not self._goes_on(why, served, words):
                     break
         except Exception as error:
             log.exception("instance %d cannot be looked after", self.number)
@@ -199,6 +202,10 @@ class LiveInstance:
             self._process.end(at_once=True)
             listener.lost(self.number, str(error))
         listener.ended(self.number)
+
+    def _leaves(self) -> bool:
+        """Whether it is to end when nothing is left there."""
+        return self.state == "draining"
 
     async def _live(self, listener: Listener) -> str:
         """Listen to a process until it is gone; how it went."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -39,5 +40,5 @@ def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:
         if name not in (*_NEWEST, "stage_busy_s", "recovering")
     }
     sums["waiting"] += waiting
-    newest = {name: max(getattr(stats, name) for stats in all_stats) for name in _NEWEST}
+    newest: dict[str, Any] = {name: max((getattr(stats, name) for stats in all_stats), default=0) for name in _NEWEST}
     return EngineStats(**sums, **newest, recovering=any(stats.recovering for stats in all_stats))

@@ -1,0 +1,50 @@
+"""An instance that dies while it is drained, or is the last to leave: what operators see."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fake_instances import FakeCluster, answer
+from routers import ask, prompt, router, running, until
+
+from headway.engine.cluster_messages import Compute
+from headway.engine.protocol import Submit
+
+
+def test_one_that_dies_while_it_is_drained_has_left() -> None:
+    async def run() -> None:
+        fake = FakeCluster(token_s=0.002)
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30), 40)) for n in range(4)]
+            await until(lambda: {number for number, message in fake.log if isinstance(message, Submit)} == {0, 1})
+            assert client.leave(0).state == "draining"
+            fake.kill(0)
+            await until(lambda: [each.id for each in client.report().instances] == [1])
+            begun = len(fake.log)
+            assert await asyncio.gather(*asks) == [answer(prompt(n, 30), 40) for n in range(4)]
+            assert {number for number, m in fake.log[begun:] if isinstance(m, Submit | Compute)} <= {1}
+            assert fake.processes[0].serial == 0, "it was not started again"
+            assert client.join(0).incarnation == 1
+
+            await until(lambda: client.report().instances[0].state == "ready")
+
+    asyncio.run(run())
+
+
+def test_a_cluster_that_all_have_left_has_figures_and_can_be_joined() -> None:
+    async def run() -> None:
+        fake = FakeCluster(refuse=lambda number, serial: "no memory" if serial else None)
+        client = router(fake, ("mixed",), "jsq")
+        await client.start()
+        assert await ask(client, "a", prompt(0, 20)) == answer(prompt(0, 20), 4)
+        fake.kill(0)
+        await until(lambda: client.report().instances[0].state == "failed")
+        client.leave(0)
+        await until(lambda: not client.report().instances)
+        assert client.state == "lost"
+        assert client.stats.running == client.stats.waiting == 0
+        client.join(0)
+        await until(lambda: client.state != "recovering")
+        await client.close()
+
+    asyncio.run(run())
