@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -75,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise RequestError(f"pool must be between 0 and {len(file.pools) - 1}, not {pool}", "pool")
         node = nodes_of(file)[first[pool]]
         launch = launcher(number, folder.path)
-        return LiveInstance(number, file.pools[pool].role, node, pool, configs[first[pool]], launch, incarnation)
+        config = joining(configs[first[pool]], first[pool], number, incarnation)
+        return LiveInstance(number, file.pools[pool].role, node, pool, config, launch, incarnation)
 
     instances: list[LiveInstance] = []
     try:
@@ -140,6 +142,14 @@ def instance_configs(
     return configs
 
 
+def joining(config: EngineConfig, like: int, number: int, incarnation: int) -> EngineConfig:
+    """The settings of instance `like` for one that joins: its log is its own, and those before it keep theirs."""
+    if config.event_log is None:
+        return config
+    log = f"{config.event_log.removesuffix(f'.{like}')}.{number}" + (f".{incarnation}" if incarnation else "")
+    return msgspec.structs.replace(config, event_log=log)
+
+
 def _links() -> Links:
     from headway.hardware.links import Link
     from headway.placement.view import Links
@@ -156,6 +166,23 @@ def open_log(path: str | None) -> IO[bytes] | None:
         raise ConfigError(f"event-log: {error}") from error
 
 
+def sink(log: IO[bytes]) -> Callable[[bytes], None]:
+    """Writes lines. A log that cannot be written any more (a full disk, say) ends there: the cluster goes on."""
+    failed = False
+
+    def write(line: bytes) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            log.write(line)
+        except OSError as error:
+            failed = True
+            logging.getLogger("headway.router").error("the event log ends here: %s", error)
+
+    return write
+
+
 def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
     """The policy, told what the first engine has measured."""
     from headway.router.client import Rules
@@ -167,7 +194,7 @@ def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[b
         policy=_policies(file, surroundings),
         latency=surroundings.latency,
         shape=surroundings.shape,
-        log=None if log is None else DecisionLog(log.write, about),
+        log=None if log is None else DecisionLog(sink(log), about),
     )
 
 
@@ -211,7 +238,10 @@ def _replay(file: ClusterFile, model: str, path: Path) -> int:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"replay: {error}") from error
-    replay = Replay(lines, make, noted)
+    try:
+        replay = Replay(lines, make, noted)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"replay: {path} has a line that is not of a cluster's log: {error}") from None
     difference = replay.run()
     print(f"{replay.decisions} decisions, all as recorded" if difference is None else str(difference))
     return 0 if difference is None else 1
