@@ -264,6 +264,7 @@ def row_of(name: str, client: Watcher, times: Sequence[Times]) -> dict[str, Any]
         "long_jct_s": _points(ends["long"]),
         "short_second_s": _points(seconds),
         "tbt_s": _points(gaps),
+        "restarts": client.stats.engine_restarts_total,
         "pauses": len(shares),
         "saved_share": {"median": statistics.median(shares), "max": max(shares)} if shares else None,
     }
@@ -293,6 +294,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         share = row["saved_share"]
         kept = f", activations {share['median']:.1%} of KV (paper: < 5%)" if share else ""
         print(f"{row['policy']:10} | {' | '.join(cells)} | {row['pauses']}{kept}", flush=True)
+        if row["restarts"]:
+            print(f"{row['policy']:10} | was disturbed: instances were lost and started again: {row['restarts']}")
 
 
 def _time(seconds: float | None) -> str:
