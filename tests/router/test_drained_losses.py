@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fake_instances import FakeCluster, answer
+import pytest
+from fake_instances import FakeCluster, FakeProcess, answer
 from routers import ask, prompt, router, running, until
 
 from headway.engine.cluster_messages import Compute
@@ -46,5 +47,36 @@ def test_a_cluster_that_all_have_left_has_figures_and_can_be_joined() -> None:
         client.join(0)
         await until(lambda: client.state != "recovering")
         await client.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_is_still_starting_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, end = FakeProcess.receive, FakeProcess.end
+    waiting: dict[FakeProcess, asyncio.Task[object]] = {}
+
+    async def waits(process: FakeProcess) -> object:
+        waiting[process] = asyncio.ensure_future(receive(process))
+        return await waiting[process]
+
+    def ends(process: FakeProcess, at_once: bool = False) -> None:
+        end(process, at_once)
+        if process in waiting:  # its socket is closed
+            waiting[process].cancel()
+
+    monkeypatch.setattr(FakeProcess, "receive", waits)
+    monkeypatch.setattr(FakeProcess, "end", ends)
+
+    async def run() -> None:
+        fake = FakeCluster(start_s=30.0)
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            client.leave(1)
+            await until(lambda: len(client.report().instances) == 1)
+            assert client.join(0).id == 1
+            await asyncio.sleep(0.01)
+            assert client.report().instances[1].state == "starting"
+            client.leave(1)
+            await until(lambda: len(client.report().instances) == 1)
+            assert client.join(0).incarnation == 2
 
     asyncio.run(run())

@@ -106,6 +106,8 @@ class LiveInstance:
         """Why it could not start, or was given up."""
         self._stats = self._before = EngineStats()
         self._launch = launch
+        self._ended = False
+        """Whether its process was ended from here, for good."""
         self._process = launch(config, incarnation)
         self._restarts = Restarts(config.max_restarts, f"instance {number}")
 
@@ -159,6 +161,7 @@ class LiveInstance:
         if self.serves:
             self.tell(Drain())
         else:
+            self._ended = True
             self._process.end(at_once=True)
         if self.state != "failed":
             self.state = "draining"
@@ -166,6 +169,7 @@ class LiveInstance:
     def fail(self, why: str) -> None:
         """It cannot be of this cluster: it is given up."""
         self._fail(why)
+        self._ended = True
         self._process.end(at_once=True)
 
     def end(self) -> None:
@@ -213,12 +217,15 @@ class LiveInstance:
         going = asyncio.ensure_future(self._process.gone())
         try:
             await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
+            if self._ended:  # its socket is closed, which is no word of the process
+                return "was ended"
             if listening.done():
                 listening.result()
             return await going
         finally:
-            listening.cancel()
-            going.cancel()
+            for task in (listening, going):
+                task.cancel()
+                task.add_done_callback(_seen)
 
     async def _listen(self, listener: Listener) -> None:
         process = self._process
@@ -275,3 +282,9 @@ class LiveInstance:
     def _fail(self, why: str) -> None:
         self.state, self.failure = "failed", why
         log.error("instance %d is lost for good: %s", self.number, why)
+
+
+def _seen(task: asyncio.Future[Any]) -> None:
+    """What became of it does not matter."""
+    if not task.cancelled():
+        task.exception()
