@@ -90,6 +90,27 @@ def test_what_waits_is_bounded_and_those_sent_away_are_told_when_to_come_back(pl
     asyncio.run(run())
 
 
+def test_the_bound_is_that_of_the_instances_that_are_in_the_cluster() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=10.0)
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            client.leave(1)
+            asks = [asyncio.create_task(ask(client, f"r{n}", prompt(n, 5), 1)) for n in range(128)]
+            await asyncio.sleep(0.01)
+            with pytest.raises(OverloadedError, match="128 requests are waiting"):
+                await ask(client, "more", prompt(0, 5))
+            await until(lambda: len(client.report().instances) == 1)
+            client.join(0)
+            await until(lambda: client.report().instances[1].state == "ready")
+            asks.append(asyncio.create_task(ask(client, "more", prompt(0, 5))))
+            await asyncio.sleep(0.01)
+            assert not asks[-1].done()
+            for each in asks:
+                each.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_long_run_pauses_for_a_short_one() -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.03)

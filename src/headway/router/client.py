@@ -90,6 +90,18 @@ class ClusterClient:
         return any(each.state in ("starting", "lost") for each in self.fleet)
 
     @property
+    def _most_waiting(self) -> int:
+        """Requests that may wait for a first token: as many as all that are in the cluster may have, those that start
+        again included; before anybody is there again, as many as at the start."""
+        live = self._live
+        assert live is not None
+        stays = ("starting", "ready", "lost")
+        stay = (each for each in self.fleet if each.state in stays and each.number not in live.leaving)
+        return sum(each.info.max_queued_requests for each in stay if each.info is not None) or (
+            self.info.max_queued_requests
+        )
+
+    @property
     def info(self) -> EngineInfo:
         if self._info is None:
             raise UnavailableError("the cluster's instances are still starting")
@@ -180,7 +192,7 @@ class ClusterClient:
         if submit.id in live.asked:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         self._check_size(submit)
-        most = self.info.max_queued_requests
+        most = self._most_waiting
         if not submit.again and live.unanswered >= most:
             raise OverloadedError(
                 f"{live.unanswered} requests are waiting, which is the limit; try again later", live.patience_s
