@@ -8,7 +8,9 @@ import pytest
 from fake_instances import FakeCluster, FakeProcess, answer
 from routers import ask, prompt, router, running, until
 
+from headway.core.errors import UnavailableError
 from headway.engine.cluster_messages import Compute
+from headway.engine.config import EngineConfig
 from headway.engine.protocol import Submit
 
 
@@ -78,5 +80,23 @@ def test_one_that_is_still_starting_can_be_drained(monkeypatch: pytest.MonkeyPat
             client.leave(1)
             await until(lambda: len(client.report().instances) == 1)
             assert client.join(0).incarnation == 2
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_started_is_said_so_and_not_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launcher(fake: FakeCluster, number: int) -> object:
+        def launch(config: EngineConfig, serial: int) -> object:
+            raise OSError(11, "Resource temporarily unavailable")
+
+        return launch
+
+    async def run() -> None:
+        fake = FakeCluster()
+        async with running(fake, ("mixed",), "jsq") as client:
+            monkeypatch.setattr(FakeCluster, "launcher", launcher)
+            with pytest.raises(UnavailableError, match=r"instance 1 cannot be started: .*temporarily unavailable"):
+                client.join(0)
+            assert [each.id for each in client.report().instances] == [0]
 
     asyncio.run(run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headway.core.errors import RequestError
+from headway.core.errors import RequestError, UnavailableError
 from headway.engine.protocol import EngineStats
 from headway.engine.totals import carried
 from headway.router.fleet import Fleet
@@ -67,7 +67,10 @@ class Roster:
         number = 0
         while self._fleet.get(number) is not None:
             number += 1
-        instance = self._another(number, pool, self._incarnations.get(number, 0))
+        try:
+            instance = self._another(number, pool, self._incarnations.get(number, 0))
+        except OSError as error:
+            raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
         self._fleet.add(instance)
         live.reserve(number)
         self.look_after(instance)
