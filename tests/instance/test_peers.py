@@ -246,3 +246,25 @@ def test_closing_wakes_all_and_ends_threads(make: Make) -> None:
     fails(ticket.wait, "this instance ends")
     two.close()
     soon(lambda: threading.active_count() <= before)
+
+
+def test_a_listener_that_is_out_of_descriptors_for_a_while_listens_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(24, "Too many open files")] * 3
+    accept = socket.socket.accept
+
+    def scarce(self: socket.socket) -> tuple[socket.socket, object]:
+        if refusals:
+            raise refusals.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    one, two = make(0), make(1)
+    meet(one, two)
+    room = bytearray(3)
+    came = two.line("r", (0, 1)).expect(0, 0, memoryview(room))
+    one.line("r", (0, 1)).send(1, 0, [b"abc"]).wait()
+    came.wait()
+    assert bytes(room) == b"abc"
+    assert not refusals

@@ -154,8 +154,10 @@ class Peers:
         while not self._closed.is_set():
             try:
                 other, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # closed, or out of descriptors for now
+                if self._closed.wait(_AGAIN_S) or self._listener.fileno() < 0:
+                    return
+                continue
             self._start(lambda other=other: self._welcome(other), "peer")  # type: ignore[misc]
 
     def _welcome(self, other: socket.socket) -> None:
