@@ -38,7 +38,7 @@ import numpy as np
 
 from headway.bench.machine import machine
 from headway.cli import cluster as command
-from headway.cli import serve_options
+from headway.cli import cluster_rules, serve_options
 from headway.cli.options import combine
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
@@ -196,11 +196,11 @@ def started(name: str, model: str, options: argparse.Namespace, folder: Path) ->
         Watched(number, role, node, 0, config, launcher(number, folder))
         for number, (role, node, config) in enumerate(zip(roles, nodes_of(file), configs, strict=True))
     ]
-    decisions = command.open_log(str(log))
+    decisions = cluster_rules.open_log(str(log))
     client = Watcher(
         instances,
-        command._links(),
-        lambda infos: command._rules(file, model, infos, decisions),
+        cluster_rules.links(),
+        lambda infos: cluster_rules.rules_of(file, model, infos, decisions),
         placement=placement,
         backends=file.backends,
     )
@@ -354,7 +354,7 @@ def main() -> int:
             )
             figure.savefig(picture)
             print(f"{name}: {picture}, replayed: ", end="", flush=True)
-            command._replay(file, model, log)
+            cluster_rules.replay_log(file, model, log)
             folder.close()
     show(rows)
     same = all(each == answers[0] for each in answers)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 from test_run_pauses import GREEDY
 from test_runs import check, prompt_of
-from world import Part, World
 
 from headway.engine.cluster_messages import Forget, Pause, Proceed, RunDone, RunLost, RunPaused
 from headway.engine.protocol import Delta
+from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 EVENTS = ("none", "kill", "stop", "forget", "pause")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_run_pauses import GREEDY, proceed
 from test_runs import check, prompt_of
-from world import Part, World, runs
 
 from headway.engine.cluster_messages import Compute, Forget, Pause, RunDone, RunLost
+from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 1.0

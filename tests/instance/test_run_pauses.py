@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from test_runs import check, prompt_of
-from world import Part, World, runs
 
 from headway.core.sampling import SamplingParams
 from headway.engine.cluster_messages import Compute, Pause, Proceed
+from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 LAYERS = 3

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from world import Part, World
 
 from headway.engine.protocol import Delta
+from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from headway.cli import serve_options
+from headway.cli.cluster_rules import links, open_log, replay_log, rules_of
 from headway.cli.options import add_options, combine, environment, read_yaml
 from headway.cli.serve import model_folder
 from headway.core.errors import ConfigError, RequestError
@@ -20,14 +18,6 @@ from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
 from headway.router.cluster_file import ClusterFile, cluster_file, model_of, moves_kv, nodes_of
 from headway.router.instance import seen
-
-if TYPE_CHECKING:
-    from headway.engine.protocol import EngineInfo
-    from headway.hardware.shapes import ModelShape
-    from headway.placement.base import Placement
-    from headway.placement.registry import Surroundings
-    from headway.placement.view import Links
-    from headway.router.client import Rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(_report(file, model, configs))
         return 0
     if arguments.replay is not None:
-        return _replay(file, model, arguments.replay)
+        return replay_log(file, model, arguments.replay)
     from headway.server.binding import check_binding
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
@@ -91,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         client = ClusterClient(
             instances,
-            _links(),
-            lambda infos: _rules(file, model, infos, log),
+            links(),
+            lambda infos: rules_of(file, model, infos, log),
             placement=file.placement,
             another=another,
             backends=file.backends,
@@ -150,109 +140,6 @@ def joining(config: EngineConfig, like: int, number: int, incarnation: int) -> E
     return msgspec.structs.replace(config, event_log=log)
 
 
-def _links() -> Links:
-    from headway.hardware.links import Link
-    from headway.placement.view import Links
-
-    host = Link(name="host", bytes_per_s=2e9, latency_s=1e-4, source="assumed: a socket between processes of one host")
-    return Links(inside=host, across=host)
-
-
-def open_log(path: str | None) -> IO[bytes] | None:
-    """Where the router's decisions are written; those of instances go to FILE.0, FILE.1 and so on."""
-    try:
-        return None if path is None else open(path, "wb", buffering=0)
-    except OSError as error:
-        raise ConfigError(f"event-log: {error}") from error
-
-
-def sink(log: IO[bytes]) -> Callable[[bytes], None]:
-    """Writes lines. A log that cannot be written any more (a full disk, say) ends there: the cluster goes on."""
-    failed = False
-
-    def write(line: bytes) -> None:
-        nonlocal failed
-        if failed:
-            return
-        try:
-            log.write(line)
-        except OSError as error:
-            failed = True
-            logging.getLogger("headway.router").error("the event log ends here: %s", error)
-
-    return write
-
-
-def _rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
-    """The policy, told what the first engine has measured."""
-    from headway.router.client import Rules
-    from headway.router.live import DecisionLog
-
-    surroundings = _surroundings(model, infos[0].latency)
-    about = {"placement": file.placement, "options": file.options, "latency": infos[0].latency}
-    return Rules(
-        policy=_policies(file, surroundings),
-        latency=surroundings.latency,
-        shape=surroundings.shape,
-        log=None if log is None else DecisionLog(sink(log), about),
-    )
-
-
-def _policies(file: ClusterFile, surroundings: Surroundings) -> Callable[[], Placement]:
-    from headway.placement.registry import make_placement
-
-    return lambda: make_placement(file.placement, surroundings, file.options)
-
-
-def _surroundings(model: str, latency: Mapping[str, Any] | None) -> Surroundings:
-    from headway.latency.recorded import restore
-    from headway.latency.ring import RingLatency
-    from headway.placement.registry import Surroundings
-
-    shape, links = _shape(model), _links()
-    table, _ = restore(latency)
-    return Surroundings(latency=RingLatency(table, shape, links.inside, links.across), shape=shape)
-
-
-def _replay(file: ClusterFile, model: str, path: Path) -> int:
-    """Drive the machine and the policy from a log; 1 where they decide otherwise than they did."""
-    from headway.cluster.replay import Replay
-    from headway.router.policies import Policies, may_of
-
-    made: list[Policies] = []
-
-    def make(replay: Replay) -> Policies:
-        about = replay.about or {}
-        if (about.get("placement"), about.get("options")) != (file.placement, file.options):
-            raise ConfigError(f"{path} is of placement {about.get('placement')!r} with options {about.get('options')}")
-        made.append(Policies(_policies(file, _surroundings(model, about["latency"])), may_of(replay.machine)))
-        return made[0]
-
-    def noted(word: str) -> None:
-        if word == "renew":
-            made[0].renew()
-        elif word == "taken":
-            made[0].stranded.clear()
-
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise ConfigError(f"replay: {error}") from error
-    try:
-        replay = Replay(lines, make, noted)
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"replay: {path} has a line that is not of a cluster's log: {error}") from None
-    difference = replay.run()
-    print(f"{replay.decisions} decisions, all as recorded" if difference is None else str(difference))
-    return 0 if difference is None else 1
-
-
-def _shape(model: str) -> ModelShape:
-    from headway.hardware.models import from_hf_config
-
-    return from_hf_config(json.loads((Path(model) / "config.json").read_text()))
-
-
 def _report(file: ClusterFile, model: str, configs: list[EngineConfig]) -> str:
     """Loads one instance of each pool, one after another."""
     from headway.cli import cluster_report
@@ -266,11 +153,11 @@ def _report(file: ClusterFile, model: str, configs: list[EngineConfig]) -> str:
         lines += described(core)
         cores += [core] * pool.count
     infos = [msgspec.structs.replace(core.info, latency=describe(core.scheduler.latency)) for core in cores]
-    rules = _rules(file, model, infos)
+    rules = rules_of(file, model, infos)
     roles = [pool.role for pool in file.pools for _ in range(pool.count)]
     seats = zip(nodes_of(file), roles, configs, infos, strict=True)
     instances = [
         seen(i, node, role, config, info.kv_tokens_total) for i, (node, role, config, info) in enumerate(seats)
     ]
-    plan = cluster_report.Plan(rules, instances, _links(), cores, file.backends)
+    plan = cluster_report.Plan(rules, instances, links(), cores, file.backends)
     return "\n".join([*lines, "", *cluster_report.groups(plan), "", *cluster_report.capacity(plan)])

@@ -10,14 +10,21 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from headway.core.clock import Clock
 from headway.core.errors import HeadwayError
 from headway.engine.config import EngineConfig
 from headway.engine.recovery import GaveUpError
 from headway.engine.service import EngineService
 from headway.parallel.beats import PER_TIMEOUT
+
+if TYPE_CHECKING:
+    from headway.engine.core import EngineCore
+    from headway.engine.member import Member
 
 
 class WallClock:
@@ -27,22 +34,33 @@ class WallClock:
         return time.monotonic()
 
 
-def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
-    """Serve until drained (0) or unable to start (1)."""
+Make = Callable[[EngineConfig, Clock, EngineService, int], "tuple[EngineCore, Member | None]"]
+"""Settings, a clock, the service and the server's process to an engine, and what makes it an instance of a cluster."""
+
+
+def real(
+    config: EngineConfig, clock: Clock, service: EngineService, server_pid: int
+) -> tuple[EngineCore, Member | None]:
+    """An engine that computes."""
+    from headway.cli.assemble import assemble
+
+    core = assemble(config, clock, lambda: os.getppid() == server_pid)
+    if config.instance is None:
+        return core, None
+    from headway.cli.member import join
+
+    return core, join(config, core, clock, service.ring)
+
+
+def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real) -> int:
+    """Serve until drained (0) or unable to start or go on (1)."""
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     clock = WallClock()
     service = EngineService(endpoint, clock, server_pid)
     service.live(config.worker_timeout_s / PER_TIMEOUT)
     try:
-        from headway.cli.assemble import assemble
-
-        core = assemble(config, clock, lambda: os.getppid() == server_pid)
-        member = None
-        if config.instance is not None:
-            from headway.cli.member import join
-
-            member = join(config, core, clock, service.ring)
+        core, member = make(config, clock, service, server_pid)
     except HeadwayError as error:
         service.fail(str(error))
         service.close()
@@ -62,8 +80,13 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+def live(make: Make = real) -> None:
+    """All of a process's life, from its command line and input to its end."""
+    code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), make)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # torch's thread pools have nothing to say at exit
+
+
+if __name__ == "__main__":
+    live()

@@ -7,17 +7,11 @@ usage: python -m headway.cli.timed_process ENDPOINT SERVER_PID < config.json
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from pathlib import Path
 
-import msgspec
-
-from headway.cli.engine_process import WallClock
+from headway.cli.engine_process import live
 from headway.cli.timed import scenario_of, spec_of
 from headway.core.clock import Clock
-from headway.core.errors import HeadwayError
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.desk import Desk
@@ -31,19 +25,17 @@ from headway.engine.timed.port import TimedPort
 from headway.engine.timed.runs import TimedRuns
 from headway.engine.timed.times import ClusterTimes
 from headway.kv.ledger import Ledger
-from headway.parallel.beats import PER_TIMEOUT
 from headway.scheduling.groups import make_scheduler
-from headway.simulator.cluster.spec import ClusterSpec
 from headway.transfer.peers import Peers
 
 VOCAB = 32_000
 
 
-def assemble(
-    config: EngineConfig, spec: ClusterSpec, clock: Clock, service: EngineService
-) -> tuple[EngineCore, Member]:
-    """The engine of one instance, and what makes it one."""
-    own = config.instance
+def timed(
+    config: EngineConfig, clock: Clock, service: EngineService, server_pid: int
+) -> tuple[EngineCore, Member | None]:
+    """An engine that sleeps for what its scenario predicts."""
+    own, spec = config.instance, spec_of(scenario_of(Path(config.model)))
     assert own is not None, "a timed engine is an instance of a cluster"
     made = spec.engine([spec.instances[own.number]])
     ledger = Ledger(made.kv_tokens, made.block_tokens)
@@ -78,25 +70,5 @@ def assemble(
     return core, Member(core, runs, peers, clock, own.room_s, Desk(core, port, executor.replay, clock))
 
 
-def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
-    """Serve until drained (0) or unable to start (1)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router decides when to end
-    clock = WallClock()
-    service = EngineService(endpoint, clock, server_pid)
-    service.live(config.worker_timeout_s / PER_TIMEOUT)
-    try:
-        core, member = assemble(config, spec_of(scenario_of(Path(config.model))), clock, service)
-    except HeadwayError as error:
-        service.fail(str(error))
-        service.close()
-        return 1
-    service.run(core, member)
-    service.close()
-    return 0
-
-
 if __name__ == "__main__":
-    code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    live(timed)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
+from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.core.scratch import ScratchFolder
 from headway.engine.child import EngineChild
 from headway.engine.config import EngineConfig
@@ -26,6 +26,7 @@ from headway.engine.protocol import (
     Submit,
 )
 from headway.engine.recovery import GaveUpError, Restarts
+from headway.engine.refusals import refusal
 from headway.engine.totals import carried
 
 log = logging.getLogger("headway.server")
@@ -127,8 +128,8 @@ class ProcessEngineClient:
                     finished = True
                     raise UnavailableError(self.failure or _ENDS)
                 finished = delta.finish is not None
-                if delta.finish == "error" and delta.param is not None:
-                    self._raise(delta)
+                if (error := refusal(delta)) is not None:
+                    raise error
                 yield delta
         finally:
             self._streams.pop(submit.id, None)
@@ -156,15 +157,6 @@ class ProcessEngineClient:
         self._lose()
         self._child.end()
         self._folder.close()
-
-    @staticmethod
-    def _raise(delta: Delta) -> None:
-        message = delta.error or "the engine refused the request"
-        if delta.param == "overloaded":
-            raise OverloadedError(message)
-        if delta.param == "unavailable":
-            raise UnavailableError(message)
-        raise RequestError(message, delta.param)
 
     # -- one incarnation after another --------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from headway.engine.cluster_messages import Staged
 from headway.engine.live import Live
 from headway.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
 from headway.engine.recovery import Bereaved, Restarts
+from headway.engine.refusals import refused
 from headway.latency.recorded import describe
 from headway.scheduling.base import InstanceScheduler
 
@@ -102,9 +103,7 @@ class EngineCore:
         try:
             self._admit(submit, prompt, now)
         except (RequestError, OverloadedError, UnavailableError) as error:
-            kind = {OverloadedError: "overloaded", UnavailableError: "unavailable"}.get(type(error))
-            param = kind or getattr(error, "param", None)
-            return Delta(id=submit.id, finish="error", error=str(error), param=param, emitted_s=now)
+            return refused(submit.id, error, now)
         return None
 
     def _admit(self, submit: Submit, prompt: memoryview, now: float) -> None:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from headway.core.errors import OverloadedError, RequestError, UnavailableError
 from headway.core.request import Request
 from headway.engine.protocol import Delta, Submit
+from headway.engine.refusals import refusal
 
 
 class Asked:
@@ -87,18 +87,8 @@ class Asked:
             delta = await self._news.get()
             if isinstance(delta, Exception):
                 raise delta
-            if delta.finish == "error" and delta.param is not None:
-                raise _error(delta)
+            if (error := refusal(delta)) is not None:
+                raise error
             yield delta
             if delta.finish is not None:
                 return
-
-
-def _error(delta: Delta) -> Exception:
-    """What an instance's refusal means."""
-    message = delta.error or "an instance refused the request"
-    if delta.param == "overloaded":
-        return OverloadedError(message)
-    if delta.param == "unavailable":
-        return UnavailableError(message)
-    return RequestError(message, delta.param)

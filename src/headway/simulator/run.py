@@ -16,6 +16,7 @@ from headway.core.request import Request, Slo
 from headway.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.simulator.cohorts import Track
 from headway.simulator.noise import NoiseSource
+from headway.simulator.records import record_of
 from headway.simulator.replica import Replica
 from headway.simulator.result import Iteration, SimResult
 from headway.simulator.spec import InstanceSpec, RunSpec
@@ -168,18 +169,4 @@ class _World:
         if self.spec.deadline_is_target and targets.ttft_s is None and track.deadline_s is not None:
             ttft_s = track.deadline_s - track.request.arrival_s
             targets = SloTargets(ttft_s, targets.tbt_s, targets.tpot_s, targets.e2e_s)
-        done = track.ended_s is not None and track.error is None
-        return RequestRecord(
-            id=track.request.id,
-            klass=track.source.klass,
-            arrival_s=track.request.arrival_s,
-            prompt_tokens=track.request.prompt_tokens,
-            output_tokens=len(track.times),
-            sent_s=track.request.arrival_s,
-            scheduled_s=track.scheduled_s,
-            token_s=tuple(track.times),
-            finish_s=track.ended_s if done else None,
-            slo=targets,
-            finish_reason="length" if done else None,
-            error=None if done else track.error or "unfinished",
-        )
+        return record_of(track, targets)

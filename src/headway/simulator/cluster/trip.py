@@ -8,6 +8,7 @@ from headway.core.request import Request
 from headway.core.span import Phase
 from headway.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.simulator.cohorts import Track
+from headway.simulator.records import record_of
 from headway.workload import TraceRequest
 
 
@@ -58,18 +59,4 @@ class Trip:
         """How it went."""
         if self.track is not None:
             self.take(self.track)
-        done = self.ended_s is not None and self.error is None
-        return RequestRecord(
-            id=self.request.id,
-            klass=self.source.klass,
-            arrival_s=self.request.arrival_s,
-            prompt_tokens=self.request.prompt_tokens,
-            output_tokens=len(self.times),
-            sent_s=self.request.arrival_s,
-            scheduled_s=self.scheduled_s,
-            token_s=tuple(self.times),
-            finish_s=self.ended_s if done else None,
-            slo=targets,
-            finish_reason="length" if done else None,
-            error=None if done else self.error or "unfinished",
-        )
+        return record_of(self, targets)

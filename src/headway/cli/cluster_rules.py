@@ -1,0 +1,132 @@
+"""What a live cluster decides by, and the log of that: a policy made from a cluster file and measured latencies.
+
+Used to serve, to decide a recorded run again (`--replay`), and by benchmarks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.router.cluster_file import ClusterFile
+
+if TYPE_CHECKING:
+    from headway.engine.protocol import EngineInfo
+    from headway.hardware.shapes import ModelShape
+    from headway.placement.base import Placement
+    from headway.placement.registry import Surroundings
+    from headway.placement.view import Links
+    from headway.router.client import Rules
+
+
+def links() -> Links:
+    """Between the instances of one host."""
+    from headway.hardware.links import Link
+    from headway.placement.view import Links
+
+    host = Link(name="host", bytes_per_s=2e9, latency_s=1e-4, source="assumed: a socket between processes of one host")
+    return Links(inside=host, across=host)
+
+
+def open_log(path: str | None) -> IO[bytes] | None:
+    """Where the router's decisions are written; those of instances go to FILE.0, FILE.1 and so on."""
+    try:
+        return None if path is None else open(path, "wb", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"event-log: {error}") from error
+
+
+def sink(log: IO[bytes]) -> Callable[[bytes], None]:
+    """Writes lines. A log that cannot be written any more (a full disk, say) ends there: the cluster goes on."""
+    failed = False
+
+    def write(line: bytes) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            log.write(line)
+        except OSError as error:
+            failed = True
+            logging.getLogger("headway.router").error("the event log ends here: %s", error)
+
+    return write
+
+
+def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
+    """The policy, told what the first engine has measured."""
+    from headway.router.client import Rules
+    from headway.router.live import DecisionLog
+
+    surroundings = surroundings_of(model, infos[0].latency)
+    about = {"placement": file.placement, "options": file.options, "latency": infos[0].latency}
+    return Rules(
+        policy=policies_of(file, surroundings),
+        latency=surroundings.latency,
+        shape=surroundings.shape,
+        log=None if log is None else DecisionLog(sink(log), about),
+    )
+
+
+def policies_of(file: ClusterFile, surroundings: Surroundings) -> Callable[[], Placement]:
+    """Makes the policy, as often as instances come or go."""
+    from headway.placement.registry import make_placement
+
+    return lambda: make_placement(file.placement, surroundings, file.options)
+
+
+def surroundings_of(model: str, latency: Mapping[str, Any] | None) -> Surroundings:
+    """What policies are told of the model and of one instance's latencies."""
+    from headway.latency.recorded import restore
+    from headway.latency.ring import RingLatency
+    from headway.placement.registry import Surroundings
+
+    shape, host = shape_of(model), links()
+    table, _ = restore(latency)
+    return Surroundings(latency=RingLatency(table, shape, host.inside, host.across), shape=shape)
+
+
+def replay_log(file: ClusterFile, model: str, path: Path) -> int:
+    """Drive the machine and the policy from a log; 1 where they decide otherwise than they did."""
+    from headway.cluster.replay import Replay
+    from headway.router.policies import Policies, may_of
+
+    made: list[Policies] = []
+
+    def make(replay: Replay) -> Policies:
+        about = replay.about or {}
+        if (about.get("placement"), about.get("options")) != (file.placement, file.options):
+            raise ConfigError(f"{path} is of placement {about.get('placement')!r} with options {about.get('options')}")
+        made.append(Policies(policies_of(file, surroundings_of(model, about["latency"])), may_of(replay.machine)))
+        return made[0]
+
+    def noted(word: str) -> None:
+        if word == "renew":
+            made[0].renew()
+        elif word == "taken":
+            made[0].stranded.clear()
+
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(f"replay: {error}") from error
+    try:
+        replay = Replay(lines, make, noted)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"replay: {path} has a line that is not of a cluster's log: {error}") from None
+    difference = replay.run()
+    print(f"{replay.decisions} decisions, all as recorded" if difference is None else str(difference))
+    return 0 if difference is None else 1
+
+
+def shape_of(model: str) -> ModelShape:
+    """The sizes of a checkpoint."""
+    from headway.hardware.models import from_hf_config
+
+    return from_hf_config(json.loads((Path(model) / "config.json").read_text()))
