@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from headway.parallel.rank_config import RankConfig
 from headway.parallel.secret import check_token, guard_client, new_token
 from headway.parallel.terms import check_nodes, node_of, terms
 from headway.worker.host import Host
+from headway.worker.launch import Ranks
 from headway.worker.remote import RemoteProcess
 from headway.worker.rendezvous import Rendezvous
 
 LAYOUT = Layout(tp=2)
 TOKEN = new_token()
 LOST_S = 2.0
+rank_node = partial(node_of, nodes=2, layout=LAYOUT)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def endpoint() -> Endpoint:
 
 @contextmanager
 def node0(endpoint: Endpoint, model: Path, patience_s: float = 20.0, lost_s: float = 10.0) -> Iterator[Rendezvous]:
-    meeting = Rendezvous(endpoint, TOKEN, terms(0, 2, LAYOUT, str(model)), LAYOUT, patience_s, lost_s)
+    meeting = Rendezvous(endpoint, TOKEN, terms(0, 2, LAYOUT, str(model)), rank_node, patience_s, lost_s)
     try:
         yield meeting
     finally:
@@ -65,7 +68,7 @@ class Joining:
         self, endpoint: Endpoint, folder: Path, token: str = TOKEN, patience_s: float = 20.0, **changes: Any
     ) -> None:
         mine = msgspec.structs.replace(terms(1, 2, LAYOUT, str(folder)), **changes)
-        self.host = Host(endpoint, token, mine, LAYOUT, str(folder), 1, patience_s)
+        self.host = Host(endpoint, token, mine, Ranks(str(folder), 1, mine, LAYOUT), patience_s)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

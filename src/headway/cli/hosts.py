@@ -52,19 +52,19 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
     from headway.parallel.terms import terms
     from headway.server.logging import setup
     from headway.worker.host import Host
+    from headway.worker.launch import Ranks
 
     settle()
     setup(settings.log_level, settings.log_format)
     layout = layout_of(config)
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
+    mine = terms(node, config.nnodes, layout, config.model)
     host = Host(
         parse_endpoint(config.rdzv_endpoint),
         config.rdzv_token,
-        terms(node, config.nnodes, layout, config.model),
-        layout,
-        config.model,
-        config.threads,
+        mine,
+        Ranks(config.model, config.threads, mine, layout),
         config.rdzv_timeout_s,
     )
     for number in (signal.SIGTERM, signal.SIGINT):

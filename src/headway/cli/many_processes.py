@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from headway.cli.assemble import Built, backend_name, eos_ids, kv_blocks
@@ -18,7 +19,7 @@ from headway.parallel.executor import ParallelExecutor
 from headway.parallel.fit import check_memory, check_shape, need
 from headway.parallel.network import parse_endpoint
 from headway.parallel.rank_config import RankConfig
-from headway.parallel.terms import terms
+from headway.parallel.terms import node_of, terms
 from headway.worker.cuda import look_apart
 from headway.worker.launch import warm
 from headway.worker.processes import ProcessWire
@@ -57,7 +58,11 @@ def open_rendezvous(config: EngineConfig, layout: Layout) -> Rendezvous:
     assert config.rdzv_token is not None
     mine = terms(0, config.nnodes, layout, config.model)
     return Rendezvous(
-        parse_endpoint(config.rdzv_endpoint), config.rdzv_token, mine, layout, patience_s=config.rdzv_timeout_s
+        parse_endpoint(config.rdzv_endpoint),
+        config.rdzv_token,
+        mine,
+        partial(node_of, nodes=config.nnodes, layout=layout),
+        patience_s=config.rdzv_timeout_s,
     )
 
 

@@ -1,20 +1,21 @@
-"""What node 0 and the other hosts of an instance say to each other: states, not commands. No torch.
+"""What node 0 and the other hosts of an instance, or of a cluster, say to each other: states, not commands. No torch.
 
-Node 0 says, at least once a second, which ranks a host shall run; the host says which of them have ended. Whatever gets
-lost is said again, and both ends know from silence that the other is gone.
+Node 0 says, at least once a second, which ranks (in a cluster: which instances) a host shall run; the host says which
+of them have ended. Whatever gets lost is said again, and both ends know from silence that the other is gone.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change of these messages; a host of another number is refused."""
 
 
 class HostHello(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     """A host's first word, repeated until it is answered. `run`: random, new whenever it joins. `layout`, `nodes` and
-    `model` must be node 0's own. `cores`, `available_bytes`: what it has to give."""
+    `model` must be node 0's own. `cores`, `available_bytes`: what it has to give. `trouble`: why it could run nothing,
+    which node 0 is to know too."""
 
     protocol: int
     version: str
@@ -25,11 +26,12 @@ class HostHello(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     model: str
     cores: int
     available_bytes: int
+    trouble: str = ""
 
 
 class Launch(msgspec.Struct, frozen=True, array_like=True):
-    """One process that shall run: rank `rank`, which speaks to the engine at `endpoint`. `serial` names it for good;
-    `settings` is a RankConfig as JSON."""
+    """One process that shall run: rank (or instance) `rank`, which speaks to node 0 at `endpoint`. `serial` names it
+    for good; `settings`: its RankConfig (or EngineConfig) as JSON."""
 
     serial: int
     rank: int

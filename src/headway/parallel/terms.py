@@ -1,4 +1,4 @@
-"""On what the hosts of an instance must agree, and what each brings. No torch."""
+"""On what the hosts of an instance, or of a cluster, must agree, and what each brings. No torch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,45 @@ import secrets
 from pathlib import Path
 
 from headway import __version__
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, HeadwayError
 from headway.hardware.memory import available_bytes
 from headway.latency.layout import Layout
 from headway.model.identity import identity
 from headway.parallel.host_messages import PROTOCOL, HostHello
 
+CLUSTER = "a cluster"
+"""In place of a layout where hosts run whole instances."""
+
 
 def terms(node: int, nodes: int, layout: Layout, model: str) -> HostHello:
     """This host's own. Raises ConfigError when the ranks cannot be spread so."""
     check_nodes(nodes, layout)
+    return _terms(node, nodes, layout.name, identity(Path(model)))
+
+
+def cluster_terms(node: int, nodes: int, model: str) -> HostHello:
+    """This host's own, to run whole instances of a cluster. One that has not got the model says so to node 0, that its
+    operator hears of it too; node 0 itself raises CheckpointError."""
+    try:
+        return _terms(node, nodes, CLUSTER, identity(Path(model)))
+    except HeadwayError as error:
+        if node == 0:
+            raise
+        return _terms(node, nodes, CLUSTER, "", str(error))
+
+
+def _terms(node: int, nodes: int, layout: str, model: str, trouble: str = "") -> HostHello:
     return HostHello(
         protocol=PROTOCOL,
         version=__version__,
         node=node,
         nodes=nodes,
         run=secrets.token_hex(8),
-        layout=layout.name,
-        model=identity(Path(model)),
+        layout=layout,
+        model=model,
         cores=len(os.sched_getaffinity(0)),
         available_bytes=available_bytes(),
+        trouble=trouble,
     )
 
 
@@ -52,7 +71,9 @@ def mismatch(mine: HostHello, theirs: HostHello) -> str | None:
     if not 0 < theirs.node < mine.nodes:
         return f"there is no --node-rank {theirs.node} beside node 0 of {mine.nodes} hosts"
     if theirs.layout != mine.layout:
-        return f"it was started for {theirs.layout}, and node 0 for {mine.layout}: give the same sizes on all hosts"
+        return f"it was started for {theirs.layout}, and node 0 for {mine.layout}: give the same command on all hosts"
+    if theirs.trouble:
+        return theirs.trouble
     if theirs.model != mine.model:
         return f"its model folder holds another model ({theirs.model}) than node 0's ({mine.model})"
     return None

@@ -1,6 +1,6 @@
-"""A host beside node 0: joins it, runs the ranks that it is told to run, and looks for it when it is gone. No torch.
+"""A host beside node 0: joins it, runs what it is told to run, and looks for it when it is gone. No torch.
 
-It keeps no state of requests, and restarts nothing of its own accord: the engine decides what shall run, and how often.
+It keeps no state of requests, and restarts nothing of its own accord: node 0 decides what shall run, and how often.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import logging
 import secrets
 import threading
 import time
-from multiprocessing.context import ForkServerProcess
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from headway.core.errors import ConfigError
-from headway.latency.layout import Layout
 from headway.parallel.host_messages import Ended, FromHost, HostHello, Keep, Kept, Launch, Leave, Leaving, ToHost
 from headway.parallel.network import Endpoint, resolve
-from headway.parallel.rank_config import RankConfig
 from headway.parallel.secret import guard_client
-from headway.worker.launch import end_words, launch, warm
+from headway.worker.launch import end_words
 
 log = logging.getLogger("headway.host")
 
@@ -40,19 +38,52 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
+class Process(Protocol):
+    """What a host needs of a process of its own: `multiprocessing`'s ranks have it. sentinel: readable when it has
+    ended; exitcode: None before that, and -9 after SIGKILL."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def sentinel(self) -> int: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+class Starter(Protocol):
+    """What processes on this host are. noun: one of them, in words."""
+
+    noun: str
+
+    def warm(self) -> None:
+        """Some will follow. Returns at once."""
+
+    def start(self, launch: Launch) -> Process:
+        """One of them, running. Called in a thread; it may raise what it likes."""
+
+
 class _Starting(threading.Thread):
     """A process on its way, which takes as long as importing torch where it is the first: node 0 is heard meanwhile."""
 
-    def __init__(self, rank: int, endpoint: str, settings: bytes) -> None:
-        super().__init__(name=f"start-{rank}", daemon=True)
-        self.process: ForkServerProcess | None = None
+    def __init__(self, starter: Starter, launch: Launch) -> None:
+        super().__init__(name=f"start-{launch.rank}", daemon=True)
+        self.process: Process | None = None
         self.why = ""
-        self._arguments = rank, endpoint, settings
+        self._starter, self._launch = starter, launch
         self.start()
 
     def run(self) -> None:
         try:
-            self.process = launch(*self._arguments)
+            self.process = self._starter.start(self._launch)
         except Exception as error:
             self.why = f"{type(error).__name__} before it ran: {error}"
 
@@ -60,28 +91,17 @@ class _Starting(threading.Thread):
 class Host:
     """`run` returns when node 0 ends in order, or after `end`.
 
-    mine: this host's terms. model, threads: what its ranks load and compute with, whatever node 0's folder is called.
-    patience_s: how long to look for node 0, at first and whenever it is lost.
+    mine: this host's terms. patience_s: how long to look for node 0, at first and whenever it is lost.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        token: str,
-        mine: HostHello,
-        layout: Layout,
-        model: str,
-        threads: int | None,
-        patience_s: float,
-    ) -> None:
-        self._endpoint, self._token, self._mine, self._model = endpoint, token, mine, model
-        self._threads = threads or max(1, mine.cores * mine.nodes // layout.accelerators)
+    def __init__(self, endpoint: Endpoint, token: str, mine: HostHello, starter: Starter, patience_s: float) -> None:
+        self._endpoint, self._token, self._mine, self._starter = endpoint, token, mine, starter
         self._address = f"tcp://{resolve(endpoint.host)}:{endpoint.port}"
         self._patience_s = patience_s
         self._context = zmq.Context()
         self._wanted: dict[int, Launch] = {}
         self._starting: dict[int, _Starting] = {}
-        self._processes: dict[int, ForkServerProcess] = {}
+        self._processes: dict[int, Process] = {}
         self._ended: dict[int, str] = {}
         self._session = ""
         self._lost_s = 0.0
@@ -132,13 +152,17 @@ class Host:
     def _attend(self) -> None:
         """Until node 0 is lost, or it is time to end."""
         if self._session:
-            warm()
+            self._starter.warm()
             log.info("joined node 0 at %s as node %d of %d", self._endpoint, self._mine.node, self._mine.nodes)
         self._heard_s = time.monotonic()
         while not self._left and self._session:
             self._turn()
             if time.monotonic() - self._heard_s > self._lost_s:
-                log.warning("nothing was heard of node 0 for %g s: ending its workers, looking for it", self._lost_s)
+                log.warning(
+                    "nothing was heard of node 0 for %g s: ending its %ss, looking for it",
+                    self._lost_s,
+                    self._starter.noun,
+                )
                 self._end_all()
                 self._session = ""
 
@@ -210,12 +234,8 @@ class Host:
         self._ended = {serial: why for serial, why in self._ended.items() if serial in wanted}
         for serial, one in wanted.items():
             if not any(serial in known for known in (self._starting, self._processes, self._ended)):
-                log.info("starting worker %d", one.rank)
-                self._starting[serial] = _Starting(one.rank, one.endpoint, self._settings(one))
-
-    def _settings(self, one: Launch) -> bytes:
-        config = msgspec.json.decode(one.settings, type=RankConfig)
-        return msgspec.json.encode(msgspec.structs.replace(config, model=self._model, threads=self._threads))
+                log.info("starting %s %d", self._starter.noun, one.rank)
+                self._starting[serial] = _Starting(self._starter, one)
 
     def _kept(self, echo_s: float) -> Kept:
         ended = tuple(Ended(serial, why) for serial, why in self._ended.items())
@@ -263,7 +283,7 @@ class Host:
         self._processes.clear()
 
     @staticmethod
-    def _end(processes: list[ForkServerProcess]) -> None:
+    def _end(processes: Sequence[Process]) -> None:
         """They hold nothing that is worth an orderly end; those in one wait for peers that are gone."""
         for process in processes:
             process.kill()

@@ -9,6 +9,12 @@ from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
+import msgspec
+
+from headway.latency.layout import Layout
+from headway.parallel.host_messages import HostHello, Launch
+from headway.parallel.rank_config import RankConfig
+
 _PROCESS = "headway.worker.process"
 
 
@@ -25,6 +31,27 @@ def launch(rank: int, endpoint: str, settings: bytes) -> ForkServerProcess:
     process = context.Process(target=_run, args=(rank, endpoint, settings), name=f"headway-rank-{rank}")
     process.start()
     return process
+
+
+class Ranks:
+    """`host.Starter` of ranks. model, threads: what those of this host load and compute with, whatever node 0's folder
+    is called."""
+
+    noun = "worker"
+
+    def __init__(self, model: str, threads: int | None, mine: HostHello, layout: Layout) -> None:
+        self._model = model
+        self._threads = threads or max(1, mine.cores * mine.nodes // layout.accelerators)
+
+    def warm(self) -> None:
+        """See `host.Starter`."""
+        warm()
+
+    def start(self, one: Launch) -> ForkServerProcess:
+        """See `host.Starter`."""
+        config = msgspec.json.decode(one.settings, type=RankConfig)
+        settings = msgspec.structs.replace(config, model=self._model, threads=self._threads)
+        return launch(one.rank, one.endpoint, msgspec.json.encode(settings))
 
 
 def end_words(code: int) -> str:

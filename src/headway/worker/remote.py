@@ -13,7 +13,7 @@ from headway.parallel.host_messages import Launch
 class RemoteProcess:
     """Made by `Rendezvous.launch`, which sets `ended` and `pid` from what the host says. Safe between threads.
 
-    ended: None, or why it is gone, in words that follow 'worker 3'.
+    ended: None, or why it is gone, in words that follow 'worker 3'. abandoned: its host did not come back in time.
     """
 
     def __init__(self, launch: Launch, node: int, changed: Condition, drop: Callable[[int], None]) -> None:
@@ -22,6 +22,7 @@ class RemoteProcess:
         self.name = f"headway-rank-{launch.rank} on node {node}"
         self.pid: int | None = None
         self.ended: str | None = None
+        self.abandoned = False
         self.sentinel, self._held = os.pipe()
         self._changed = changed
         self._drop = drop

@@ -19,11 +19,10 @@ import zmq
 
 from headway import __version__
 from headway.core.errors import ConfigError
-from headway.latency.layout import Layout
 from headway.parallel.host_messages import FromHost, HostHello, Keep, Kept, Launch, Leave, Leaving, Refused, ToHost
 from headway.parallel.network import Endpoint, resolve
 from headway.parallel.secret import guard_server
-from headway.parallel.terms import mismatch, node_of
+from headway.parallel.terms import mismatch
 from headway.worker.remote import RemoteProcess
 
 log = logging.getLogger("headway.engine")
@@ -50,7 +49,8 @@ class _Host:
 class Rendezvous:
     """Listens at `endpoint`, on that address only, from construction until `close`. `mine`: node 0's own terms.
 
-    patience_s: how long a host may be away before what should run there has failed.
+    node_of: the node on which a rank, or whatever is numbered here, is to run. patience_s: how long a host may be away
+    before what should run there has failed.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Rendezvous:
         endpoint: Endpoint,
         token: str,
         mine: HostHello,
-        layout: Layout,
+        node_of: Callable[[int], int],
         patience_s: float,
         lost_s: float = LOST_S,
     ) -> None:
         self.address = resolve(endpoint.host)
-        self._token, self._mine, self._layout = token, mine, layout
+        self._token, self._mine, self._node_of = token, mine, node_of
         self._patience_s, self._lost_s = patience_s, lost_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -80,6 +80,7 @@ class Rendezvous:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hosts: dict[int, _Host] = {}
         self._rivals: dict[str, float] = {}
+        self._refused: dict[int, str] = {}
         self._processes: dict[int, RemoteProcess] = {}
         self._absent: dict[int, float] = {}
         self._serials = secrets.randbits(48)
@@ -98,7 +99,8 @@ class Rendezvous:
                 now = time.monotonic()
                 names = ", ".join(map(str, missing))
                 if now - began > timeout_s or not wanted():
-                    raise ConfigError(f"no host came with --node-rank {names} within {timeout_s:g} s")
+                    refused = "".join(f"; host {n} was refused: {why}" for n, why in self._refused.items())
+                    raise ConfigError(f"no host came with --node-rank {names} within {timeout_s:g} s{refused}")
                 if now - told >= 10.0:
                     told = now
                     left = timeout_s - (now - began)
@@ -120,7 +122,7 @@ class Rendezvous:
     def launch(self, rank: int, endpoint: str, settings: bytes) -> RemoteProcess | None:
         """Have a rank's process run on its host, as soon as that is there; None for ranks of node 0, which runs its
         own."""
-        node = node_of(rank, self._mine.nodes, self._layout)
+        node = self._node_of(rank)
         if node == 0:
             return None
         with self._changed:
@@ -136,7 +138,7 @@ class Rendezvous:
     def ahead_s(self, rank: int) -> float:
         """Seconds to add to the clock of that rank's host to have node 0's, as exact as half the round trip."""
         with self._changed:
-            host = self._hosts.get(node_of(rank, self._mine.nodes, self._layout))
+            host = self._hosts.get(self._node_of(rank))
             return min(host.clocks)[1] if host is not None and host.clocks else 0.0
 
     def close(self) -> None:
@@ -170,7 +172,7 @@ class Rendezvous:
                         self._lose(node, f"of which nothing was heard for {self._lost_s:g} s")
                 for node, since in list(self._absent.items()):
                     if now - since > self._patience_s:
-                        self._fail(node, f"which has not come back for {self._patience_s:g} s")
+                        self._fail(node, f"which has not come back for {self._patience_s:g} s", for_good=True)
                 if now >= due_s:
                     due_s = now + BEAT_S
                     for node, host in self._hosts.items():
@@ -239,6 +241,7 @@ class Rendezvous:
                 self._lose(hello.node, "which was started anew")
         if why is not None:
             log.warning("host %d was refused: %s", hello.node, why)
+            self._refused[hello.node] = why
             self._send(name, Refused(f"node 0 refuses this host: {why}"))
             return False
         if hello.node in self._hosts:
@@ -246,6 +249,7 @@ class Rendezvous:
             return True  # it has not heard the answer yet, or its connection broke
         self._hosts[hello.node] = _Host(name, hello, now)
         self._rivals.pop(hello.run, None)
+        self._refused.pop(hello.node, None)
         if self._absent.pop(hello.node, None) is not None:
             log.warning("host %d is back", hello.node)
         self._changed.notify_all()
@@ -271,11 +275,12 @@ class Rendezvous:
         log.warning("lost host %d, %s; it can come back within %g s", node, why, self._patience_s)
         self._fail(node, why)
 
-    def _fail(self, node: int, why: str) -> None:
-        """End what runs, or should, on that host."""
+    def _fail(self, node: int, why: str, for_good: bool = False) -> None:
+        """End what runs, or should, on that host. for_good: it has been waited for."""
         self._absent.pop(node, None)
         for process in [process for process in self._processes.values() if process.node == node]:
             del self._processes[process.launch.serial]
+            process.abandoned = for_good
             process.end(f"was on host {node}, {why}")
         self._changed.notify_all()
 
