@@ -195,7 +195,7 @@ def test_an_engine_that_cannot_start_says_why_to_everybody_who_waits(model: str,
 
 
 def test_an_engine_that_hangs_while_it_starts_is_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.engine.child.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("headway.engine.line.START_TIMEOUT_S", 0.5)
 
     async def test() -> None:
         client = make_client("hangs", worker_timeout_s=1)

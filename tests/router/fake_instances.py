@@ -106,6 +106,9 @@ class FakeCluster:
 class FakeProcess:
     """See `engine.child.EngineChild`."""
 
+    ahead_s = 0.0
+    abandoned = False
+
     def __init__(self, cluster: FakeCluster, number: int, serial: int) -> None:
         self.cluster, self.number, self.serial = cluster, number, serial
         self.words: Fatal | None = None

@@ -57,7 +57,8 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     clock = WallClock()
-    service = EngineService(endpoint, clock, server_pid)
+    elsewhere = endpoint.startswith("tcp:")
+    service = EngineService(endpoint, clock, server_pid, config.rdzv_token if elsewhere else None)
     service.live(config.worker_timeout_s / PER_TIMEOUT)
     try:
         core, member = make(config, clock, service, server_pid)

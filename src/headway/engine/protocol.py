@@ -147,6 +147,18 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 BEATS = "-b"
 """What is added to the endpoint to have the one at which the server hears the engine's beats."""
 
+
+def doors(messages: str, beats: str) -> str:
+    """One word for two endpoints of which the second does not follow from the first."""
+    return f"{messages},{beats}"
+
+
+def both(endpoint: str) -> tuple[str, str]:
+    """Where messages go, and where beats do."""
+    messages, _, beats = endpoint.partition(",")
+    return messages, beats or endpoint + BEATS
+
+
 EngineState = Literal["starting", "ready", "recovering", "draining", "lost"]
 
 

@@ -21,8 +21,9 @@ from headway.core.errors import UnavailableError
 from headway.engine.cluster_messages import FromInstance, ToInstance
 from headway.engine.core import EngineCore
 from headway.engine.member import Member
-from headway.engine.protocol import BEATS, Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit
+from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit, both
 from headway.parallel.beats import Heart
+from headway.parallel.secret import guard_client
 
 _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
@@ -34,17 +35,19 @@ _encoder = msgspec.msgpack.Encoder()
 
 class EngineService:
     """Speaks for one engine at `endpoint` until told to drain, or until `parent`, the process that started this one,
-    is gone. (Who the parent is must be told: it may have died before this process could ask.)"""
+    is gone. (Who the parent is must be told: it may have died before this process could ask.) token: what a server on
+    another host takes this process by; a connection to it that ends is not made again."""
 
-    def __init__(self, endpoint: str, clock: Clock, parent: int) -> None:
+    def __init__(self, endpoint: str, clock: Clock, parent: int, token: str | None = None) -> None:
         self._clock = clock
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self._token = token
+        self._socket = self._open(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(endpoint)
-        self._endpoint = endpoint
+        where, self._beats_at = both(endpoint)
+        self._socket.connect(where)
         self._heart: Heart | None = None
         self._parent = parent
         self._stats_sent_s = 0.0
@@ -123,8 +126,15 @@ class EngineService:
         os.close(self._bell)
 
     def _beats(self) -> zmq.Socket[Any]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.connect(self._endpoint + BEATS)
+        socket = self._open(zmq.PUSH)
+        socket.connect(self._beats_at)
+        return socket
+
+    def _open(self, kind: int) -> zmq.Socket[Any]:
+        socket = self._context.socket(kind)
+        if self._token is not None:
+            guard_client(socket, self._token)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
         return socket
 
     def _listen(self, core: EngineCore) -> zmq.Poller:

@@ -18,6 +18,7 @@ from headway.core.errors import ConfigError
 
 _LEAST = 16
 _PURPOSE = b"headway rendezvous 1\x00"
+_PEERS = b"headway peers 1\x00"
 
 
 def new_token() -> str:
@@ -30,6 +31,11 @@ def check_token(token: str) -> str:
     if len(token) < _LEAST:
         raise ConfigError(f"the token that the hosts share must have at least {_LEAST} characters, not {len(token)}")
     return token
+
+
+def peers_secret(token: str) -> str:
+    """What the instances of a cluster show each other (`transfer.frames.greet`): from it the token does not follow."""
+    return hashlib.sha256(_PEERS + token.encode()).hexdigest()
 
 
 def guard_server(socket: zmq.Socket[Any], token: str) -> None:

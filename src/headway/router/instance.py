@@ -35,7 +35,7 @@ class HasPid(Protocol):
     """A process of the system."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int | None: ...
 
 
 class Process(Protocol):
@@ -43,6 +43,12 @@ class Process(Protocol):
 
     words: Fatal | None
     served: bool
+
+    @property
+    def ahead_s(self) -> float: ...
+
+    @property
+    def abandoned(self) -> bool: ...
 
     @property
     def process(self) -> HasPid: ...
@@ -94,10 +100,19 @@ class LiveInstance:
     """Started at construction, so that it loads while the router imports its own modules. `look_after` is its life."""
 
     def __init__(
-        self, number: int, role: Role, node: int, pool: int, config: EngineConfig, launch: Launch, incarnation: int = 0
+        self,
+        number: int,
+        role: Role,
+        node: int,
+        pool: int,
+        config: EngineConfig,
+        launch: Launch,
+        incarnation: int = 0,
+        host: int = 0,
     ) -> None:
-        """pool: which one of the file's it was made for; incarnation: how many processes had the number before."""
-        self.number, self.role, self.node, self.pool = number, role, node, pool
+        """pool: which one of the file's it was made for; incarnation: how many processes had the number before; host:
+        where `launch` starts them."""
+        self.number, self.role, self.node, self.pool, self.host = number, role, node, pool, host
         self.config = config
         self.state: InstanceState = "starting"
         self.incarnation = incarnation
@@ -128,8 +143,8 @@ class LiveInstance:
 
     @property
     def pid(self) -> int:
-        """Of its process now."""
-        return self._process.process.pid
+        """Of its process now; 0 while its host has not said it."""
+        return self._process.process.pid or 0
 
     @property
     def seen(self) -> Instance:
@@ -150,7 +165,8 @@ class LiveInstance:
 
     def submit(self, submit: Submit, prompt: bytes | memoryview) -> None:
         """Give its scheduler a request. Its own limit of waiting ones does not count: the router has one."""
-        self.tell(msgspec.structs.replace(submit, again=True), prompt)
+        received_s = submit.received_s - self._process.ahead_s
+        self.tell(msgspec.structs.replace(submit, again=True, received_s=received_s), prompt)
 
     def abort(self, name: str) -> None:
         """Take a request from its scheduler, with its KV."""
@@ -189,7 +205,8 @@ class LiveInstance:
                 if self.state == "failed":
                     break
                 words = self._process.words
-                why = f"the process of instance {self.number} {why}" if words is None else words.error
+                where = f" (on host {self.host})" if self.host else ""
+                why = f"the process of instance {self.number} {why}" if words is None else f"{words.error}{where}"
                 self._process.end(at_once=True)
                 self.state = "left" if leaves else "lost"
                 self._stats = carried(self._stats, EngineStats())
@@ -251,10 +268,10 @@ class LiveInstance:
                 listener.said(self.number, message)
 
     def _goes_on(self, why: str, served: bool, words: Fatal | None) -> bool:
-        """Whether another process was started. One that has never started is not tried again, and what a process that
-        had served called final is."""
+        """Whether another process was started. One that has never started is not tried again, nor one whose host has
+        not come back, and what a process that had served called final is."""
         first = self.info is None
-        if first or (words is not None and words.final and served):
+        if first or self._process.abandoned or (words is not None and words.final and served):
             self._fail(why if words is not None or not first else f"{why} while starting")
             return False
         try:

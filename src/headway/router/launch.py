@@ -8,10 +8,13 @@ import msgspec
 
 from headway.engine.child import EngineChild
 from headway.engine.config import EngineConfig, InstanceConfig
+from headway.engine.remote import RemoteEngine
+from headway.engine.spawn import ENGINE
 from headway.router.instance import Launch
+from headway.worker.rendezvous import Rendezvous
 
 
-def launcher(number: int, folder: Path, module: str = "headway.cli.engine_process") -> Launch:
+def launcher(number: int, folder: Path, module: str = ENGINE) -> Launch:
     """Starts processes of instance `number`, one after another. `folder`: of the cluster, short enough for sockets."""
     own = folder / str(number)
 
@@ -19,5 +22,23 @@ def launcher(number: int, folder: Path, module: str = "headway.cli.engine_proces
         own.mkdir(exist_ok=True)
         instance = InstanceConfig(number=number, incarnation=incarnation, listen=f"unix:{own}/p{incarnation}")
         return EngineChild(msgspec.structs.replace(config, instance=instance), module, own, incarnation)
+
+    return launch
+
+
+def host_launcher(number: int, folder: Path, meeting: Rendezvous, secret: str) -> Launch:
+    """The same in a cluster of several hosts: on that one of them which `meeting` has for the number. Instances then
+    speak to each other over TCP, and show that they know `secret`."""
+    own = folder / str(number)
+
+    def launch(config: EngineConfig, incarnation: int) -> EngineChild | RemoteEngine:
+        instance = InstanceConfig(
+            number=number, incarnation=incarnation, listen=f"tcp:{meeting.address}:0", secret=secret
+        )
+        config = msgspec.structs.replace(config, instance=instance)
+        if meeting.node_of(number):
+            return RemoteEngine(config, number, meeting)
+        own.mkdir(exist_ok=True)
+        return EngineChild(config, ENGINE, own, incarnation)
 
     return launch

@@ -63,7 +63,7 @@ class Rendezvous:
         lost_s: float = LOST_S,
     ) -> None:
         self.address = resolve(endpoint.host)
-        self._token, self._mine, self._node_of = token, mine, node_of
+        self._token, self._mine, self.node_of = token, mine, node_of
         self._patience_s, self._lost_s = patience_s, lost_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -122,7 +122,7 @@ class Rendezvous:
     def launch(self, rank: int, endpoint: str, settings: bytes) -> RemoteProcess | None:
         """Have a rank's process run on its host, as soon as that is there; None for ranks of node 0, which runs its
         own."""
-        node = self._node_of(rank)
+        node = self.node_of(rank)
         if node == 0:
             return None
         with self._changed:
@@ -138,7 +138,7 @@ class Rendezvous:
     def ahead_s(self, rank: int) -> float:
         """Seconds to add to the clock of that rank's host to have node 0's, as exact as half the round trip."""
         with self._changed:
-            host = self._hosts.get(self._node_of(rank))
+            host = self._hosts.get(self.node_of(rank))
             return min(host.clocks)[1] if host is not None and host.clocks else 0.0
 
     def close(self) -> None:
