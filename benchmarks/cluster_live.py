@@ -37,8 +37,8 @@ import msgspec
 import numpy as np
 
 from headway.bench.machine import machine
-from headway.cli import cluster as command
 from headway.cli import cluster_rules, serve_options
+from headway.cli.cluster_seats import instance_configs
 from headway.cli.options import combine
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
@@ -190,7 +190,7 @@ def started(name: str, model: str, options: argparse.Namespace, folder: Path) ->
     content = {"pools": pools, "model": model, "placement": placement, "options": chosen, "serve": serve}
     file = cluster_file(content, name)
     values, given = combine(serve_options.ALL, Namespace(), {}, file.serve, f"{name}: serve")
-    configs = command.instance_configs(file, name, model, values, given)
+    configs = instance_configs(file, name, model, values, given)
     roles = [pool.role for pool in file.pools for _ in range(pool.count)]
     instances = [
         Watched(number, role, node, 0, config, launcher(number, folder))
@@ -199,7 +199,7 @@ def started(name: str, model: str, options: argparse.Namespace, folder: Path) ->
     decisions = cluster_rules.open_log(str(log))
     client = Watcher(
         instances,
-        cluster_rules.links(),
+        cluster_rules.links(file),
         lambda infos: cluster_rules.rules_of(file, model, infos, decisions),
         placement=placement,
         backends=file.backends,

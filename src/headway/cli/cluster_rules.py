@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from headway.router.client import Rules
 
 
-def links() -> Links:
-    """Between the instances of one host."""
+def links(file: ClusterFile) -> Links:
+    """Between its instances: those of one host, and those of two."""
     from headway.hardware.links import Link
     from headway.placement.view import Links
 
     host = Link(name="host", bytes_per_s=2e9, latency_s=1e-4, source="assumed: a socket between processes of one host")
-    return Links(inside=host, across=host)
+    if len(file.hosts) == 1:
+        return Links(inside=host, across=host)
+    rate = min(host.bytes_per_s, file.network_gbit_s * 1e9 / 8)
+    network = Link(name="network", bytes_per_s=rate, latency_s=2e-4, source="network_gbit_s of the cluster file")
+    return Links(inside=host, across=network)
 
 
 def open_log(path: str | None) -> IO[bytes] | None:
@@ -64,12 +68,13 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
     from headway.router.client import Rules
     from headway.router.live import DecisionLog
 
-    surroundings = surroundings_of(model, infos[0].latency)
+    surroundings = surroundings_of(file, model, infos[0].latency)
     about = {"placement": file.placement, "options": file.options, "latency": infos[0].latency}
     return Rules(
         policy=policies_of(file, surroundings),
         latency=surroundings.latency,
         shape=surroundings.shape,
+        rows=file.span_rows,
         log=None if log is None else DecisionLog(sink(log), about),
     )
 
@@ -81,15 +86,15 @@ def policies_of(file: ClusterFile, surroundings: Surroundings) -> Callable[[], P
     return lambda: make_placement(file.placement, surroundings, file.options)
 
 
-def surroundings_of(model: str, latency: Mapping[str, Any] | None) -> Surroundings:
-    """What policies are told of the model and of one instance's latencies."""
+def surroundings_of(file: ClusterFile, model: str, latency: Mapping[str, Any] | None) -> Surroundings:
+    """What policies are told of the model, of one instance's latencies and of what connects instances."""
     from headway.latency.recorded import restore
     from headway.latency.ring import RingLatency
     from headway.placement.registry import Surroundings
 
-    shape, host = shape_of(model), links()
+    shape, between = shape_of(model), links(file)
     table, _ = restore(latency)
-    return Surroundings(latency=RingLatency(table, shape, host.inside, host.across), shape=shape)
+    return Surroundings(latency=RingLatency(table, shape, between.inside, between.across), shape=shape)
 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> int:
@@ -103,7 +108,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
         about = replay.about or {}
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"{path} is of placement {about.get('placement')!r} with options {about.get('options')}")
-        made.append(Policies(policies_of(file, surroundings_of(model, about["latency"])), may_of(replay.machine)))
+        made.append(Policies(policies_of(file, surroundings_of(file, model, about["latency"])), may_of(replay.machine)))
         return made[0]
 
     def noted(word: str) -> None:

@@ -1,9 +1,13 @@
-"""Several hosts, from the settings: node 0's rendezvous, and what `headway serve --node-rank R` does on the others."""
+"""Several hosts, from the settings: node 0's rendezvous, and what `headway serve --node-rank R` and `headway cluster
+--node-rank R` do on the others."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,9 +15,15 @@ from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
 from headway.server.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from headway.parallel.host_messages import HostHello
+    from headway.worker.host import Starter
+    from headway.worker.rendezvous import Rendezvous
 
-def settle_token(config: EngineConfig, node: int) -> EngineConfig:
-    """Check what concerns hosts, and make a token where node 0 has none. Raises ConfigError."""
+
+def settle_token(config: EngineConfig, node: int, instances: bool = False) -> EngineConfig:
+    """Check what concerns hosts, and make a token where node 0 has none. instances: hosts run whole ones, and not each
+    its share of one's workers. Raises ConfigError."""
     if config.nnodes < 1 or not 0 <= node < config.nnodes:
         raise ConfigError(f"node-rank must be from 0 to nnodes - 1, not {node} of {config.nnodes}")
     if config.nnodes == 1:
@@ -26,7 +36,8 @@ def settle_token(config: EngineConfig, node: int) -> EngineConfig:
     if config.rdzv_endpoint is None:
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT, an address of node 0 that all can reach")
     endpoint = parse_endpoint(config.rdzv_endpoint)
-    check_nodes(config.nnodes, layout_of(config))
+    if not instances:
+        check_nodes(config.nnodes, layout_of(config))
     if config.rdzv_timeout_s <= 0.0:
         raise ConfigError(f"rdzv-timeout must be more than 0 seconds, not {config.rdzv_timeout_s:g}")
     if config.rdzv_token is not None:
@@ -36,7 +47,7 @@ def settle_token(config: EngineConfig, node: int) -> EngineConfig:
         raise ConfigError("set HEADWAY_RDZV_TOKEN to node 0's token: it prints the one that it makes")
     token = new_token()
     print(
-        f"headway: start the other hosts with the same flags, --node-rank 1 to {config.nnodes - 1}, --rdzv-endpoint "
+        f"headway: start the other hosts with the same command, --node-rank 1 to {config.nnodes - 1}, --rdzv-endpoint "
         f"{endpoint} and HEADWAY_RDZV_TOKEN={token}",
         file=sys.stderr,
         flush=True,
@@ -48,25 +59,58 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
     """Be node `node`, until node 0 ends or we are told to. Raises ConfigError when it does not take us."""
     from headway.cli.assemble import layout_of
     from headway.engine.numerics import settle
-    from headway.parallel.network import parse_endpoint
     from headway.parallel.terms import terms
     from headway.server.logging import setup
-    from headway.worker.host import Host
     from headway.worker.launch import Ranks
 
     settle()
     setup(settings.log_level, settings.log_format)
     layout = layout_of(config)
+    mine = terms(node, config.nnodes, layout, config.model)
+    return _run(config, mine, Ranks(config.model, config.threads, mine, layout))
+
+
+def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, named: str | None) -> int:
+    """The same in a cluster: run the instances that node 0 wants here, of this host's copy of the model. named: where
+    that is, None for the embedded one."""
+    from headway.engine.starter import Engines
+    from headway.parallel.network import parse_endpoint, resolve
+    from headway.parallel.terms import cluster_terms
+    from headway.server.logging import setup
+
+    setup(settings.log_level, settings.log_format)
+    if named is None:
+        from headway.embedded import model_path
+
+        named = str(model_path())
+    mine = cluster_terms(node, config.nnodes, named)
+    if mine.trouble:
+        logging.getLogger("headway.host").error("no instance can run here: %s", mine.trouble)
+    assert config.rdzv_endpoint is not None
+    return _run(config, mine, Engines(named, resolve(parse_endpoint(config.rdzv_endpoint).host)))
+
+
+def meet(config: EngineConfig, host_of: Callable[[int], int]) -> Rendezvous:
+    """Node 0's end of a cluster's hosts. host_of: where each instance is to run."""
+    from headway.parallel.network import parse_endpoint
+    from headway.parallel.terms import cluster_terms
+    from headway.worker.rendezvous import Rendezvous
+
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
-    mine = terms(node, config.nnodes, layout, config.model)
-    host = Host(
-        parse_endpoint(config.rdzv_endpoint),
-        config.rdzv_token,
-        mine,
-        Ranks(config.model, config.threads, mine, layout),
-        config.rdzv_timeout_s,
-    )
+    mine = cluster_terms(0, config.nnodes, config.model)
+    endpoint = parse_endpoint(config.rdzv_endpoint)
+    return Rendezvous(endpoint, config.rdzv_token, mine, host_of, config.rdzv_timeout_s)
+
+
+def _run(config: EngineConfig, mine: HostHello, starter: Starter) -> int:
+    from headway.parallel.network import parse_endpoint
+    from headway.worker.host import Host
+
+    assert config.rdzv_endpoint is not None
+    assert config.rdzv_token is not None
+    endpoint = parse_endpoint(config.rdzv_endpoint)
+    host = Host(endpoint, config.rdzv_token, mine, starter, config.rdzv_timeout_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: host.end())
     host.run()

@@ -1,7 +1,8 @@
-"""`cluster.yaml`: which model, how many instances of it in which roles, and which policy stands before them."""
+"""`cluster.yaml`: which model, how many instances of it in which roles and where, and which policy is before them."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,26 +12,32 @@ from headway.core.errors import ConfigError
 from headway.placement.registry import check_options, names
 from headway.placement.view import Role
 
+SPAN_ROWS = 512
 _LARGEST = 1024
 _WHOLE = ("jsq", "fifo", "priority", "reservation")
 """Policies that give every request whole to one instance, where `long_sp` is 1."""
 _DECODES_APART = ("weave",)
+_SIZES = ("sp", "long_sp", "reserved")
+"""Options that are numbers of instances that prefill."""
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`count` equal instances; `serve`: their own settings, as of `headway serve`, over the file's. per_node: how many
-    of them the policy is to take for a node; None: they are on one node with all others that do not say."""
+    """`count` equal instances; `serve`: their own settings, as of `headway serve`, over the file's. host: the
+    --node-rank of the host they run on. per_node: how many of them the policy is to take for a node; None: they are on
+    one node with all others of their host that do not say."""
 
     count: int = 1
     role: Role = "mixed"
+    host: int = 0
     serve: dict[str, Any] = {}
     per_node: int | None = None
 
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """model: a checkpoint's folder, None for the embedded one; serve: settings of `headway serve` for everybody;
-    backends: pieces of KV that an instance receives at a time; group_decode: whether a decode on several instances is
-    gathered on one, or goes on in place."""
+    backends: pieces of KV that an instance receives at a time; span_rows: most rows of a span that an instance computes
+    at once, 0 for all (`core.span.cut`); group_decode: whether a decode on several instances is
+    gathered on one, or goes on in place; network_gbit_s: between two hosts, one way, for policies to reckon with."""
 
     pools: tuple[Pool, ...]
     model: str | None = None
@@ -38,7 +45,14 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
     serve: dict[str, Any] = {}
     backends: int = 16
+    span_rows: int = SPAN_ROWS
     group_decode: Literal["gather", "in-place"] = "gather"
+    network_gbit_s: float = 10.0
+
+    @property
+    def hosts(self) -> set[int]:
+        """Those that instances are on."""
+        return {pool.host for pool in self.pools}
 
 
 def cluster_file(data: Any, where: str) -> ClusterFile:
@@ -52,10 +66,16 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
     for i, pool in enumerate(made.pools):
         if not 1 <= pool.count <= _LARGEST:
             raise ConfigError(f"{where}: pools[{i}].count must be between 1 and {_LARGEST}, not {pool.count}")
+        if pool.host < 0:
+            raise ConfigError(f"{where}: pools[{i}].host must be the --node-rank of a host, from 0, not {pool.host}")
         if pool.per_node is not None and not 1 <= pool.per_node <= pool.count:
             raise ConfigError(f"{where}: pools[{i}].per_node must be between 1 and its count, not {pool.per_node}")
     if made.backends < 1:
         raise ConfigError(f"{where}: backends must be at least 1, not {made.backends}")
+    if not 0 < made.network_gbit_s < math.inf:
+        raise ConfigError(f"{where}: network_gbit_s must be more than 0, not {made.network_gbit_s:g}")
+    if made.span_rows < 0:
+        raise ConfigError(f"{where}: span_rows must be 0 (all of a span at once) or more, not {made.span_rows}")
     _check_placement(made, where)
     return made
 
@@ -70,6 +90,11 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from None
     if roles == {"decode"}:
         raise ConfigError(f"{where}: pools: all are of role decode; somebody has to prefill (role prefill or mixed)")
+    prefill = sum(pool.count for pool in file.pools if pool.role != "decode")
+    for option in _SIZES:
+        size = file.options.get(option)
+        if isinstance(size, int) and size > prefill:
+            raise ConfigError(f"{where}: options.{option} is {size}, and of the pools' instances {prefill} can prefill")
     if name == "jsq" and roles != {"mixed"}:
         raise ConfigError(
             f"{where}: jsq gives whole requests to instances of role mixed; pools of other roles do nothing"
@@ -91,14 +116,42 @@ def moves_kv(file: ClusterFile) -> bool:
     return file.placement not in _WHOLE or file.options.get("long_sp") != 1
 
 
+def check_hosts(file: ClusterFile, where: str, count: int) -> None:
+    """Whether instances are on hosts that there are (`count`, node 0 included), and there are no others. Raises
+    ConfigError."""
+    for i, pool in enumerate(file.pools):
+        if pool.host >= count:
+            hosts = "there is host 0 alone" if count == 1 else f"there are hosts 0 to {count - 1}"
+            raise ConfigError(
+                f"{where}: pools[{i}].host is {pool.host}, but with --nnodes {count} {hosts}: give --nnodes "
+                f"{max(file.hosts) + 1}, --rdzv-endpoint and --node-rank (docs/live-cluster.md)"
+            )
+    idle = sorted(set(range(1, count)) - file.hosts)
+    if idle:
+        raise ConfigError(f"{where}: --nnodes is {count}, but no pool says `host: {idle[0]}`: nothing would run there")
+
+
+def computes_alone(file: ClusterFile) -> bool:
+    """Whether each prompt is computed by one instance alone, though its KV may go on to another: that one may be
+    several processes."""
+    options = file.options
+    if file.placement in ("tetris", "weave"):
+        return list(options.get("sizes", ())) == [1]
+    if file.placement == "fixed-sp":
+        return options.get("sp") == 1
+    return not moves_kv(file)
+
+
 def nodes_of(file: ClusterFile) -> list[int]:
-    """The node of each instance, in the order of the pools. 0 is that of all pools without `per_node`."""
+    """The node of each instance, in the order of the pools: first, those of the pools without `per_node`, one a host;
+    then the others."""
     nodes: list[int] = []
-    following = 0 if all(pool.per_node is not None for pool in file.pools) else 1
+    common = sorted({pool.host for pool in file.pools if pool.per_node is None})
+    following = len(common)
     for pool in file.pools:
         for number in range(pool.count):
             if pool.per_node is None:
-                nodes.append(0)
+                nodes.append(common.index(pool.host))
             else:
                 nodes.append(following + number // pool.per_node)
         if pool.per_node is not None:

@@ -12,13 +12,14 @@ from headway.router.instance import InstanceState
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance now. waiting, running: requests in its scheduler; placed: requests of which any part is or will be
-    there; queued_tokens: of prompts, not computed; free_in_s: predicted seconds until all that is placed there is
-    prefilled; failure: why it was given up."""
+    """An instance now. host: the --node-rank of where it runs; node: as policies see it. waiting, running: requests in
+    its scheduler; placed: requests of which any part is or will be there; queued_tokens: of prompts, not computed;
+    free_in_s: predicted seconds until all that is placed there is prefilled; failure: why it was given up."""
 
     id: int
     role: Role
     node: int
+    host: int = 0
     pool: int
     state: InstanceState
     incarnation: int

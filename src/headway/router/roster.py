@@ -43,6 +43,7 @@ class Roster:
             id=number,
             role=instance.role,
             node=instance.node,
+            host=instance.host,
             pool=instance.pool,
             state="draining" if live is not None and number in live.leaving else instance.state,
             incarnation=instance.incarnation,
