@@ -23,7 +23,7 @@ def parts_of(chance: random.Random) -> list[Part]:
     order = chance.sample(range(4), 4)
     sizes = sorted(chance.choices((1, 2, 4), k=chance.randint(1, 3)))
     attn = chance.choice(("ring", "striped", "ulysses"))
-    return [Part(chance.randint(1, 160), tuple(order[:size]), attn) for size in sizes]
+    return [Part(chance.randint(1, 160), tuple(order[:size]), attn, rows=chance.choice((0, 8, 30))) for size in sizes]
 
 
 class Attempt:
@@ -83,7 +83,7 @@ class Attempt:
             assert time.monotonic() < end + 10.0, (self.name, found)
         if any(isinstance(word, RunPaused) for word in found.values()):
             assert all(isinstance(word, RunPaused) for word in found.values())
-            assert len({word.layer for word in found.values()}) == 1
+            assert len({(word.tokens, word.layer) for word in found.values()}) == 1
             for number in part.group:
                 world[number].tell(Proceed(self.name))
             return self.words(part, victim)

@@ -9,6 +9,7 @@ import pytest
 from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
+from headway.core.span import cut
 from headway.engine.cluster_messages import Compute, Pause, Proceed
 from instance.world import Part, World, runs
 
@@ -48,6 +49,44 @@ def test_paused_at_every_layer_with_another_prompt_between(world: World, expecte
     word = world.done(name, parts[1])
     assert word.delta is not None
     assert word.ended_s > word.began_s
+    check([word.delta], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+@pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
+@pytest.mark.parametrize("group", [(0,), (0, 1), (1, 0, 2, 3)])
+def test_paused_at_every_layer_of_every_piece(
+    world: World, expected: Expected, attn: str, group: tuple[int, ...]
+) -> None:
+    """And between pieces, where nothing is kept but KV. Another prompt is computed in each pause."""
+    parts = [Part(21, group[:1], attn, rows=8), Part(50, group, attn, rows=-(-16 // len(group)))]
+    prompt, name = prompt_of(71, 2), f"pp-{attn}-{len(group)}"
+    pieces = cut(21, 71, len(group), parts[1].rows)
+    assert len(pieces) == 4
+    copies = 2 if (attn, len(group)) == ("ulysses", 4) else 1  # four ranks for two KV heads
+    world.admit(name, prompt, group, GREEDY)
+    world.compute(name, parts, 0)
+    world.done(name, parts[0])
+    with world[group[0]].at_once():
+        world.compute(name, parts, 1, preemptible=True)
+        world[group[0]].tell(Pause(name))
+    stops = [(piece, layer) for piece in pieces for layer in range(LAYERS)][1:]
+    for turn, ((start, end), layer) in enumerate(stops):
+        words = world.paused(name, parts[1])
+        assert [(word.tokens, word.layer) for word in words] == [(start, layer)] * len(words)
+        assert sum(word.kv_bytes_at_end for word in words) == 71 * LAYERS * copies * 2 * 2 * 8 * 4
+        assert sum(word.activation_bytes for word in words) == ((end - start) * 32 * 4 if layer else 0)
+        if attn == "ring" and start > 21:  # KV of the run before is where it stays
+            assert sum(word.kv_bytes for word in words) == (start * LAYERS + (end - start) * layer) * 2 * 2 * 8 * 4
+        if turn % 4 == 0:
+            other = [Part(20 + turn, tuple(reversed(group)))]
+            first = world.prefill(f"{name}-{turn}", prompt_of(20 + turn, turn), other, logprobs=0)
+            check([first], *expected(prompt_of(20 + turn, turn), 1))
+            world.forget(f"{name}-{turn}")
+        proceed(world, name, parts[1], turn + 1 < len(stops))
+    word = world.done(name, parts[1])
+    assert word.delta is not None
     check([word.delta], *expected(prompt, 1))
     world.forget(name)
     world.clean()

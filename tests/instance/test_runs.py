@@ -37,6 +37,12 @@ ROUTES = {
     "ulysses in two nodes": [Part(41, (0, 1, 2, 3), "ulysses", node=2), Part(3, (0, 1, 2, 3), "ulysses", node=2)],
     "megatron": [Part(41, (0, 1), "megatron", "megatron"), Part(30, (0, 1, 2), "megatron", "megatron")],
     "ring, then ulysses": [Part(41, (0, 1)), Part(30, (0, 1), "ulysses"), Part(29, (0, 1, 2, 3))],
+    "pieces of one": [Part(50, (0,), rows=8), Part(31, (0,), rows=16)],
+    "pieces, growing": [Part(41, (0,), rows=16), Part(50, (0, 1), rows=8), Part(67, (0, 1, 2, 3), rows=4)],
+    "pieces, striped": [Part(41, (1,), "striped", rows=7), Part(71, (1, 2), "striped", rows=1)],
+    "pieces, ulysses": [Part(41, (2,), "ulysses", rows=9), Part(71, (2, 3), "ulysses", rows=8)],
+    "pieces, ulysses in two nodes": [Part(90, (0, 1, 2, 3), "ulysses", node=2, rows=5)],
+    "pieces here and there": [Part(41, (0, 1), rows=8), Part(30, (0, 1)), Part(50, (0, 1, 3), rows=8)],
     "fewer tokens than instances": [Part(3, (0, 1, 2, 3)), Part(1, (0, 1, 2, 3)), Part(2, (0, 1, 2, 3), "striped")],
 }
 
@@ -51,7 +57,7 @@ def test_the_first_token_is_that_of_one_process(world: World, expected: Expected
     world.clean()
 
 
-@pytest.mark.parametrize("name", ["one", "one, in three runs"])
+@pytest.mark.parametrize("name", ["one", "one, in three runs", "pieces of one"])
 def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expected, name: str) -> None:
     parts = ROUTES[name]
     prompt = prompt_of(sum(part.tokens for part in parts), 7)
@@ -67,7 +73,7 @@ def test_a_group_decodes_over_the_kv_of_all(
 ) -> None:
     """One run a token: queries travel, KV stays (LoongServe's decode in place)."""
     name, prompt, count = f"g-{attn}", prompt_of(70, 5), 12
-    parts = [Part(30, group[:1], attn), Part(40, group, attn)]
+    parts = [Part(30, group[:1], attn, rows=8), Part(40, group, attn, rows=4)]
     deltas = [world.prefill(name, prompt, parts, logprobs=0, max_tokens=count)]
     while deltas[-1].finish is None:
         if attn != "ulysses":  # where each has heads of its own, by its place

@@ -168,6 +168,7 @@ class Part:
     mlp: str = "local"
     node: int | None = None
     in_place: bool = False
+    rows: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -175,7 +176,7 @@ def runs(parts: Sequence[Part]) -> list[Run]:
     found, at = [], 0
     for part in parts:
         strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
-        found.append(Run(at, at + part.tokens, part.group, strategy, part.node, part.in_place))
+        found.append(Run(at, at + part.tokens, part.group, strategy, part.node, part.in_place, part.rows))
         at += part.tokens
     return found
 

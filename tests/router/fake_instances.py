@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headway.core.span import cut
 from headway.engine.cluster_messages import (
     Admit,
     Arrived,
@@ -284,7 +285,7 @@ class FakeProcess:
             return
         if name in self.paused:
             for one in group:
-                one._say(_paused(name, message.index))
+                one._say(_paused(name, message))
             return
         self._hold(name, message.run)
         for one in group:
@@ -360,5 +361,11 @@ class FakeProcess:
         self.cluster.complaints.append(f"instance {self.number}: {what}")
 
 
-def _paused(name: str, index: int) -> RunPaused:
-    return RunPaused(id=name, index=index, layer=1, kv_bytes=10, activation_bytes=1, kv_bytes_at_end=20)
+def _paused(name: str, message: Compute) -> RunPaused:
+    """In the first layer of the piece in the middle."""
+    run = message.run
+    pieces = cut(run.start, run.end, len(run.group), run.rows)
+    tokens = pieces[len(pieces) // 2][0]
+    return RunPaused(
+        id=name, index=message.index, tokens=tokens, layer=1, kv_bytes=10, activation_bytes=1, kv_bytes_at_end=20
+    )

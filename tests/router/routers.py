@@ -47,7 +47,9 @@ def router(
 ) -> ClusterClient:
     def rules(infos: Sequence[EngineInfo]) -> Rules:
         around = Surroundings(latency=PerToken(), shape=SHAPE)
-        return Rules(policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE)
+        return Rules(
+            policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE, rows=32
+        )
 
     def another(number: int, pool: int, incarnation: int) -> LiveInstance:
         if pool:

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 from fake_instances import FakeCluster, answer
-from routers import all_quiet, ask, prompt, router, running, until
+from routers import SHAPE, all_quiet, ask, prompt, router, running, until
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
+from headway.core.span import cut
 from headway.engine.cluster_messages import Compute, Meet, Pause, Proceed, RunLost
 from headway.engine.protocol import Abort, EngineStats, Submit
 from headway.router.loads import Load
@@ -117,8 +118,13 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
         async with running(fake, ("prefill", "decode"), "pecsched", {"long_tokens": 100}) as client:
             long = asyncio.create_task(ask(client, "long", prompt(0, 400)))
             await until(lambda: fake.said(Compute))
+            assert client._live is not None
+            (entry,) = client._live.machine.journeys["long#1"].entries
             assert await ask(client, "short", prompt(1, 20)) == answer(prompt(1, 20), 4)
             assert await long == answer(prompt(0, 400), 4)
+            edges = cut(0, 400, 1, 32)
+            assert (entry.tokens, entry.layer) == (edges[len(edges) // 2][0], 1)
+            assert entry.share == pytest.approx((len(edges) // 2 + 1 / SHAPE.layers) / len(edges), rel=0.05)
             assert len(fake.said(Pause)) == 1
             assert len(fake.said(Proceed)) == len(fake.said(Compute)) == 1
 

@@ -49,10 +49,10 @@ def written(folder: Path, placement: str, options: dict[str, object]) -> Path:
     return file
 
 
-async def serve(file: Path, kill: int | None) -> list[int]:
+async def serve(file: Path, kill: int | None, rows: int) -> list[int]:
     """Tokens that each request got. kill: an instance that is killed on the way."""
     folder = ScratchFolder("headway-timed-")
-    client = timed_cluster(file, folder.path)
+    client = timed_cluster(file, folder.path, rows)
 
     async def one(number: int, prompt: int) -> int:
         await asyncio.sleep(0.04 * number)
@@ -90,18 +90,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("placement", "kill"),
+    ("placement", "kill", "rows"),
     [
-        ("pecsched", None),
-        ("fifo", 1),
-        ("tetris", None),
-        pytest.param("weave", None, marks=pytest.mark.long),
-        pytest.param("pecsched", 2, marks=pytest.mark.long),
-        pytest.param("weave", 0, marks=pytest.mark.long),
+        ("pecsched", None, 2000),
+        ("fifo", 1, 0),
+        ("tetris", None, 0),
+        pytest.param("pecsched", None, 0, marks=pytest.mark.long),
+        pytest.param("weave", None, 2000, marks=pytest.mark.long),
+        pytest.param("pecsched", 2, 2000, marks=pytest.mark.long),
+        pytest.param("weave", 0, 0, marks=pytest.mark.long),
     ],
 )
 def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, kill: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, kill: int | None, rows: int
 ) -> None:
     """Again: by the machine and the policy alone, driven from the log of the live run, in the log's time."""
     lines: list[bytes] = []
@@ -123,7 +124,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
 
     monkeypatch.setattr("headway.router.live.Machine", recorded)
     monkeypatch.setattr(Policies, "renew", renewed)
-    found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
+    found = asyncio.run(asyncio.wait_for(serve(file, kill, rows), 60.0))
     assert found == [4] * len(PROMPTS)
     monkeypatch.undo()
     policies: list[Policies] = []
@@ -142,7 +143,11 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     assert b'"Commit"' in log
     if placement == "pecsched" and kill is None:
         assert b'"Preempt"' in log
-        assert b'"span_paused"' in log
+        paused = [line for line in map(msgspec.json.decode, lines) if line.get("do") == "span_paused"]
+        assert paused
+        if rows:
+            assert any(line["tokens"] % (2 * 3) == 0 < line["tokens"] for line in paused), "in a later piece"
+            assert all(0 < line["share"] < 1 for line in paused)
     assert (b'"do":"lost"' in log) == (kill is not None)
 
 
@@ -167,5 +172,5 @@ def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> N
     assert grown > spec.spans.prefill_s(30_000, 30_000, GroupShape(3)), "KV is spread over the larger group"
     link = spec.links.between(spec.instances[0], spec.instances[3])
     assert times.send_s(1000.0, 3) == link.transfer_s(1000 * spec.shape.kv_bytes_per_token // 4)
-    saved = times.saved(run, 16)
+    saved = times.saved(run, 0, 60_000, 16)
     assert 0 < saved.kv_bytes < saved.kv_bytes_at_end == 20_000 * spec.shape.kv_bytes_per_token

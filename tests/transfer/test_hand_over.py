@@ -67,6 +67,8 @@ ROUTES = {
     "ulysses": [Part(64, (0, 1), "ulysses", node=2), Part(33, (0, 1), "ulysses")],
     "ring, then ulysses": [Part(50, (0, 1)), Part(40, (0, 1), "ulysses")],
     "of one": [Part(40, (1,)), Part(35, (1,))],
+    "in pieces": [Part(61, (1,), rows=16), Part(70, (1, 0), rows=8), Part(30, (1, 0), rows=5)],
+    "in pieces, ulysses": [Part(64, (0, 1), "ulysses", rows=8), Part(33, (0, 1), "ulysses", rows=8)],
 }
 
 

@@ -32,8 +32,9 @@ def spec_of(scenario: Scenario) -> ClusterSpec:
     return cluster_of(scenario, requests_of(scenario.workload, scenario.run.window_s, scenario.run.seeds[0]))
 
 
-def timed_cluster(file: Path, folder: Path) -> ClusterClient:
-    """One process an instance, already starting. `folder`: for their sockets; its path must be short."""
+def timed_cluster(file: Path, folder: Path, rows: int = 0) -> ClusterClient:
+    """One process an instance, already starting. `folder`: for their sockets; its path must be short. rows: most of a
+    span that an instance computes at once, so that it may be paused between pieces; 0, as in the simulator: all."""
     scenario = scenario_of(file)
     spec = spec_of(scenario)
     config = EngineConfig(model=str(file.resolve()), worker_timeout_s=60.0)
@@ -49,6 +50,7 @@ def timed_cluster(file: Path, folder: Path) -> ClusterClient:
             policy=lambda: make_placement(name, surroundings, scenario.cluster.options),
             latency=spec.spans,
             shape=spec.shape,
+            rows=rows,
         )
 
     return ClusterClient(instances, spec.links, rules, placement=name, backends=spec.backends)

@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 class SpanEntry(Entry):
-    """A committed span. `last`: it ends the prompt. predicted_s: of all of it; layer: where it goes on; extra_s: what
-    restoring its state takes; resumed: it has been paused, and goes on from there.
+    """A committed span. `last`: it ends the prompt. predicted_s: of all of it; layer: where it goes on, of the tokens
+    from `tokens` on; share: of its time that is over with that (None: as of its layers); extra_s: what restoring its
+    state takes; resumed: it has been paused, and goes on from there.
 
     Of a batch one entry is on the lanes; `along` are the others', and theirs have it as `lead`. `driver`: whatever the
     hands keep of it."""
 
     __slots__ = ("along", "driver", "extra_s", "index", "journey", "last", "layer", "lead", "predicted_s", "resumed",
-                 "span")  # fmt: skip
+                 "share", "span", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class SpanEntry(Entry):
         self.journey, self.span, self.index = journey, span, index
         self.last = span.end == journey.request.prompt_tokens
         self.predicted_s = predicted_s
-        self.layer = span.resume or 0
+        self.layer, self.tokens = span.resume or 0, span.start
+        self.share: float | None = None
         self.extra_s = 0.0
         self.resumed = False
         self.along: list[SpanEntry] = []
@@ -45,11 +47,11 @@ class SpanEntry(Entry):
 
     def left_s(self, layers: int) -> float:
         """Predicted seconds from where it goes on."""
-        return self.predicted_s * (1.0 - self.layer / layers) + self.extra_s
+        return self.predicted_s * (1.0 - (self.layer / layers if self.share is None else self.share)) + self.extra_s
 
     def progress(self) -> Progress:
         """After a pause."""
-        return Progress(self.span.start, self.layer)
+        return Progress(self.tokens, self.layer)
 
 
 class Door(Entry):

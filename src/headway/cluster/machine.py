@@ -117,10 +117,14 @@ class Machine:
             if member.last and member.owner in over:
                 self._finish(journey)
 
-    def span_paused(self, entry: SpanEntry, layer: int, now: float) -> None:
-        """A running span has stopped before `layer`, with its state kept on its group."""
+    def span_paused(
+        self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
+    ) -> None:
+        """A running span has stopped before `layer`, with its state kept on its group. Where it is computed in pieces:
+        `tokens` of the prompt are complete in all layers, and `layer` is of the piece behind them. share: of its time
+        that is over, where that is not the layer's share of all layers."""
         self.state.now = now
-        self._spans.park(entry, layer)
+        self._spans.park(entry, layer, tokens, share)
 
     def stayed(self, journey: Journey, tokens: int, finished: bool, now: float) -> None:
         """A request's stay in a scheduler has ended by itself: with all of its output, or with its first token where

@@ -86,9 +86,12 @@ class Recorded(Machine):
         self._do("span_done", now, request=entry.owner, index=entry.index, over=sorted(over))
         super().span_done(entry, now, over)
 
-    def span_paused(self, entry: SpanEntry, layer: int, now: float) -> None:
-        self._do("span_paused", now, request=entry.owner, index=entry.index, layer=layer)
-        super().span_paused(entry, layer, now)
+    def span_paused(
+        self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
+    ) -> None:
+        where = {"request": entry.owner, "index": entry.index, "layer": layer, "tokens": tokens, "share": share}
+        self._do("span_paused", now, **where)
+        super().span_paused(entry, layer, now, tokens, share)
 
     def stayed(self, journey: Journey, tokens: int, finished: bool, now: float) -> None:
         self._do("stayed", now, request=journey.request.id, tokens=tokens, finished=finished)

@@ -130,7 +130,7 @@ class Replay:
             if word == "span_done":
                 machine.span_done(entry, now, call["over"])
             else:
-                machine.span_paused(entry, call["layer"], now)
+                machine.span_paused(entry, call["layer"], now, call.get("tokens"), call.get("share"))
         elif word == "stayed":
             machine.stayed(self._journey(call), call["tokens"], call["finished"], now)
         elif word == "sent":

@@ -140,10 +140,11 @@ class Spans:
         if state.timeline.finished(entry, state.now):
             state.anew()
 
-    def park(self, entry: SpanEntry, layer: int) -> None:
-        """A span has paused before `layer`: it and those after it leave the lanes."""
+    def park(self, entry: SpanEntry, layer: int, tokens: int | None, share: float | None) -> None:
+        """A span has paused (see `Machine.span_paused`): it and those after it leave the lanes."""
         state = self._state
         entry.layer, entry.extra_s, entry.resumed = layer, 0.0, True
+        entry.tokens, entry.share = entry.span.start if tokens is None else tokens, share
         for other in entry.journey.entries[entry.index :]:
             state.lanes.park(other)
             state.touch(other.group)

@@ -21,6 +21,21 @@ Phase = Literal["all", "prefill", "decode"]
 that has come from elsewhere."""
 
 
+def cut(start: int, end: int, members: int, rows: int) -> tuple[tuple[int, int], ...]:
+    """Tokens [start, end) as pieces that a group of so many members computes one after the other, each through all
+    layers: at most `rows` rows of a member at once (two at least), as equal as can be. 0 rows: all at once.
+
+    All pieces but the last are multiples of twice the members: each member then gets as many tokens of a piece as any
+    other in every placement order (zigzag has two runs of each), and KV of earlier pieces has no cause to move."""
+    unit = 2 * members
+    most = max(unit, rows * members // unit * unit) if rows else end - start
+    if end - start <= most:
+        return ((start, end),)
+    count = -(-(end - start) // most)
+    size = -(-(end - start) // (count * unit)) * unit
+    return tuple((at, min(at + size, end)) for at in range(start, end, size))
+
+
 class Strategy(msgspec.Struct, frozen=True):
     """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3).
 

@@ -34,7 +34,9 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Run(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a request on a group: what `parallel.sequence.ChunkSpec` needs. `group`: instances.
-    in_place: KV of earlier runs stays where it lies. So the whole group decodes: one token a run, each `last`."""
+    in_place: KV of earlier runs stays where it lies. So the whole group decodes: one token a run, each `last`. rows:
+    the group computes it piece by piece, with at most so many rows of an instance at once (`core.span.cut`); 0: at
+    once. All of the group, and who joins later, know from here how it is cut, and so where its KV lies."""
 
     start: int
     end: int
@@ -42,6 +44,7 @@ class Run(msgspec.Struct, frozen=True):
     strategy: Strategy = Strategy()
     node: int | None = None
     in_place: bool = False
+    rows: int = 0
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -62,8 +65,8 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Sent to the first instance of the group that computes: stop at the next layer edge. `RunPaused` comes from all of
-    the group, or `RunDone` where the last layer had begun."""
+    """Sent to the first instance of the group that computes: stop at the next layer edge, of whatever piece of the run
+    is computed then. `RunPaused` comes from all of the group, or `RunDone` where the last layer had begun."""
 
     id: str
 
@@ -112,10 +115,13 @@ class RunDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunPaused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A run has stopped before `layer`. Bytes are of this instance (`parallel.sequence.saved`)."""
+    """A run has stopped: its tokens before `tokens` (counted from the beginning of the prompt) are complete in all
+    layers, and the piece behind them in the first `layer`. Bytes are of this instance (`parallel.sequence.saved`), at
+    the end: of the run."""
 
     id: str
     index: int
+    tokens: int
     layer: int
     kv_bytes: int
     activation_bytes: int

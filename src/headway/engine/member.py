@@ -75,7 +75,7 @@ class Computes(Protocol):
 
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]: ...
 
-    def saved(self, name: str) -> tuple[int, _Saved]: ...
+    def saved(self, name: str) -> tuple[int, int, _Saved]: ...
 
     def whole(self, name: str, tokens: int) -> bool: ...
 
@@ -355,10 +355,11 @@ class Member:
 
     def _paused(self, job: _Job) -> RunPaused:
         job.pause = False
-        layer, saved = self._computes.saved(job.compute.id)
+        tokens, layer, saved = self._computes.saved(job.compute.id)
         return RunPaused(
             id=job.compute.id,
             index=job.compute.index,
+            tokens=tokens,
             layer=layer,
             kv_bytes=saved.kv_bytes,
             activation_bytes=saved.activation_bytes,

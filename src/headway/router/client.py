@@ -35,11 +35,12 @@ log = logging.getLogger("headway.router")
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
-    are predicted by; log: of all decisions."""
+    are predicted by; rows: most of a span that an instance computes at once (`Run.rows`); log: of all decisions."""
 
     policy: Callable[[], Placement]
     latency: GroupLatency
     shape: ModelShape
+    rows: int = 0
     log: DecisionLog | None = None
 
 
@@ -151,6 +152,7 @@ class ClusterClient:
                 self._backends,
                 losses,
                 self._in_place,
+                rules.rows,
                 rules.log,
             )
             live.renew()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from headway.cluster.entries import SpanEntry
 from headway.cluster.hands import Figures, Impossible
 from headway.cluster.journey import Journey
 from headway.cluster.transfers import Piece
 from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.span import Span, cut
 from headway.hardware.shapes import ModelShape
 from headway.latency.groups import GroupLatency, GroupShape, batch_s
 from headway.placement.base import Phase
@@ -40,13 +41,15 @@ class LiveHands:
         latency: GroupLatency,
         shape: ModelShape,
         in_place: bool,
+        rows: int,
         sent: Callable[[Piece], None],
         cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """in_place: groups decode where KV lies. sent, cancel: the machine's, the former for outside of it only."""
+        """in_place: groups decode where KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for outside of it only."""
         self.fleet, self.attempts = fleet, attempts
         self.latency, self._sent, self._cancel, self._clock = latency, sent, cancel, clock
+        self._layers = shape.layers
         self.loads: dict[int, Load] = {}
         self.moves = Moves(fleet, sent)
         self.over: list[Attempt] = []
@@ -54,7 +57,7 @@ class LiveHands:
         self.ended: deque[tuple[Attempt, str | None]] = deque()
         self.steps = Steps(fleet)
         self.stays = Stays(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
-        self.runs = Runs(fleet, shape, self.stays.submit, self.moves.begun)
+        self.runs = Runs(fleet, shape, rows, self.stays.submit, self.moves.begun)
 
     # -- what it expects ----------------------------------------------------------------------------------------------
 
@@ -152,6 +155,21 @@ class LiveHands:
             run = attempt.runs[-1]
             at, size, tokens = run.group.index(number), len(run.group), run.end - run.start
             self.load(number).computed_beside((at + 1) * tokens // size - at * tokens // size)
+
+    def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
+        """Where a span has paused that its group has told of: layer, tokens before its piece, and the share of its time
+        that is over (see `Machine.span_paused`), by what is predicted of the three parts before, in and behind it."""
+        said, attempt = entry.driver.paused, entry.journey.driver
+        run = attempt.runs[-1]
+        shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
+        edges = cut(run.start, run.end, len(run.group), run.rows)
+        end = next(end for start, end in edges if start == said.tokens)
+        before_s, piece_s, behind_s = (
+            self.latency.prefill_s(a, b - a, shape) if a < b else 0.0
+            for a, b in pairwise((run.start, said.tokens, end, run.end))
+        )
+        over_s = before_s + piece_s * said.layer / self._layers
+        return said.layer, said.tokens, over_s / (before_s + piece_s + behind_s)
 
     def expecting(self) -> list[int]:
         """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""

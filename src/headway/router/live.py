@@ -55,11 +55,12 @@ class Live:
         backends: int = 16,
         most_losses: int = 3,
         in_place: bool = False,
+        rows: int = 0,
         log: DecisionLog | None = None,
     ) -> None:
         """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
         most_losses: of instances that a request may have been on; one more, and it is taken to be their cause.
-        in_place: groups decode where their KV lies (`stays`). log: of all decisions, for a replay."""
+        in_place: groups decode where their KV lies (`stays`). rows: see `Run.rows`. log: of all decisions, for a replay."""
         self.fleet, self._make = fleet, make
         self.attempts = Attempts()
         self.asked: dict[str, Asked] = {}
@@ -79,6 +80,7 @@ class Live:
             latency,
             shape,
             in_place,
+            rows,
             self._sent.append,
             lambda name: self.machine.cancel(name),
             time.monotonic,
@@ -223,7 +225,8 @@ class Live:
             case RunPaused():
                 entry = self.hands.runs.paused(number, attempt, message)
                 if entry is not None:
-                    self.machine.span_paused(entry, entry.driver.layer, now)
+                    layer, tokens, share = self.hands.paused(entry)
+                    self.machine.span_paused(entry, layer, now, tokens, share)
             case RunLost(why=why):
                 self._retry(attempt, f"instance {number}: {why}", later=True)
             case Reserved():

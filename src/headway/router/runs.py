@@ -23,14 +23,15 @@ from headway.router.fleet import Fleet
 
 
 class Batch:
-    """What the router keeps of an entry that runs. over: requests that have all of their output with it."""
+    """What the router keeps of an entry that runs. over: requests that have all of their output with it; paused: the
+    last word of where it was."""
 
-    __slots__ = ("done", "layer", "over")
+    __slots__ = ("done", "over", "paused")
 
     def __init__(self) -> None:
         self.done: set[str] = set()
         self.over: set[str] = set()
-        self.layer = 0
+        self.paused: RunPaused | None = None
 
 
 class Runs:
@@ -38,11 +39,13 @@ class Runs:
         self,
         fleet: Fleet,
         shape: ModelShape,
+        rows: int,
         submit: Callable[[Attempt, int], None],
         begun: Callable[[Attempt], None],
     ) -> None:
-        """submit: give a whole request to an instance's scheduler; begun: told when a group has been told of a run."""
-        self._fleet, self._shape, self._submit, self._begun = fleet, shape, submit, begun
+        """rows: see `Run.rows`. submit: give a whole request to an instance's scheduler; begun: told when a group has
+        been told of a run."""
+        self._fleet, self._shape, self._rows, self._submit, self._begun = fleet, shape, rows, submit, begun
 
     def committed(self, entry: SpanEntry) -> None:
         """Its prompt goes to its group ahead of its turn."""
@@ -90,7 +93,7 @@ class Runs:
         if entry is None or number not in attempt.running or message.index != entry.index:
             return None
         attempt.running.discard(number)
-        entry.driver.layer = message.layer
+        entry.driver.paused = message
         return None if attempt.running else entry
 
     def first_token(self, attempt: Attempt, delta: Delta) -> SpanEntry | None:
@@ -159,7 +162,7 @@ class Runs:
         strategy, width = span.strategy, node or size
         if "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
             strategy = Strategy("ring" if size > 1 else "local")
-        return Run(span.start, span.end, group, strategy, node)
+        return Run(span.start, span.end, group, strategy, node, rows=self._rows)
 
     def _runs(self, entry: SpanEntry) -> bool:
         return all((one := self._fleet.get(i)) is not None and one.computes_runs for i in entry.group)

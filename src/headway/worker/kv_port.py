@@ -19,7 +19,7 @@ from headway.kv.runs import slots_of
 from headway.parallel.sequence.kv_shard import KvShard
 from headway.parallel.sequence.layout import Held, KvLayout, moves
 from headway.transfer.connector import Bytes, Finished, KvConnector, KvPart, KvPlace, Save
-from headway.worker.runs import Runs
+from headway.worker.runs import Kept, Runs
 from headway.worker.worker import Worker
 
 Slots = Sequence[tuple[int, int]]
@@ -27,14 +27,16 @@ Slots = Sequence[tuple[int, int]]
 
 @dataclass
 class _Piece:
-    """Tokens [start, end) on their way. `layers`, or `tokens`: how far they have been given to the connector. `parts`:
-    what of a layout goes, once that is known."""
+    """Tokens [start, end) on their way. `tokens`: those before this one have been given to the connector in all layers;
+    of those from there to `until`, which are computed together, so many `layers`. `parts`: what of a layout goes of
+    these, once that is known."""
 
     save: Save
     start: int
     end: int
     layers: int = 0
     tokens: int = 0
+    until: int = 0
     parts: list[KvPart] | None = field(default=None)
 
 
@@ -85,17 +87,29 @@ class KvPort:
         if pieces is None or kept is None:
             return
         for piece in list(pieces):
-            if piece.parts is None:
-                there = 1 + max((int(held.positions.max(initial=-1)) for held in kept.layout.values()), default=-1)
-                if there < piece.end:  # the run that it is of has not begun
-                    continue
-                piece.parts = self._parts(piece, kept.layout, kept.shard)
-            for layer in range(piece.layers, kept.layers):
-                for part in piece.parts:
-                    self._connector.save_kv_layer(piece.save, layer, part)
-            piece.layers = max(piece.layers, kept.layers)
-            if piece.layers == self._pool.layers:
+            while piece.tokens < piece.end and self._some(piece, kept):
+                pass
+            if piece.tokens >= piece.end:
                 self._finish(piece)
+
+    def _some(self, piece: _Piece, kept: Kept) -> bool:
+        """Send what can be sent of the tokens that are next, by their layers; whether all of them have been."""
+        if piece.parts is None:
+            there = 1 + max((int(held.positions.max(initial=-1)) for held in kept.layout.values()), default=-1)
+            until = min(piece.end, kept.whole if piece.tokens < kept.whole else there)
+            if until <= piece.tokens:  # what computes them has not begun
+                return False
+            piece.until, piece.layers = until, 0
+            piece.parts = self._parts(piece, kept.layout, kept.shard)
+        layers = self._pool.layers if piece.until <= kept.whole else kept.layers
+        for layer in range(piece.layers, layers):
+            for part in piece.parts:
+                self._connector.save_kv_layer(piece.save, layer, part)
+        piece.layers = max(piece.layers, layers)
+        if piece.layers < self._pool.layers:
+            return False
+        piece.tokens, piece.parts = piece.until, None
+        return True
 
     def tokens_are_there(self, request: str, tokens: int, blocks: Slots) -> None:
         """KV of the first `tokens` tokens, in their order in these runs of blocks."""
@@ -133,7 +147,7 @@ class KvPort:
 
     def _parts(self, piece: _Piece, layout: KvLayout, shard: KvShard) -> list[KvPart]:
         """What this instance sends of a piece. Heads that several have, one of them sends: all work out the same."""
-        wanted = Held(range(self._pool.kv_heads), np.arange(piece.start, piece.end, dtype=np.int64))
+        wanted = Held(range(self._pool.kv_heads), np.arange(piece.tokens, piece.until, dtype=np.int64))
         cache = self._cache if shard.pool is self._pool else _bytes(shard.pool)
         held = layout.get(self._rank)
         return [

@@ -6,10 +6,12 @@ its rows' keys and values are kept, how its tensors travel, and how its first to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,10 +21,10 @@ from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
 from headway.model.sampling import sample
-from headway.parallel.sequence.chunk import ChunkPlan
 from headway.parallel.sequence.group import ChunkSpec, SpGroup
 from headway.parallel.sequence.kv_shard import KvShard
-from headway.parallel.sequence.layout import EMPTY, KvLayout
+from headway.parallel.sequence.layout import KvLayout
+from headway.parallel.sequence.pieces import layout_after, pieces
 from headway.parallel.sequence.prefill import SequencePrefill
 from headway.parallel.sequence.saved import Saved
 from headway.parallel.sequence.tokens import Order
@@ -51,23 +53,27 @@ class Run(Protocol):
     def node(self) -> int | None: ...
     @property
     def in_place(self) -> bool: ...
+    @property
+    def rows(self) -> int: ...
 
 
-def spec_of(run: Run, preemptible: bool = False) -> ChunkSpec:
-    """`striped` is placed so, everything else in zigzag, which for one member is the order of tokens."""
+def chunks_of(run: Run, preemptible: bool = False) -> tuple[ChunkSpec, ...]:
+    """What a run's group computes, in order: the same for all who know the run. `striped` is placed so, everything else
+    in zigzag, which for one member is the order of tokens."""
     order: Order = "striped" if run.strategy.attn == "striped" else "zigzag"
     group = SpGroup(run.group, node=run.node)
-    return ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place)
+    return pieces(ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place), run.rows)
 
 
 @dataclass(frozen=True)
 class Kept:
     """KV of a request that is here: the places of `layout`'s tokens for this instance are the slots of `shard`, in
-    order. `layers`: of how many layers all of it is there."""
+    order. `layers`: of how many layers all of it is there; `whole`: at least the tokens before this one are in all."""
 
     layout: KvLayout
     shard: KvShard
     layers: int
+    whole: int
 
 
 class Runs:
@@ -106,12 +112,12 @@ class Runs:
         group or the KV that is here."""
         part = self._parts[name]
         line = self._peers.line(name, run.group)
-        part.begin(spec_of(run, preemptible), before, drawn, _PeerTransport(self._peers.number, line, look), room)
+        part.begin(chunks_of(run, preemptible), before, drawn, _PeerTransport(self._peers.number, line, look), room)
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
-        """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer, with the
-        number of layers that are done."""
-        return self._parts[name].prefill.run(pause=pause, behind=lambda layer: behind(layer + 1))
+        """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer of each
+        piece, with the number of its layers that are done."""
+        return self._parts[name].go(pause, lambda layer: behind(layer + 1))
 
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
         """After the last layer. draw: the prompt ends here; the group's first instance gets the token. True: another
@@ -123,10 +129,9 @@ class Runs:
             emitted = part.draw(name, logits)
         return emitted, part.settle()
 
-    def saved(self, name: str) -> tuple[int, Saved]:
-        """The layer before which a run is paused, and what is kept here."""
-        prefill = self._parts[name].prefill
-        return prefill.layer, prefill.saved
+    def saved(self, name: str) -> tuple[int, int, Saved]:
+        """Where a run is paused: the tokens of the prompt before its piece, the layer; and what is kept here."""
+        return self._parts[name].saved()
 
     def kept(self, name: str) -> Kept | None:
         """Where KV of a request lies here; None: there is none."""
@@ -161,7 +166,12 @@ class _Part:
         self._shard: KvShard | None = None
         self._moved = False
         self._room: Room | None = None
-        self._slots = 0
+        self._slots = self._own = 0
+        self._config = worker.decoder.config
+        self._chunks: deque[ChunkSpec] = deque()
+        """Of the run under way, from the one that is computed on; `_own`: tokens that this instance has at the end of a
+        run of several. `_moves`: KV of earlier runs is on its way."""
+        self._moves = False
         self.transport: _PeerTransport | None = None
 
     @property
@@ -170,31 +180,67 @@ class _Part:
         return self._prefill
 
     def begin(
-        self, spec: ChunkSpec, before: Sequence[Run], drawn: tuple[int, ...], transport: _PeerTransport, room: Room
+        self,
+        chunks: Sequence[ChunkSpec],
+        before: Sequence[Run],
+        drawn: tuple[int, ...],
+        transport: _PeerTransport,
+        room: Room,
     ) -> None:
-        config = self._worker.decoder.config
         self.transport, self._room = transport, room
         if self._prefill is None:
-            self._prefill = SequencePrefill(self._worker.decoder, config, transport, self._place)
+            self._prefill = SequencePrefill(self._worker.decoder, self._config, transport, self._place)
         self._prefill.travel(transport)
-        held: KvLayout | None = None
-        if not self._prefill.held and before:
-            held = EMPTY
+        held = self._prefill.held
+        if not held:
             for one in before:
-                held = ChunkPlan(spec_of(one), held, config).after
-        resident = self._resident
-        if drawn and resident.known >= spec.end - len(drawn):
-            resident.hear(spec.end - len(drawn), drawn)
-        if resident.known < spec.end:
-            raise ConfigError(f"chunk [{spec.start}, {spec.end}): {resident.known} tokens are known here")
-        self._prefill.begin(spec, resident.tokens(spec.start, spec.tokens), held=held)
+                held = layout_after(chunks_of(one), held, self._config)
+        resident, start, end = self._resident, chunks[0].start, chunks[-1].end
+        if drawn and resident.known >= end - len(drawn):
+            resident.hear(end - len(drawn), drawn)
+        if resident.known < end:
+            raise ConfigError(f"run [{start}, {end}): {resident.known} tokens are known here")
+        self._own = 0
+        if len(chunks) > 1 and transport.rank in chunks[0].group.ranks:
+            self._own = len(layout_after(chunks, held, self._config)[transport.rank].positions)
+        self._chunks = deque(chunks)
+        self._moves = True
+        self._take_up(held)
+
+    def _take_up(self, held: KvLayout) -> None:
+        """The first chunk that is left. Logits are those of the run's last token."""
+        spec = self._chunks[0]
+        wanted = None if len(self._chunks) == 1 else ()
+        self.prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), wanted, held)
+
+    def go(self, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+        """See `Runs.go`. A pause that was asked for in the last layer of a chunk is one before the next chunk."""
+        prefill = self.prefill
+        while prefill.run(pause=pause, behind=behind):
+            if len(self._chunks) == 1:
+                return True
+            asked = prefill.asked
+            prefill.finish()
+            self._chunks.popleft()
+            self._moves = False
+            self._take_up(prefill.held)
+            if asked:
+                return False
+        return False
+
+    def saved(self) -> tuple[int, int, Saved]:
+        """See `Runs.saved`."""
+        saved, shard = self.prefill.saved, self._shard
+        assert shard is not None
+        at_end = max(saved.kv_bytes_at_end, shard.token_bytes * self._config.layers * self._own)
+        return self._chunks[0].start, self.prefill.layer, msgspec.structs.replace(saved, kv_bytes_at_end=at_end)
 
     def _place(self, heads: int, tokens: int) -> KvShard:
-        """Slots of the pool for so many heads and tokens: the place that is there, made larger, unless its heads are
-        others. Fewer heads of more tokens take a token's slot together."""
+        """Slots of the pool for so many heads of a run's tokens: the place that is there, made larger, unless its heads
+        are others. Fewer heads of more tokens take a token's slot together."""
         pool = self._worker.pool
         fold = pool.kv_heads // heads
-        slots = -(-tokens // fold)
+        slots = -(-max(tokens, self._own) // fold)
         assert self._room is not None
         shard = self._shard
         anew = shard is None or shard.pool.kv_heads != heads
@@ -227,7 +273,9 @@ class _Part:
         if prefill is None or self._shard is None:
             return None
         after = prefill.after
-        return Kept(prefill.held, self._shard, layers) if after is None else Kept(after, self._shard, prefill.layer)
+        if after is None:
+            return Kept(prefill.held, self._shard, layers, 0)
+        return Kept(after, self._shard, prefill.layer, 0 if self._moves else self._chunks[0].start)
 
     def whole(self, rank: int, tokens: int) -> bool:
         prefill = self._prefill

@@ -21,9 +21,9 @@ class Came(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """The run of the group stops before `layer`."""
+    """The run of the group stops where so many layers of its pieces are done."""
 
-    layer: int
+    edge: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -61,7 +61,7 @@ class Mail:
         return found
 
     def stopped(self, request: str) -> int | None:
-        """The layer before which a request's run was stopped; said once."""
+        """Where a request's run was stopped (`Stopped.edge`); said once."""
         with self._gate:
             return self._stopped.pop(request, None)
 
@@ -79,5 +79,5 @@ class Mail:
             if isinstance(note, Came):
                 self._received.append(Received(request, note.piece, source, note.began_s, note.ended_s))
             else:
-                self._stopped[request] = note.layer
+                self._stopped[request] = note.edge
         self.ring()

@@ -1,19 +1,23 @@
-"""A timed instance's part in runs: it sleeps through them, layer by layer.
+"""A timed instance's part in runs: it sleeps through them, piece by piece and layer by layer.
 
 All of a group begin when they are told, which is at once but for what messages take, and end with the slowest: nothing
-that they would exchange is waited for. A pause is said to the group's first, which tells the others.
+that they would exchange is waited for. A pause is said to the group's first, which tells the others. A run takes what
+it is predicted to take at once, whatever pieces it is cut into: theirs are shares of it, as they are predicted alone.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+from msgspec import structs
 
 from headway.core.clock import Clock
 from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
+from headway.core.span import cut
 from headway.engine.cluster_messages import Run
 from headway.engine.member import Slots
 from headway.engine.timed.executor import TOKEN
@@ -37,8 +41,8 @@ class Times(Protocol):
     def send_s(self, tokens: float, to: int) -> float:
         """KV of so many tokens, from here to another instance."""
 
-    def saved(self, run: Run, layer: int) -> Saved:
-        """What of a run that is paused before `layer` is kept here."""
+    def saved(self, run: Run, start: int, end: int, layer: int) -> Saved:
+        """What of a run that is paused before `layer` of its piece [start, end) is kept here."""
 
 
 class Saved(NamedTuple):
@@ -50,14 +54,16 @@ class Saved(NamedTuple):
 
 
 class _Part:
-    """One request. `at_s`: how far its run has come, in seconds of it."""
+    """One request. `edges_s`: where its run could be paused, in seconds of it, its ends among them; `edge`: of these,
+    how many it has come to beside the first."""
 
-    __slots__ = ("alone", "at_s", "computed", "layer", "line", "preemptible", "run", "run_s")
+    __slots__ = ("alone", "computed", "edge", "edges_s", "line", "pieces", "preemptible", "run")
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self.run_s = self.at_s = 0.0
-        self.layer = self.computed = 0
+        self.pieces: tuple[tuple[int, int], ...] = ()
+        self.edges_s: list[float] = [0.0]
+        self.edge = self.computed = 0
         self.preemptible = False
         self.alone = True
         self.line: Line | None = None
@@ -87,9 +93,22 @@ class TimedRuns:
         part = self._parts[name]
         part.line = self._mail.peers.line(name, run.group)
         room(-(-run.end // len(run.group)), False)
-        part.run, part.preemptible, part.at_s, part.layer = run, preemptible, 0.0, 0
+        part.run, part.preemptible, part.edge = run, preemptible, 0
         part.alone = part.alone and run.group == (self._number,)
-        part.run_s = self._times.run_s(run, before)
+        part.pieces = ((run.start, run.end),)
+        if not run.in_place:
+            part.pieces = cut(run.start, run.end, len(run.group), run.rows)
+        part.edges_s = self._edges_s(run, part.pieces, before)
+
+    def _edges_s(self, run: Run, pieces: Sequence[tuple[int, int]], before: Sequence[Run]) -> list[float]:
+        times, edges_s = self._times, [0.0]
+        alone_s = [1.0]
+        if len(pieces) > 1:
+            alone_s = [times.run_s(structs.replace(run, start=a, end=b), ()) for a, b in pieces]
+        factor = times.run_s(run, before) / (sum(alone_s) or 1.0) / times.layers
+        for piece_s in alone_s:
+            edges_s += [edges_s[-1] + piece_s * factor * (layer + 1) for layer in range(times.layers)]
+        return edges_s
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         try:
@@ -99,32 +118,31 @@ class TimedRuns:
 
     def _sleep(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         part, layers = self._parts[name], self._times.layers
-        run, layer_s = part.run, part.run_s / layers
+        run, edges_s, last = part.run, part.edges_s, len(part.edges_s) - 1
         assert run is not None
-        began_s, stop = self._clock.now() - part.at_s, layers
+        began_s, stop = self._clock.now() - edges_s[part.edge], last
         while True:
             done_s = self._clock.now() - began_s
-            part.layer = min(stop, int(done_s / layer_s + 1e-9) if layer_s > 0 else layers)
-            if part.layer == layers:
+            part.edge = min(stop, bisect_right(edges_s, done_s + 1e-9) - 1)
+            if part.edge == last:
                 behind(layers)
                 part.computed = run.end
                 return True
-            if part.layer == stop:
+            if part.edge == stop:
                 break
             told = self._mail.stopped(name)
             if told is not None:
-                stop = part.layer = told
+                stop = part.edge = told
                 break
-            if stop == layers and part.preemptible and pause is not None and pause():
-                at = math.ceil(done_s / layer_s - 1e-9)
-                if part.run_s - at * layer_s > _TOO_LATE_S:
+            if stop == last and part.preemptible and pause is not None and pause():
+                at = bisect_left(edges_s, done_s - 1e-9)
+                if edges_s[last] - edges_s[at] > _TOO_LATE_S:
                     stop = at
                     for other in run.group:
                         if other != self._number:
                             self._mail.post(other, name, Stopped(stop))
-            time.sleep(max(0.0, min(_NAP_S, stop * layer_s - done_s)))
-            behind(part.layer)
-        part.at_s = stop * layer_s
+            time.sleep(max(0.0, min(_NAP_S, edges_s[stop] - done_s)))
+            behind(part.edge % layers)
         return False
 
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
@@ -132,10 +150,12 @@ class TimedRuns:
         first = run is not None and run.group[0] == self._number
         return (Emitted(name, TOKEN, None) if draw and first else None), False
 
-    def saved(self, name: str) -> tuple[int, Saved]:
+    def saved(self, name: str) -> tuple[int, int, Saved]:
         part = self._parts[name]
         assert part.run is not None
-        return part.layer, self._times.saved(part.run, part.layer)
+        piece, layer = divmod(part.edge, self._times.layers)
+        start, end = part.pieces[piece]
+        return start, layer, self._times.saved(part.run, start, end, layer)
 
     def whole(self, name: str, tokens: int) -> bool:
         part = self._parts.get(name)

@@ -31,12 +31,11 @@ class ClusterTimes:
         link = self._spec.links.between(here, there)
         return link.transfer_s(int(tokens * self._spec.shape.kv_bytes_per_token / here.tp))
 
-    def saved(self, run: Run, layer: int) -> Saved:
+    def saved(self, run: Run, start: int, end: int, layer: int) -> Saved:
         shape, share = self._spec.shape, len(run.group)
-        tokens, before = run.end - run.start, run.start
         own = shape.kv_bytes_per_token / share
         return Saved(
-            kv_bytes=int(own * (before + tokens * layer / shape.layers)),
-            activation_bytes=int(tokens * shape.hidden * shape.dtype_bytes / share),
+            kv_bytes=int(own * (start + (end - start) * layer / shape.layers)),
+            activation_bytes=int((end - start) * shape.hidden * shape.dtype_bytes / share) if layer else 0,
             kv_bytes_at_end=int(own * run.end),
         )

@@ -78,7 +78,7 @@ class ChunkPlan:
     def __init__(
         self, spec: ChunkSpec, held: KvLayout, config: DecoderConfig, wanted: Sequence[int] | None = None
     ) -> None:
-        """wanted: the positions whose logits are asked for (None: the last). Raises ConfigError."""
+        """wanted: the positions whose logits are asked for (None: the last; maybe none). Raises ConfigError."""
         spec.check(config)
         self.spec, self.config, self.before = spec, config, held
         self.wanted = tuple(wanted) if wanted is not None else (spec.end - 1,)
@@ -122,7 +122,7 @@ class _RankPlanner:
             tuple(fetch),
             (*self._attention(), *self._mlp()) if self._cut else (self._whole_layer(),),
             tuple(self._leave()),
-            not self._index,
+            not self._index and bool(self._chunk.wanted),
         )
 
     def _enter(self) -> list[Step]:
@@ -187,6 +187,8 @@ class _RankPlanner:
         return [*steps, Add(self._name("change"))]
 
     def _leave(self) -> list[Step]:
+        if not self._chunk.wanted:
+            return []
         steps: list[Step] = [self._exchanges.last_rows("last", self._chunk.wanted)]
         if self._index in self._group.region(0):
             steps += [Norm("final", "last", "normed"), Head("normed", "words")]

@@ -59,6 +59,8 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
     past = 1 + max((int(one.positions.max()) for one in held.values() if len(one.positions)), default=-1)
     if past != spec.start:
         raise ConfigError(f"chunk start {spec.start}: KV is held up to token {past}")
+    if _even(held, spec, config, past):
+        return {rank: held[rank] for rank in ranks}
     free = np.ones(past, dtype=bool)
     shares: list[Positions] = []
     for member in range(spec.members):
@@ -78,6 +80,20 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
         for index in range(member * spec.width, (member + 1) * spec.width):
             layout[ranks[index]] = Held(spec.heads(index).kv_heads(config), positions)
     return layout
+
+
+def _even(held: KvLayout, spec: ChunkSpec, config: DecoderConfig, past: int) -> bool:
+    """Whether everybody has its share already: no token is twice on the ring then, as there are as many places as
+    tokens."""
+    for index, rank in enumerate(spec.group.ranks):
+        member, part = divmod(index, spec.width)
+        first, end = share(past, spec.members, member)
+        one = held.get(rank)
+        if one is None or len(one.positions) != end - first or one.heads != spec.heads(index).kv_heads(config):
+            return False
+        if part and not np.array_equal(one.positions, held[spec.group.ranks[index - part]].positions):
+            return False
+    return True
 
 
 def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:

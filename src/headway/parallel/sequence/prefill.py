@@ -45,6 +45,7 @@ class SequencePrefill:
         self._shard: KvShard | None = None
         self._chunk: ChunkPlan | None = None
         self._layer = 0
+        self._asked = False
 
     @property
     def held(self) -> KvLayout:
@@ -78,7 +79,7 @@ class SequencePrefill:
         held: KvLayout | None = None,
     ) -> None:
         """Take up a chunk. tokens: the chunk's, `spec.tokens` of them. wanted: positions whose logits `finish` gives
-        (None: the last). held: the layout so far, for a rank that joins; other ranks know it.
+        (None: the last; maybe none). held: the layout so far, for a rank that joins; other ranks know it.
 
         Raises ConfigError for a group or strategy that does not fit the model, the ranks or the KV that is there, and
         InvariantError while another chunk is under way.
@@ -111,7 +112,7 @@ class SequencePrefill:
             self._decoder, self._config, self._transport, self._shard, history, torch.as_tensor(tokens), spec.start
         )
         self._before, self._source, self._chunk, self._layer = before, source, chunk, 0
-        self._entered = False
+        self._entered = self._asked = False
 
     @torch.inference_mode()
     def run(
@@ -141,14 +142,16 @@ class SequencePrefill:
             self._layer += 1
             if behind is not None:
                 behind(self._layer - 1)
-            if asked is not None and asked() and self._layer < layers:
+            self._asked = asked is not None and asked()
+            if self._asked and self._layer < layers:
                 break
         executor.settle()
         return self._layer == layers
 
     @torch.inference_mode()
     def finish(self) -> Tensor | None:
-        """After the last layer: the logits of the wanted positions, (wanted, vocab) fp32, on the group's first rank."""
+        """After the last layer: the logits of the wanted positions, (wanted, vocab) fp32, on the group's first rank,
+        where there are any."""
         chunk = self._under_way()
         if self._layer < self._config.layers or not self._entered:
             raise InvariantError(f"a chunk is finished at layer {self._layer} of {self._config.layers}")
@@ -168,6 +171,11 @@ class SequencePrefill:
     def preemptible(self) -> bool:
         """Whether the chunk under way may be paused by its first rank."""
         return self._under_way().spec.preemptible
+
+    @property
+    def asked(self) -> bool:
+        """Whether a pause was asked for in the layer that ended last: of a chunk's last one, for what follows it."""
+        return self._asked
 
     @property
     def layer(self) -> int:
