@@ -70,7 +70,10 @@ class FakeExecutor:
     accepts: bool = True
     free: tuple[int, ...] | None = None
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+    def admit(
+        self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:  # fmt: skip
         assert request_id not in self.residents
         ids = np.frombuffer(prompt, dtype=np.int32)
         total, size = int(ids.sum(dtype=np.int64)), int(ids.size)

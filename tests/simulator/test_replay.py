@@ -52,7 +52,10 @@ class Machine:
     accepts = True
     free = None
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+    def admit(
+        self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:  # fmt: skip
         """Tokens do not matter here."""
 
     def submit(self, batch: Batch) -> None:

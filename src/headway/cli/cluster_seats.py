@@ -94,11 +94,12 @@ def instance_configs(
                 "above 1): these serve whole requests, of role mixed, under jsq, or under fifo, priority or "
                 "reservation with `long_sp: 1`"
             )
-        if workers > 1 and not computes_alone(file):
+        if workers > 1 and pool.role != "decode" and not computes_alone(file):
             raise ConfigError(
                 f"{where}: pools[{i}] is of instances of several processes (tensor-parallel-size above 1): these "
-                "compute whole prompts: under jsq, under fifo, priority or reservation with `long_sp: 1`, under "
-                "fixed-sp with `sp: 1`, or under tetris or weave with `sizes: [1]`"
+                "compute no prompt together with others: under jsq, under fifo, priority or reservation with "
+                "`long_sp: 1`, under fixed-sp with `sp: 1`, under tetris or weave with `sizes: [1]`, or in a pool of "
+                "role decode"
             )
         beside = sum(other.count for other in file.pools if other.host == pool.host)
         threads = made.threads or max(1, (cores[pool.host] if cores else len(CORES)) // (beside * workers))

@@ -16,9 +16,9 @@ from headway.latency.layout import Layout
 from headway.model.config import DecoderConfig, read_config
 from headway.model.fields import read_json
 from headway.parallel.executor import ParallelExecutor
-from headway.parallel.fit import check_memory, check_shape, need
+from headway.parallel.fit import check_memory, check_shape, need, parameters
 from headway.parallel.network import parse_endpoint
-from headway.parallel.rank_config import RankConfig
+from headway.parallel.rank_config import RankConfig, RankPeer
 from headway.parallel.terms import node_of, terms
 from headway.worker.cuda import look_apart
 from headway.worker.launch import warm
@@ -50,6 +50,21 @@ def build_many(config: EngineConfig, layout: Layout, wanted: Callable[[], bool] 
         if hosts is not None:
             hosts.close()
         raise
+
+
+def _peer(config: EngineConfig, layout: Layout) -> RankPeer | None:
+    """What ranks hear other instances by, where KV moves between them: where they are cut by heads only. Such an
+    instance is lost as a whole when a rank is (`router.instance`): others' KV was on it."""
+    own = config.instance
+    if own is None or layout.accelerators != layout.tp:
+        return None
+    return RankPeer(
+        number=own.number,
+        incarnation=own.incarnation,
+        listen=own.listen,
+        secret=own.secret,
+        connector=own.kv_connector,
+    )
 
 
 def open_rendezvous(config: EngineConfig, layout: Layout) -> Rendezvous:
@@ -107,6 +122,7 @@ def _build(
         token=config.rdzv_token if hosts is not None else None,
         timeout_s=config.worker_timeout_s,
         start_timeout_s=_START_S if hosts is None else _START_S + config.rdzv_timeout_s,
+        peer=_peer(config, layout),
     )
     wire = ProcessWire(ranks, hosts)
     ready = wire.start()
@@ -116,7 +132,9 @@ def _build(
         again.start()
         return again
 
-    executor = ParallelExecutor(wire, layout, blocks, rewire)
+    addresses = tuple(rank.peer_address for rank in ready if rank.peer_address is not None)
+    executor = ParallelExecutor(wire, layout, blocks, None if addresses else rewire)
+    executor.peer_addresses = addresses
     executor.hosts = hosts
     weights = sum(rank.weights_bytes for rank in ready)
     return Built(
@@ -128,7 +146,7 @@ def _build(
         threads=threads,
         kv_tokens=blocks * config.block_size,
         kv_bytes=sum(rank.kv_bytes for rank in ready),
-        parameters=weights // itemsize // layout.kvp,
+        parameters=parameters(shape),
         weights_bytes=weights,
         device="cpu" if devices is None else "cuda",
         processor=None if devices is None else devices.name,

@@ -9,30 +9,57 @@ import msgspec
 
 from headway.cli.assemble import eos_ids, layout_of
 from headway.core.clock import Clock
-from headway.engine.config import EngineConfig
+from headway.engine.config import EngineConfig, InstanceConfig
 from headway.engine.core import EngineCore
 from headway.engine.desk import Desk
 from headway.engine.member import Member
 from headway.transfer.connector import make_connector
+from headway.transfer.cut_connector import CutConnector
 from headway.transfer.peers import Peers
 
 
 def join(config: EngineConfig, core: EngineCore, clock: Clock, ring: Callable[[], None]) -> Member | None:
     """Listen for other instances, and say so in the engine's `info`. None, and no listener, for an engine that is
-    alone, or that is several processes: it serves whole requests only. ring: wakes the loop, from any thread. Raises
-    ConfigError for an address that it cannot have, and an unknown connector."""
-    if config.instance is None or layout_of(config).accelerators > 1:
+    alone, and for one of which KV does not move (pipeline stages, KV groups, other devices): it serves whole requests
+    only. ring: wakes the loop, from any thread. Raises ConfigError for an address that it cannot have, and an unknown
+    connector."""
+    if config.instance is None:
         return None
+    if layout_of(config).accelerators > 1:
+        return _join_ranks(config.instance, core, clock)
+    return _join_one(config, config.instance, core, clock, ring)
+
+
+def _join_one(
+    config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: Clock, ring: Callable[[], None]
+) -> Member:
     from headway.worker.kv_port import KvPort
     from headway.worker.local import LocalExecutor
     from headway.worker.runs import Runs
 
     assert isinstance(core.executor, LocalExecutor)
-    own = config.instance
     peers = Peers(own.number, own.incarnation, own.listen, own.secret.encode())
     core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
     worker = core.executor.worker
     runs = Runs(worker, peers, eos_ids(Path(config.model)))
-    connector = make_connector(own.kv_connector, peers, ring)
+    inner = make_connector(own.kv_connector, peers, ring)
+    connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
     port = KvPort(worker, core.scheduler.ledgers[0].block_tokens, runs, connector, own.number)
     return Member(core, runs, peers, clock, own.room_s, Desk(core, port, core.executor.replay, clock))
+
+
+def _join_ranks(own: InstanceConfig, core: EngineCore, clock: Clock) -> Member | None:
+    """Its ranks listen, if they do: `many_processes` has them told."""
+    from headway.parallel.executor import ParallelExecutor
+    from headway.worker.kv_ranks import KvRanks, RankPeers
+    from headway.worker.no_runs import NoRuns
+
+    executor = core.executor
+    assert isinstance(executor, ParallelExecutor)
+    if not executor.peer_addresses:
+        return None
+    first, *others = executor.peer_addresses
+    core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
+    port = KvRanks(executor, core.scheduler.ledgers[0].take_ops)
+    peers = RankPeers(own.number, port)
+    return Member(core, NoRuns(), peers, clock, own.room_s, Desk(core, port, executor.replay, clock))

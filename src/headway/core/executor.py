@@ -50,9 +50,17 @@ class Executor(Protocol):
     def free(self) -> tuple[int, ...] | None:
         """Of several KV groups, those whose first stage would begin a batch at once. None: all."""
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+    def admit(
+        self,
+        request_id: str,
+        prompt: memoryview,
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:
         """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch.
-        `output`: what it has generated already, elsewhere; batches count it as known."""
+        `output`: what it has generated already, elsewhere; batches count it as known. kept: KV that lies here under its
+        id already is its own."""
 
     def submit(self, batch: Batch) -> None:
         """Begin a batch. Requests that its KV operations free and that are `forget`-ed need no further care."""

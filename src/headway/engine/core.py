@@ -141,7 +141,7 @@ class EngineCore:
             slo=submit.slo,
             priority=submit.priority,
         )
-        self.executor.admit(submit.id, prompt, submit.params, submit.output)
+        self.executor.admit(submit.id, prompt, submit.params, submit.output, submit.phase == "decode")
         try:
             self.scheduler.add(Span.whole(request), now, submit.phase)
         except RequestError:

@@ -37,13 +37,15 @@ class Port(Protocol):
 
     def settle(self, request: str) -> None: ...
 
+    def opened(self) -> list[str]: ...
+
     def finished(self) -> Finished: ...
 
     def forget(self, request: str) -> None: ...
 
 
 class Desk:
-    """Of one engine that is one process. `replay`: the executor's, for KV operations that no batch carries."""
+    """Of one engine. `replay`: the executor's, for KV operations that no batch carries."""
 
     def __init__(self, core: EngineCore, port: Port, replay: Callable[[tuple[KvOp, ...]], None], clock: Clock) -> None:
         custody = core.scheduler.custody
@@ -70,7 +72,6 @@ class Desk:
     def granted(self, name: str) -> None:
         """See `Moves`."""
         self._port.receive(name, self._tokens.pop(name), self._ledger.where(name))
-        self._words.append(Reserved(name))
 
     def settle(self, name: str) -> None:
         """See `Moves`."""
@@ -90,6 +91,7 @@ class Desk:
             self._advance(name)
         received, lost = self._port.finished()
         words, self._words = self._words, []
+        words += [Reserved(name) for name in self._port.opened()]
         words += [Arrived(*one) for one in received]
         words += [RunLost(*one) for one in lost]
         if self._ledger.untold > _UNTOLD:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from headway.engine.cluster_messages import (
     FromInstance,
     Meet,
     Pause,
+    Peer,
     Proceed,
     Reserve,
     Run,
@@ -38,7 +39,6 @@ from headway.engine.core import EngineCore
 from headway.engine.live import Live
 from headway.engine.protocol import Submit
 from headway.kv.custody import Custody, runs_of
-from headway.transfer.peers import Peers
 
 log = logging.getLogger("headway.engine")
 
@@ -111,6 +111,17 @@ class Moves(Protocol):
         """Nothing of a request is to be sent or received any more. Before its KV is given back."""
 
 
+class Others(Protocol):
+    """The other instances: `transfer.peers.Peers`, or who speaks for those of several ranks. `number`: this one's."""
+
+    @property
+    def number(self) -> int: ...
+
+    def meet(self, peers: Iterable[Peer]) -> None: ...
+
+    def forget(self, scope: str) -> None: ...
+
+
 class Loop(Protocol):
     """The loop that drives this, as it may be called from inside a run."""
 
@@ -142,7 +153,7 @@ class _Job:
 
 
 class Member:
-    """Of one engine that is one process. `room_s`: how long a run waits for room in the pool.
+    """Of one engine. `room_s`: how long a run waits for room in the pool.
 
     Runs are carried out one at a time, in the order in which `Compute` and `Proceed` come; the router sends them to all
     of a group in the same order, which is why groups that overlap do not wait for each other.
@@ -152,7 +163,7 @@ class Member:
         self,
         core: EngineCore,
         computes: Computes,
-        peers: Peers,
+        peers: Others,
         clock: Clock,
         room_s: float,
         moves: Moves | None = None,

@@ -111,7 +111,9 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent once, when the engine is ready to serve. latency: its model as data (`latency.recorded`), for a router.
-    peer_address: where other instances of its cluster reach it; None: it takes no part in runs, and no KV moves."""
+    peer_address: where other instances of its cluster reach it; None: it takes no part in runs, and no KV moves.
+    peer_others: of one that is several processes, where they reach its other ranks: KV moves, but runs it takes no part
+    in."""
 
     model: str
     architecture: str
@@ -134,6 +136,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     layout: str = "tp1-pp1-kvp1"
     latency: dict[str, Any] | None = None
     peer_address: str | None = None
+    peer_others: tuple[str, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headway.core.batch import Batch, Part
+from headway.core.batch import Batch, DecodeGroup, KvOp, Part
 from headway.core.errors import InvariantError, LostError
 from headway.core.executor import Emitted, StepResult
 from headway.core.sampling import SamplingParams
@@ -22,6 +22,7 @@ from headway.latency.layout import Layout
 from headway.parallel.messages import (
     Admit,
     Alive,
+    Aside,
     Desync,
     Done,
     Failed,
@@ -32,6 +33,7 @@ from headway.parallel.messages import (
     Probe,
     Snapshot,
     ToRank,
+    Word,
 )
 from headway.parallel.place import Place, places
 from headway.parallel.restart import Restart
@@ -40,6 +42,9 @@ from headway.parallel.wire import Frame, Hosts, RankLostError, Wire
 
 _MOST_RESYNCS = 8
 """A rank that asks so often without carrying out a plan in between will not recover."""
+
+_NO_BATCH = -1
+"""Of a plan that only carries KV operations: nobody waits for its result."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -114,6 +119,10 @@ class ParallelExecutor:
         self._restart: Restart | None = None
         self._lost: LostError | None = None
         self._batches: deque[tuple[int, list[_Flight]]] = deque()
+        self.peer_addresses: tuple[str, ...] = ()
+        """Where each rank hears other instances, if they do."""
+        self.hears: Callable[[int, bytes], None] | None = None
+        """Who is told of what ranks say of KV that moves: (rank, what)."""
         self.hosts: Hosts | None = None
         """Set where ranks run on several hosts: their clocks differ, and they end with us."""
 
@@ -139,10 +148,22 @@ class ParallelExecutor:
             index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
         )
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+    def admit(
+        self,
+        request_id: str,
+        prompt: memoryview,
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:
         """See `Executor.admit`. Who embeds gets the prompt; who samples the settings, and the prompt if they ask it."""
-        self._given += 1
-        request = _Request(self._given, bytes(prompt), params, len(self._groups))
+        number = self._groups[0].writer.holder(request_id) if kept else None
+        if number is None:
+            self._given += 1
+            number = self._given
+        else:
+            self._groups[0].writer.spare(number)
+        request = _Request(number, bytes(prompt), params, len(self._groups))
         request.output += output
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
@@ -169,6 +190,20 @@ class ParallelExecutor:
                 self._put(rank, (frame,))
         self._batches.append((batch.id, flights))
 
+    def replay(self, ops: tuple[KvOp, ...]) -> None:
+        """KV operations that were made since the last batch, ahead of the next one's. Of one KV group."""
+        if ops and self._restart is None:
+            self.submit(Batch(id=_NO_BATCH, parts=(Part(0, DecodeGroup(), (), ops),)))
+
+    def number(self, request_id: str) -> int | None:
+        """By what number ranks know a request, live or as who holds KV; None: they do not."""
+        return self._numbers.get(request_id, self._groups[0].writer.holder(request_id))
+
+    def aside(self, body: bytes) -> None:
+        """Something for whoever moves KV at each rank, behind all that was submitted."""
+        for place in self._places:
+            self._send(place.rank, Aside(self._groups[place.group].writer.seq, body))
+
     def result(self, timeout_s: float | None) -> StepResult | None:
         """See `Executor.result`."""
         try:
@@ -182,9 +217,9 @@ class ParallelExecutor:
 
     def recover(self) -> None:
         """See `Executor.recover`. The old ranks are gone when it returns; new ones are on their way."""
+        self._wire.kill()
         if self._rewire is None:
             raise self._lost or LostError("these workers cannot be started again")
-        self._wire.kill()
         self._lost = None
         self._batches.clear()
         self._groups = self._fresh_groups()
@@ -213,7 +248,12 @@ class ParallelExecutor:
     def _next(self, timeout_s: float | None) -> StepResult | None:
         """The next finished batch. Raises RankLostError when a rank is gone."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._finished():
+        while True:
+            if self._finished():
+                result = self._settle(self._take_finished())
+                if result.batch_id != _NO_BATCH:
+                    return result
+                continue
             if self._lost is not None:
                 raise self._lost
             left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
@@ -226,7 +266,6 @@ class ParallelExecutor:
             self._probe()
             if until_s is not None and time.monotonic() >= until_s:
                 return None
-        return self._settle(self._take_finished())
 
     def forget(self, request_id: str) -> None:
         """See `Executor.forget`."""
@@ -308,6 +347,9 @@ class ParallelExecutor:
         elif isinstance(said, Alive):
             if any(rank in flight.waiting and flight.plan.seq <= said.done for flight in group.flights):
                 raise RankLostError(rank, f"has carried out plan {said.done}, and what it said of it was lost")
+        elif isinstance(said, Word):
+            if self.hears is not None:
+                self.hears(rank, said.body)
         elif isinstance(said, Failed):
             raise RankLostError(rank, f"failed: {said.error}")
         else:

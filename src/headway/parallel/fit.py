@@ -9,7 +9,7 @@ from headway.core.errors import ConfigError
 from headway.hardware.memory import gib
 from headway.latency.layout import Layout
 from headway.model.config import DecoderConfig
-from headway.model.shard import Shard, divides
+from headway.model.shard import WHOLE, Shard, divides
 from headway.parallel.place import places
 
 WORKER_BYTES = 160 << 20
@@ -39,6 +39,16 @@ def numbers(config: DecoderConfig, shard: Shard) -> int:
     layer = config.hidden_size * (2 * q + 2 * kv + 3 * len(shard.mlp(config)))
     words = len(shard.vocabulary(config)) * config.hidden_size
     return len(shard.layers(config)) * layer + (shard.first + shard.last) * words
+
+
+def parameters(config: DecoderConfig) -> int:
+    """All weights of the model, norms and biases as well, none counted twice but a tied head: what one process that has
+    the whole model holds."""
+    q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
+    norms = 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
+    biases = (q + 2 * kv) * config.qkv_bias + config.hidden_size * config.out_bias
+    biases += (2 * config.mlp_size + config.hidden_size) * config.mlp_bias
+    return numbers(config, WHOLE) + config.layers * (norms + biases) + config.hidden_size
 
 
 def check_shape(config: DecoderConfig, layout: Layout) -> None:

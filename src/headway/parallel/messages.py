@@ -9,11 +9,14 @@ import msgspec
 
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised with every change of these messages; a rank of another number is refused."""
 
 BEAT = b"beat-"
 """What the identity of the connection begins with over which a rank's beats come; its number follows."""
+
+ASIDE = b"aside-"
+"""The same of the connection over which it says what does not wait for what it computes."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -33,13 +36,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The rank has its weights and its KV pool. `mark` is the checkpoint's fingerprint, which all must share."""
+    """The rank has its weights and its KV pool. `mark` is the checkpoint's fingerprint, which all must share.
+    peer_address: where it hears other instances, if it does."""
 
     mark: str
     dtype: str
     threads: int
     weights_bytes: int
     kv_bytes: int
+    peer_address: str | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -154,9 +159,23 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
     seconds: float
 
 
+class Aside(msgspec.Struct, frozen=True, array_like=True, tag="aside"):
+    """For whoever moves KV to and from other instances here (`worker.kv_rank`), once plan `after` has been carried out;
+    before the next one."""
+
+    after: int
+    body: bytes
+
+
+class Word(msgspec.Struct, frozen=True, array_like=True, tag="word"):
+    """From whoever moves KV (`worker.kv_rank`)."""
+
+    body: bytes
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End, without finishing anything."""
 
 
-ToRank = Welcome | Admit | Plan | Snapshot | Probe | Measure | Stop
-FromRank = Hello | Ready | Failed | Done | Desync | Alive | Measured
+ToRank = Welcome | Admit | Plan | Snapshot | Probe | Measure | Aside | Stop
+FromRank = Hello | Ready | Failed | Done | Desync | Alive | Measured | Word

@@ -81,6 +81,14 @@ class PlanWriter:
         """Tell the ranks with the next plan that a request has ended."""
         self._forget.append(request)
 
+    def holder(self, request: str) -> int | None:
+        """The number under which blocks of a request are held, as far as was told; live or not."""
+        return self._holders.get(request)
+
+    def spare(self, request: int) -> None:
+        """A number that was to be forgotten is in use again."""
+        self._forget = [number for number in self._forget if number != request]
+
     def write(self, part: Part, asks: Asks = (), told: Told = ()) -> Plan:
         """The next plan. It is part of the stream from here on, and must be sent."""
         numbers = self._numbers

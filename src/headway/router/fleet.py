@@ -78,6 +78,6 @@ class Fleet:
                 continue
             if number == attempt.at and not attempt.finished:
                 instance.abort(attempt.wire)
-            if instance.computes_runs:
+            if instance.moves_kv:
                 instance.tell(Forget(attempt.wire))
         attempt.admitted &= kept

@@ -138,8 +138,13 @@ class LiveInstance:
 
     @property
     def computes_runs(self) -> bool:
-        """Whether it can take part in runs and move KV, or only compute whole requests."""
-        return self.info is not None and getattr(self.info, "peer_address", None) is not None
+        """Whether it can take part in runs, or only compute whole prompts."""
+        return self.moves_kv and self.info is not None and not self.info.peer_others
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether KV can come from it and to it."""
+        return self.info is not None and self.info.peer_address is not None
 
     @property
     def pid(self) -> int:
@@ -155,8 +160,9 @@ class LiveInstance:
     @property
     def peer(self) -> Peer | None:
         """How others reach it; None when they cannot."""
-        address = None if self.info is None else getattr(self.info, "peer_address", None)
-        return Peer(self.number, self.incarnation, address) if self.serves and address is not None else None
+        if self.info is None or self.info.peer_address is None or not self.serves:
+            return None
+        return Peer(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
 
     def tell(self, message: msgspec.Struct, *frames: Any) -> None:
         """Never blocks; what a process that is gone did not read is lost with it."""

@@ -238,7 +238,9 @@ class Live:
                 if attempt.at == number:
                     attempt.at, attempt.whole = None, {number}
                     self.hands.load(number).left(attempt.request.id)
-                    self.machine.stayed(attempt.journey, attempt.said, False, now)
+                    if attempt.entry is None:
+                        self.machine.stayed(attempt.journey, attempt.said, False, now)
+                    self._complete(self.hands.runs.kept(attempt))
         self.settle()
 
     def measured(self, number: int) -> None:

@@ -3,8 +3,8 @@
 A batch (`placement.base.Commit.along`) is computed one run after the other, on the group that it has for itself, and
 its end is told for all of it at the last one's.
 
-Where an instance can only compute whole requests (several processes of its own), a span that is a whole prompt is a
-stay in its scheduler, which ends as a span with the first token.
+Where an instance can only compute whole prompts (several processes of its own), a span that is a whole prompt is a
+stay in its scheduler, which ends as a span with the first token, or once its KV is kept for others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headway.core.span import Span, Strategy
 from headway.engine.cluster_messages import Compute, Pause, Proceed, Run, RunDone, RunPaused
 from headway.engine.protocol import Delta
 from headway.hardware.shapes import ModelShape
+from headway.placement.base import Phase
 from headway.router.attempt import Attempt
 from headway.router.fleet import Fleet
 
@@ -40,7 +41,7 @@ class Runs:
         fleet: Fleet,
         shape: ModelShape,
         rows: int,
-        submit: Callable[[Attempt, int], None],
+        submit: Callable[[Attempt, int, Phase], None],
         begun: Callable[[Attempt], None],
     ) -> None:
         """rows: see `Run.rows`. submit: give a whole request to an instance's scheduler; begun: told when a group has
@@ -97,13 +98,17 @@ class Runs:
         return None if attempt.running else entry
 
     def first_token(self, attempt: Attempt, delta: Delta) -> SpanEntry | None:
-        """A whole request has its first token: the span that it was is complete."""
+        """A whole prompt has its first token: the span that it was is complete, unless its KV is still to be `kept`."""
         entry = attempt.entry
-        if entry is None:
+        if entry is None or (attempt.runs and delta.finish is None):
             return None
         if delta.finish is not None:
             (entry.lead or entry).driver.over.add(entry.owner)
         return self._complete(attempt, entry)
+
+    def kept(self, attempt: Attempt) -> SpanEntry | None:
+        """A whole prompt's KV waits to go on: the span that it was is complete."""
+        return None if attempt.entry is None else self._complete(attempt, attempt.entry)
 
     def left(self, attempt: Attempt) -> SpanEntry | None:
         """A request has ended while its run was under way; the entry that is complete with that, of a batch."""
@@ -135,10 +140,10 @@ class Runs:
     def _start(self, entry: SpanEntry) -> None:
         attempt, span = _attempt(entry.journey), entry.span
         attempt.entry = entry
-        if not self._runs(entry):
-            self._submit(attempt, entry.group[0])
-            return
         run = self._run(span, entry.group)
+        if not self._runs(entry):
+            self._stay(attempt, entry.group[0], run)
+            return
         compute = Compute(
             id=attempt.wire,
             index=entry.index,
@@ -152,6 +157,15 @@ class Runs:
         attempt.runs.append(run)
         attempt.running = set(entry.group)
         self._fleet.tell(entry.group, compute)
+        self._begun(attempt)
+
+    def _stay(self, attempt: Attempt, number: int, run: Run) -> None:
+        """A whole prompt, in an instance's scheduler; where there are others to decode it, up to its first token."""
+        if not (self._fleet[number].moves_kv and any(one.role == "decode" for one in self._fleet)):
+            self._submit(attempt, number, "all")
+            return
+        attempt.runs.append(run)
+        self._submit(attempt, number, "prefill")
         self._begun(attempt)
 
     def _run(self, span: Span, group: tuple[int, ...]) -> Run:

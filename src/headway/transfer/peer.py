@@ -7,15 +7,25 @@ import socket
 import msgspec
 
 from headway.core.errors import ConfigError, HeadwayError
+from headway.transfer.ends import end_of
 
 
 class Peer(msgspec.Struct, frozen=True):
     """How one instance reaches another. `incarnation` grows with each process that takes the number. `address`:
-    `unix:PATH` or `tcp:HOST:PORT`."""
+    `unix:PATH` or `tcp:HOST:PORT`; of an instance that is several processes that of rank 0, and `others` of the other
+    tensor-parallel ranks, in order."""
 
     instance: int
     incarnation: int
     address: str
+    others: tuple[str, ...] = ()
+
+    def ends(self) -> list[Peer]:
+        """Each of its ranks as a peer of its own."""
+        return [
+            Peer(end_of(self.instance, rank), self.incarnation, address)
+            for rank, address in enumerate((self.address, *self.others))
+        ]
 
 
 class PeerLostError(HeadwayError):

@@ -18,6 +18,7 @@ from contextlib import suppress
 
 from headway.core.errors import ConfigError
 from headway.transfer.connection import Buffer, Connection, Handler, Place, Ticket
+from headway.transfer.ends import instance_of
 from headway.transfer.frames import Kind, greet
 from headway.transfer.peer import Peer, PeerLostError, listen, prepare, reach
 
@@ -31,7 +32,8 @@ _REMEMBERED = 65536
 
 
 class Peers:
-    """One instance's end. `address`: where it listens, and then, with the port, where it is found.
+    """One instance's end, or that of one of its ranks (`ends`). `address`: where it listens, and then, with the port,
+    where it is found.
 
     Made before others are told of it; `meet` says who they are. `secret`: what all instances of a cluster share; over
     sockets in a folder that only one user can enter it may be empty. Raises ConfigError. Any thread may call anything.
@@ -44,6 +46,7 @@ class Peers:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._table: dict[int, Peer] = {}
+        self._ranks: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._handler: Handler | None = None
@@ -53,8 +56,10 @@ class Peers:
     def meet(self, peers: Iterable[Peer]) -> None:
         """All instances that are there now (this one may be among them). Connections to lives that are not named any
         more end; those to new ones are made."""
-        table = {peer.instance: peer for peer in peers if peer.instance != self.number}
+        others = [peer for peer in peers if peer.instance != instance_of(self.number)]
+        table = {end.instance: end for peer in others for end in peer.ends()}
         with self._lock:
+            self._ranks = {peer.instance: 1 + len(peer.others) for peer in others}
             known, self._table = self._table, table
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
         for connection in gone:
@@ -63,6 +68,11 @@ class Peers:
             for peer in table.values():
                 if peer.instance not in self._connections:
                     self._begin(peer)
+
+    def ranks_of(self, instance: int) -> int:
+        """How many ends an instance has, as far as it was met."""
+        with self._lock:
+            return self._ranks.get(instance, 1)
 
     def _left(self, connection: Connection, known: Mapping[int, Peer]) -> bool:
         """Whether the table says that this life of an instance is over. One that greeted before it was named stays."""

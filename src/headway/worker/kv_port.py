@@ -41,28 +41,40 @@ class _Piece:
 
 
 class KvPort:
-    """Of a worker that is one process, whose instance has the number `rank`. `runs`: who computes runs here.
+    """Of a worker whose instance has the number `rank`. `runs`: who computes runs here, where the instance is one
+    process; `heads`: the KV heads that it has, where it is several.
 
     Raises ConfigError for a pool that is not in this host's memory.
     """
 
-    def __init__(self, worker: Worker, block_tokens: int, runs: Runs, connector: KvConnector, rank: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        block_tokens: int,
+        runs: Runs | None,
+        connector: KvConnector,
+        rank: int,
+        heads: range | None = None,
+    ) -> None:
         if worker.pool.data.device.type != "cpu":
             raise ConfigError(f"device '{worker.pool.data.device}': KV moves between pools in host memory only")
         self._runs, self._connector, self._rank = runs, connector, rank
         self._pool, self._block = worker.pool, block_tokens
+        self._heads = heads or range(worker.pool.kv_heads)
         self._cache = _bytes(worker.pool)
         self._pieces: dict[str, list[_Piece]] = {}
         self._awaited: dict[str, int] = {}
+        self._opened: list[str] = []
         worker.leaving = self.settle
 
     # -- what comes ---------------------------------------------------------------------------------------------------
 
     def receive(self, request: str, tokens: int, blocks: Slots) -> None:
         """KV of so many tokens will come, in their order, into these runs of blocks."""
-        heads = range(self._pool.kv_heads)
         self._awaited[request] = tokens
-        self._connector.update_state_after_alloc(request, KvPlace(self._cache, heads, tokens, self._slots(blocks)))
+        place = KvPlace(self._cache, self._heads, tokens, self._slots(blocks))
+        self._connector.update_state_after_alloc(request, place)
+        self._opened.append(request)
 
     def awaits(self, request: str) -> bool:
         """Whether there is room for KV of the request that has not all come."""
@@ -83,7 +95,7 @@ class KvPort:
     def layers_are_there(self, request: str) -> None:
         """More may be there of a request that runs compute."""
         pieces = self._pieces.get(request)
-        kept = self._runs.kept(request) if pieces else None
+        kept = self._runs.kept(request) if pieces and self._runs is not None else None
         if pieces is None or kept is None:
             return
         for piece in list(pieces):
@@ -118,7 +130,7 @@ class KvPort:
             if start < end:
                 positions = np.arange(start, end, dtype=np.int64)
                 slots = slots_of(self._slots(blocks), positions)
-                part = KvPart(self._cache, range(self._pool.kv_heads), 0, positions, slots)
+                part = KvPart(self._cache, self._heads, 0, positions, slots)
                 for layer in range(self._pool.layers):
                     self._connector.save_kv_layer(piece.save, layer, part)
                 piece.tokens = end
@@ -130,6 +142,11 @@ class KvPort:
         self._connector.wait_for_save(request)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def opened(self) -> list[str]:
+        """Requests of which room has been made since the last call: what may come now finds its place."""
+        names, self._opened = self._opened, []
+        return names
 
     def finished(self) -> Finished:
         """What has come to its end since the last call."""

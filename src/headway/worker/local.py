@@ -23,7 +23,14 @@ class LocalExecutor:
         self.worker = worker
         self._done: deque[StepResult] = deque()
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+    def admit(
+        self,
+        request_id: str,
+        prompt: memoryview,
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:
         self.worker.admit(request_id, prompt.nbytes // 4, prompt, params, output)
 
     def submit(self, batch: Batch) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -26,10 +27,11 @@ from headway.model.loading import load_decoder, resolve_dtype
 from headway.parallel.beats import PER_TIMEOUT, Heart
 from headway.parallel.gloo import GlooLinks, choose_interface, join, rendezvous
 from headway.parallel.group_attention import GroupAttention
-from headway.parallel.messages import BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome
+from headway.parallel.messages import ASIDE, BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, ToRank, Welcome, Word
 from headway.parallel.place import place_of
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.secret import guard_client
+from headway.worker.kv_rank import KvRank
 from headway.worker.rank import Rank, failure
 from headway.worker.worker import Worker
 
@@ -63,6 +65,17 @@ class ZmqChannel:
             guard_client(socket, self._token)
         socket.connect(self._endpoint)
         return socket
+
+    def aside(self, rank: int) -> Callable[[bytes], None]:
+        """Sends frames over a connection of its own, from any one thread; it stays open as long as the process."""
+        socket: list[zmq.Socket[Any]] = []
+
+        def send(frame: bytes) -> None:
+            if not socket:
+                socket.append(self._connected(ASIDE + b"%d" % rank))
+            socket[0].send(frame)
+
+        return send
 
     def receive(self, wait: bool) -> list[memoryview] | None:
         """See `Channel.receive`."""
@@ -135,8 +148,20 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     worker = Worker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
     held = decoder.weights.parameters * decoder.dtype.itemsize
     dtype = str(decoder.dtype).removeprefix("torch.")
-    _say(channel, Ready(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes))
-    Rank(worker, channel).serve()
+    kv = None
+    if config.peer is not None and device.type == "cpu":
+        aside = channel.aside(rank)
+        kv = KvRank(
+            worker,
+            shape.kv_heads,
+            config.block_tokens,
+            config.peer,
+            lambda body: _say(channel, Word(body)),
+            lambda body: aside(_encoder.encode(Word(body))),
+        )
+    address = None if kv is None else kv.address
+    _say(channel, Ready(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
+    Rank(worker, channel, kv).serve()
     links.close()
 
 

@@ -17,7 +17,7 @@ from headway import __version__
 from headway.core.errors import ConfigError
 from headway.core.scratch import ScratchFolder
 from headway.parallel.beats import Pulse
-from headway.parallel.messages import BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
+from headway.parallel.messages import ASIDE, BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.wire import Frame, RankLostError
 from headway.worker.launch import end_words, launch
@@ -114,7 +114,7 @@ class ProcessWire:
         while True:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                rank = int(name.removeprefix(BEAT))
+                rank = int(name.removeprefix(BEAT).removeprefix(ASIDE))
                 self._pulse.heard(rank, time.monotonic())
                 if not name.startswith(BEAT):
                     return rank, frames

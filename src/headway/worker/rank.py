@@ -13,6 +13,7 @@ from headway.kv.allocator import BlockTables
 from headway.parallel.messages import (
     Admit,
     Alive,
+    Aside,
     Desync,
     Done,
     Failed,
@@ -27,6 +28,7 @@ from headway.parallel.messages import (
 )
 from headway.parallel.stream import StreamState
 from headway.parallel.wire import Channel
+from headway.worker.kv_rank import KvRank
 from headway.worker.measure import measure
 from headway.worker.worker import Worker
 
@@ -38,15 +40,19 @@ class Rank:
     """Drives one worker by the engine's plan stream until told to stop.
 
     A plan is replayed and its checksum compared before anything is computed. When it does not follow from what this
-    rank knows, the rank stops there, says so, and goes on from the snapshot that it gets.
+    rank knows, the rank stops there, says so, and goes on from the snapshot that it gets. `kv`: who moves KV to and
+    from other instances, if somebody does.
     """
 
-    def __init__(self, worker: Worker, channel: Channel) -> None:
+    def __init__(self, worker: Worker, channel: Channel, kv: KvRank | None = None) -> None:
         self._worker = worker
         self._channel = channel
+        self._kv = kv
+        self._asides: deque[Aside] = deque()
+        self._admitted: dict[int, int] = {}
         self._state = StreamState(worker.tables)
         self._queue: deque[tuple[Plan, Part]] = deque()
-        self._heard = self._asked = self._done = 0
+        self._heard = self._asked = self._done = self._followed = 0
         self._halted = self._stopped = False
 
     def serve(self) -> None:
@@ -57,6 +63,7 @@ class Rank:
                 self._hear(_decoder.decode(frames[0]), frames[1:])
             elif self._queue:
                 self._carry_out(*self._queue.popleft())
+            self._attend()
 
     def _hear(self, message: ToRank, frames: list[memoryview]) -> None:
         if isinstance(message, Plan):
@@ -64,6 +71,7 @@ class Rank:
         elif isinstance(message, Admit):
             prompt = frames[0] if message.has_prompt else None
             name = str(message.request)
+            self._admitted[message.request] = self._heard
             self._worker.admit(name, message.prompt_tokens, prompt, message.params, message.output)
         elif isinstance(message, Snapshot):
             self._restore(message)
@@ -72,6 +80,8 @@ class Rank:
         elif isinstance(message, Measure):
             seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
             self._say(Measured(seconds))
+        elif isinstance(message, Aside):
+            self._asides.append(message)
         elif isinstance(message, Stop):
             self._stopped = True
         else:
@@ -116,18 +126,28 @@ class Rank:
                 plan.seq, f"the state's checksum after plan {plan.seq} is {plan.check:08x}, and here {check:08x}"
             )
             return
+        self._followed = plan.seq
         for request in plan.forget:
-            worker.forget(str(request))
+            if plan.seq > self._admitted.get(request, 0):  # else it is in use again, and this was of who had it before
+                worker.forget(str(request))
+                self._admitted.pop(request, None)
         if plan.seq <= self._done:
             worker.skip(part)
             return
         asks = tuple((group, tuple(map(str, numbers))) for group, numbers in plan.asks)
         emitted = worker.run(part, asks)
         self._done = plan.seq
+        if self._kv is not None:
+            self._kv.computed(part)
         logprobs = tuple(one.logprobs for one in emitted)
         tokens = tuple(one.token for one in emitted)
         reported = logprobs if any(one is not None for one in logprobs) else ()
         self._say(Done(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
+
+    def _attend(self) -> None:
+        """What concerns KV that moves, as far as the plans before it have been followed."""
+        while self._kv is not None and self._asides and self._asides[0].after <= self._followed:
+            self._kv.hear(self._asides.popleft().body)
 
     def _halt(self, seq: int, why: str) -> None:
         self._queue.clear()
@@ -145,7 +165,7 @@ class Rank:
         self._state = StreamState(tables, snapshot.said, snapshot.check)
         for epoch, members in snapshot.groups:
             self._state.epochs.use(epoch, tuple(map(str, members)))
-        self._heard = snapshot.seq
+        self._heard = self._followed = snapshot.seq
         self._halted = False
 
     def _say(self, message: FromRank) -> None:

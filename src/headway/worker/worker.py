@@ -150,7 +150,8 @@ class Worker:
         """Compute one part and draw the tokens that it yields: decodes in group order, then finished prompts. Empty on
         ranks that do not sample. Its KV operations have been replayed. asks: whose rows other KV groups attend too."""
         if not part.tokens:
-            self._visit(part)
+            if part.assists:
+                self._visit(part)
             return []
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         decoding, yielding = self._members(part.decodes), self._yielding(part)

@@ -37,7 +37,14 @@ class TimedExecutor:
     def accepts(self) -> bool:
         return self._flying is None
 
-    def admit(self, request_id: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+    def admit(
+        self,
+        request_id: str,
+        prompt: memoryview,
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:
         """Its tokens do not matter."""
 
     def submit(self, batch: Batch) -> None:

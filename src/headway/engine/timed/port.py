@@ -30,9 +30,15 @@ class TimedPort:
     def __init__(self, times: Times, runs: TimedRuns, mail: Mail, alarm: Alarm, clock: Clock) -> None:
         self._times, self._runs, self._mail, self._alarm, self._clock = times, runs, mail, alarm, clock
         self._pieces: dict[str, list[_Piece]] = {}
+        self._opened: list[str] = []
 
     def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None:
         """Nothing will be written there."""
+        self._opened.append(request)
+
+    def opened(self) -> list[str]:
+        names, self._opened = self._opened, []
+        return names
 
     def awaits(self, request: str) -> bool:
         """Who decodes is told to when all is there."""

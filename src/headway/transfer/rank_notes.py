@@ -1,0 +1,76 @@
+"""What an engine and its ranks say to each other of KV that moves (`parallel.messages.Aside`, `Word`).
+
+A request has a name, by which other instances know it, and a number, by which the plan stream does: its blocks are
+those of the number. Nothing here grows with a context.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.transfer.peer import Peer
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
+    """All instances that are there now (`Peers.meet`)."""
+
+    peers: tuple[Peer, ...]
+
+
+class Room(msgspec.Struct, frozen=True, array_like=True, tag="room"):
+    """A request's first `tokens` tokens will come, into the blocks of its number. Answered by `Open`."""
+
+    name: str
+    number: int
+    tokens: int
+
+
+class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
+    """Send tokens [start, end) of a request to instance `to`, as they are or will be computed. `tokens`: so many are
+    there already; the rank may know of more."""
+
+    name: str
+    number: int
+    piece: int
+    to: int
+    start: int
+    end: int
+    tokens: int
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Nothing of a request is to come or go any more."""
+
+    name: str
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """What comes of a request is kept from now on."""
+
+    name: str
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
+    """This rank's heads of a piece are there (`connector.Received`). whole: so are those of all other pieces."""
+
+    name: str
+    piece: int
+    source: int
+    began_s: float
+    ended_s: float
+    whole: bool
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Something of a request will not come or go (`connector.Lost`)."""
+
+    name: str
+    why: str
+
+
+ToRank = Met | Room | Bring | Drop
+FromRank = Open | Came | Gone
+
+encode = msgspec.msgpack.Encoder().encode
+to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

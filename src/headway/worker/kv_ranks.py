@@ -1,0 +1,132 @@
+"""The engine's end of moving KV where the instance is several processes: each rank moves its own, this keeps count.
+
+Room is there when all ranks have opened theirs, and a piece has come when all have theirs of it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from headway.core.batch import KvOp
+from headway.parallel.executor import ParallelExecutor
+from headway.transfer.connector import Finished, Lost, Received, Save
+from headway.transfer.peer import Peer
+from headway.transfer.rank_notes import Bring, Came, Drop, Met, Open, Room, ToRank, encode, from_rank
+
+Slots = Sequence[tuple[int, int]]
+
+
+class KvRanks:
+    """`desk.Port` over the ranks of an executor. untold: KV operations that no batch has carried yet, which must come
+    before what is said of the blocks that they give."""
+
+    def __init__(self, executor: ParallelExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
+        self._executor, self._untold = executor, untold
+        self._ranks = frozenset(range(executor.layout.accelerators))
+        self._closed: dict[str, set[int]] = {}
+        self._opened: list[str] = []
+        self._awaited: dict[str, set[int]] = {}
+        self._coming: dict[tuple[str, int, int], dict[int, Came]] = {}
+        self._received: list[Received] = []
+        self._lost: list[Lost] = []
+        executor.hears = self._hear
+
+    def meet(self, peers: Iterable[Peer]) -> None:
+        """See `Peers.meet`."""
+        self._tell(Met(tuple(peers)))
+
+    def receive(self, request: str, tokens: int, blocks: Slots) -> None:
+        """See `KvPort.receive`. `opened` tells when there is."""
+        self._executor.replay(self._untold())
+        number = self._executor.number(request)
+        assert number is not None, f"no blocks are held for {request}"
+        self._closed[request] = set(self._ranks)
+        self._awaited[request] = set(self._ranks)
+        self._tell(Room(request, number, tokens))
+
+    def opened(self) -> list[str]:
+        """Requests of which room has been made since the last call."""
+        names, self._opened = self._opened, []
+        return names
+
+    def awaits(self, request: str) -> bool:
+        """See `KvPort.awaits`."""
+        return bool(self._awaited.get(request))
+
+    def send(self, save: Save, start: int, end: int) -> None:
+        """See `KvPort.send`."""
+        number = self._executor.number(save.request)
+        if number is not None:
+            tokens = end if self._awaited.get(save.request) == set() else 0
+            self._tell(Bring(save.request, number, save.piece, save.to, start, end, tokens))
+
+    def sending(self) -> list[str]:
+        """Nothing: ranks see by themselves when more is there."""
+        return []
+
+    def layers_are_there(self, request: str) -> None:
+        """No runs are computed here."""
+
+    def tokens_are_there(self, request: str, tokens: int, blocks: Slots) -> None:
+        """Ranks see by themselves."""
+
+    def settle(self, request: str) -> None:
+        """Ranks see by themselves when blocks become others'."""
+
+    def finished(self) -> Finished:
+        """See `KvPort.finished`."""
+        received, self._received = self._received, []
+        lost, self._lost = self._lost, []
+        return Finished(received, lost)
+
+    def forget(self, request: str) -> None:
+        """See `KvPort.forget`, and `Peers.forget`."""
+        self._closed.pop(request, None)
+        self._awaited.pop(request, None)
+        for key in [key for key in self._coming if key[0] == request]:
+            del self._coming[key]
+        self._tell(Drop(request))
+
+    # -- what ranks say -----------------------------------------------------------------------------------------------
+
+    def _hear(self, rank: int, body: bytes) -> None:
+        said = from_rank.decode(body)
+        if isinstance(said, Open):
+            closed = self._closed.get(said.name, set())
+            closed.discard(rank)
+            if self._closed.get(said.name) == set():
+                del self._closed[said.name]
+                self._opened.append(said.name)
+        elif isinstance(said, Came):
+            self._came(rank, said)
+        else:
+            self._lost.append(Lost(said.name, said.why))
+
+    def _came(self, rank: int, said: Came) -> None:
+        if said.name not in self._awaited:
+            return
+        if said.whole:
+            self._awaited[said.name].discard(rank)
+        come = self._coming.setdefault((said.name, said.piece, said.source), {})
+        come[rank] = said
+        if come.keys() == self._ranks:
+            del self._coming[said.name, said.piece, said.source]
+            began_s, ended_s = min(one.began_s for one in come.values()), max(one.ended_s for one in come.values())
+            self._received.append(Received(said.name, said.piece, said.source, began_s, ended_s))
+
+    def _tell(self, word: ToRank) -> None:
+        self._executor.aside(encode(word))
+
+
+class RankPeers:
+    """`member.Others`: the peers of instance `number`, whose ranks have them."""
+
+    def __init__(self, number: int, ranks: KvRanks) -> None:
+        self.number, self._ranks = number, ranks
+
+    def meet(self, peers: Iterable[Peer]) -> None:
+        """See `Peers.meet`."""
+        self._ranks.meet(peers)
+
+    def forget(self, scope: str) -> None:
+        """Ranks forget what comes and goes when the port does."""
