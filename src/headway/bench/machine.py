@@ -6,6 +6,7 @@ import os
 import platform
 from importlib import metadata
 
+from headway.core.cores import CORES
 from headway.hardware.processor import processor_name
 
 
@@ -13,7 +14,7 @@ def machine() -> dict[str, object]:
     """Processor, usable cores and memory of this machine (the client's: a remote server's is not known)."""
     return {
         "cpu": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(CORES),
         "memory_gib": _memory_gib(),
         "system": platform.system(),
     }

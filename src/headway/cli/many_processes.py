@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from headway.cli.assemble import Built, backend_name, eos_ids, kv_blocks
+from headway.core.cores import CORES
 from headway.core.errors import CheckpointError
 from headway.engine.config import EngineConfig
 from headway.hardware.device import Devices, choose
@@ -91,7 +91,7 @@ def _build(
     hosts: Rendezvous | None,
     wanted: Callable[[], bool],
 ) -> Built:
-    available, cores = available_bytes(), len(os.sched_getaffinity(0))
+    available, cores = available_bytes(), len(CORES)
     if hosts is not None:
         warm()
         everybody = hosts.gather(wanted)

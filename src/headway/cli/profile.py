@@ -9,7 +9,8 @@ from pathlib import Path
 from headway.cli import serve_options
 from headway.cli.options import add_options, environment, resolve
 from headway.cli.serve import model_folder
-from headway.engine.numerics import settle
+from headway.engine.config import EngineConfig
+from headway.engine.numerics import bound, settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     options = serve_options.ENGINE_OPTIONS
     values, _ = resolve(options, arguments, environment(), None)
     model = model_folder(arguments.model)
-    settle()
-    from headway.cli.assemble import build, profile_mark
-    from headway.engine.config import EngineConfig
-    from headway.latency import store
-    from headway.worker import profiling
-
     config = EngineConfig(
         model=model,
         dtype=values["dtype"],
@@ -52,6 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         pipeline_parallel_size=values["pipeline_parallel_size"],
         kv_parallel_size=values["kv_parallel_size"],
     )
+    settle(bound(config))
+    from headway.cli.assemble import build, profile_mark
+    from headway.latency import store
+    from headway.worker import profiling
+
     built = build(config)
     mark = profile_mark(config, built)
     started = time.perf_counter()

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from headway.engine.config import EngineConfig
-from headway.engine.numerics import NUMERICS, bound
+from headway.engine.numerics import NUMERICS
 
 ENGINE = "headway.cli.engine_process"
 
@@ -21,7 +21,7 @@ def spawn(endpoint: str, config: EngineConfig, module: str = ENGINE) -> subproce
     process = subprocess.Popen(
         [sys.executable, "-m", module, endpoint, str(os.getpid())],
         stdin=subprocess.PIPE,
-        env={**NUMERICS, **bound(config), **os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
     assert process.stdin is not None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
 from headway import __version__
+from headway.core.cores import CORES
 from headway.core.errors import ConfigError, HeadwayError
 from headway.hardware.memory import available_bytes
 from headway.latency.layout import Layout
@@ -43,7 +43,7 @@ def _terms(node: int, nodes: int, layout: str, model: str, trouble: str = "") ->
         run=secrets.token_hex(8),
         layout=layout,
         model=model,
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(CORES),
         available_bytes=available_bytes(),
         trouble=trouble,
     )

@@ -1,0 +1,38 @@
+"""The cores that this process may use: as it was started, whatever a library has bound its threads to since."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+
+def _usable() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+CORES = _usable()
+"""Numbers of the system, in order. Taken when this module is imported, which must be before torch is."""
+
+
+def shares(parts: int) -> list[tuple[int, ...]]:
+    """The cores in so many parts of neighbours, as equal as they can be; more parts than cores share them in turn."""
+    count = len(CORES)
+    if parts >= count:
+        return [(CORES[part % count],) for part in range(parts)]
+    return [CORES[part * count // parts : (part + 1) * count // parts] for part in range(parts)]
+
+
+def start(body: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread that may run on any of the cores, where one that a bound thread starts would be bound with it."""
+
+    def run() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, CORES)
+        body()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
