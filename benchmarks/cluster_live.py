@@ -188,6 +188,8 @@ def started(name: str, model: str, options: argparse.Namespace, folder: Path) ->
         "max_model_len": options.max_model_len, "event_log": str(log), **scheduler,
     }  # fmt: skip
     content = {"pools": pools, "model": model, "placement": placement, "options": chosen, "serve": serve}
+    if options.span_rows is not None:
+        content["span_rows"] = options.span_rows
     file = cluster_file(content, name)
     values, given = combine(serve_options.ALL, Namespace(), {}, file.serve, f"{name}: serve")
     configs = instance_configs(file, name, model, values, given)
@@ -310,6 +312,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a checkpoint; default: random weights, 24 layers of width 128")
     parser.add_argument("--kv", default="768M", help="KV cache of each instance (default 768M)")
     parser.add_argument("--max-model-len", type=int, default=32768, help="longest prompt and answer (default 32768)")
+    parser.add_argument("--span-rows", type=int, help="rows of a span that are computed at once (default: as served)")
     parser.add_argument("--long-tokens", type=int, default=2000, help="prompts above this are long (default 2000)")
     parser.add_argument("--trace", type=Path, help="a trace of any known format, instead of the synthetic slice")
     parser.add_argument("--slice", default="0s:60s", help="of the trace: 600s:660s or 100:200 (default 0s:60s)")

@@ -6,16 +6,22 @@ repository's CPU figures (hidden 512, 8 query and 2 KV heads of 64, MLP 1536) wi
 scheduler's way: one chunk of all tokens. The rest are runs, KV in the instance's pool. Medians of seconds from when all
 begin to when the last is done; runs of different kinds alternate. Groups of more instances than cores measure cores.
 Then a token that is decoded behind the prompt: alone, by a run of one, and in place over the KV of a group.
+
+With --rows 256 512 … each run of a ring is computed with so many rows of an instance at once (`span_rows` of a cluster
+file; 0: all): how long it takes, how long a pause or a message has to wait at most (the longest time between two layer
+edges), and by how much its process's memory has grown beyond what it was before the first run.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import resource
 import statistics
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +70,10 @@ class Bench:
         self.worker.replay((KvOp("free", name, 0),))
         self.worker.forget(name)
 
-    def run(self, name: str, attn: str, group: tuple[int, ...], layer: list[float]) -> None:
+    def run(self, name: str, attn: str, group: tuple[int, ...], layer: list[float], rows: int = 0) -> None:
         tokens = self.options.tokens
         self.runs.admit(name, self.prompt, GREEDY, ())
-        run = Run(0, tokens, group, Strategy(attn=attn))  # type: ignore[arg-type]
+        run = Run(0, tokens, group, Strategy(attn=attn), rows=rows)  # type: ignore[arg-type]
         self.runs.begin(name, run, (), True, (), lambda count, anew: [(0, count)], lambda: None)
         self.runs.go(name, lambda: False, lambda done: layer.append(time.perf_counter()))
         drawn, _ = self.runs.finish(name, True)
@@ -83,11 +89,34 @@ class Bench:
         self.peers.forget(name)
 
 
+def by_rows(bench: Bench, instances: int, options: argparse.Namespace, together: Any, out: Any) -> None:
+    """Runs of all sizes in turn; the least memory first, as what a process has taken it keeps."""
+    bench.options.steps = 0
+    sizes = sorted({1, *options.groups})
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for turn in range(options.repeats + 1):
+        for rows in sorted(options.rows, key=lambda rows: rows or options.tokens):
+            for size in sizes:
+                together.wait()
+                start, edges = time.perf_counter(), list[float]()
+                if bench.number < size:
+                    bench.run(f"{rows}.{size}.{turn}", "ring", tuple(range(size)), edges, rows)
+                together.wait()
+                longest = max(b - a for a, b in pairwise([start, *edges])) if edges else 0.0
+                grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base
+                if bench.number == 0:
+                    out.put((rows, size, turn, time.perf_counter() - start, longest, grown / 1024))
+    bench.peers.close()
+
+
 def instance_main(
     number: int, folder: Path, instances: int, options: argparse.Namespace, together: Any, out: Any
 ) -> None:
     torch.set_num_threads(1)
     bench = Bench(number, folder, instances, options)
+    if options.rows:
+        by_rows(bench, instances, options, together, out)
+        return
     kinds: list[tuple[str, int]] = [("alone", 1), ("ring", 1)]
     kinds += [(attn, size) for size in options.groups for attn in ("ring", "striped", "ulysses")]
     for turn in range(options.repeats + 1):
@@ -107,6 +136,18 @@ def instance_main(
     bench.peers.close()
 
 
+def show_rows(options: argparse.Namespace, found: list[tuple[int, int, int, float, float, float]]) -> None:
+    print(f"{options.tokens} tokens, {options.dtype}, {options.layers} layers, instances of 1 thread, ring")
+    print("rows      instances  median (s)     least  longest to an edge (ms)  memory, first run (MiB)")
+    for rows, size in sorted({one[:2] for one in found}, key=lambda key: (key[1], key[0] or options.tokens)):
+        mine = [one for one in found if one[:2] == (rows, size) and one[2]]
+        first = next(one for one in found if one[:2] == (rows, size) and not one[2])
+        seconds = [one[3] for one in mine]
+        wait = statistics.median(one[4] for one in mine)
+        print(f"{rows or 'all':<10}{size:>9} {statistics.median(seconds):>11.3f} {min(seconds):>9.3f}", end="")
+        print(f" {1000 * wait:>24.1f} {first[5]:>24.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -115,8 +156,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="rows at once: compare these, and nothing else")
     options = parser.parse_args()
-    instances = max(options.groups)
+    instances, sizes = max(options.groups), {1, *options.groups}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headway.worker.runs"])
     together, out = context.Barrier(instances), context.SimpleQueue()
@@ -129,6 +171,9 @@ def main() -> None:
         ]
         for process in processes:
             process.start()
+        if options.rows:
+            show_rows(options, [out.get() for _ in range((options.repeats + 1) * len(options.rows) * len(sizes))])
+            return
         times: dict[tuple[str, int], list[float]] = {}
         steps: dict[tuple[str, int], list[float]] = {}
         for _ in range(options.repeats * (2 + 3 * len(options.groups))):

@@ -1,4 +1,4 @@
-"""A run that is computed piece by piece: cut by all alike, laid out so that nothing moves between, with the same answers."""
+"""A run that is computed piece by piece: cut alike by all, laid out so that nothing moves between, same answers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 ROUTES: dict[str, tuple[int, list[Part]]] = {
     "ring that grows": (1, [Part(41, 1), Part(60, 2), Part(77, 4)]),
-    "striped that grows": (1, [Part(41, 1, order="striped"), Part(60, 2, order="striped"), Part(77, 4, order="striped")]),
+    "striped that grows": (1, [Part(41, 1, order="striped"), Part(60, 2, order="striped"), Part(7, 4, order="striped")]),
     "contiguous": (1, [Part(41, 3, order="contiguous"), Part(30, 3, order="contiguous")]),
     "ulysses that grows": (1, [Part(41, 1, "ulysses"), Part(60, 2, "ulysses"), Part(77, 4, "ulysses")]),
     "ulysses in nodes": (1, [Part(61, 4, "ulysses", node=2), Part(50, 4, "ulysses", node=2)]),

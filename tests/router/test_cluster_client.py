@@ -124,7 +124,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
             assert await long == answer(prompt(0, 400), 4)
             edges = cut(0, 400, 1, 32)
             assert (entry.tokens, entry.layer) == (edges[len(edges) // 2][0], 1)
-            assert entry.share == pytest.approx((len(edges) // 2 + 1 / SHAPE.layers) / len(edges), rel=0.05)
+            assert entry.share == pytest.approx((len(edges) // 2 + 1 / SHAPE.layers) / len(edges), rel=0.2)
             assert len(fake.said(Pause)) == 1
             assert len(fake.said(Proceed)) == len(fake.said(Compute)) == 1
 

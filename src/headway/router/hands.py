@@ -46,7 +46,8 @@ class LiveHands:
         cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """in_place: groups decode where KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for outside of it only."""
+        """in_place: groups decode where KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for
+        outside of it only."""
         self.fleet, self.attempts = fleet, attempts
         self.latency, self._sent, self._cancel, self._clock = latency, sent, cancel, clock
         self._layers = shape.layers

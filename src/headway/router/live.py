@@ -60,7 +60,8 @@ class Live:
     ) -> None:
         """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
         most_losses: of instances that a request may have been on; one more, and it is taken to be their cause.
-        in_place: groups decode where their KV lies (`stays`). rows: see `Run.rows`. log: of all decisions, for a replay."""
+        in_place: groups decode where their KV lies (`stays`). rows: see `Run.rows`. log: of all decisions, for a
+        replay."""
         self.fleet, self._make = fleet, make
         self.attempts = Attempts()
         self.asked: dict[str, Asked] = {}

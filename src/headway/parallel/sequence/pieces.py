@@ -1,8 +1,8 @@
 """A run of a prompt as chunks that follow each other on one group, so that what is computed at once is bounded.
 
-Between the chunks of a run no KV moves (`core.span.cut`). What a cut costs: a ring passes all KV so far once a chunk, so
-that n chunks of a run that begins a prompt pass (n + 1) / 2 times what one would. What it gives: rows between two layers
-are those of a chunk, and a layer, which is how long a pause or a message waits, is a chunk's.
+Between the chunks of a run no KV moves (`core.span.cut`). What a cut costs: a ring passes all KV so far once a chunk,
+so that n chunks of a run that begins a prompt pass (n + 1) / 2 times what one would. What it gives: rows between two
+layers are those of a chunk, and a layer, which is how long a pause or a message waits, is a chunk's.
 """
 
 from __future__ import annotations
