@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +19,9 @@ import pytest
 from serving import greedy, prompt_of
 
 from checkpoints import make_tiny
+from namespaces import Hosts, Running, two_hosts
 
 HEADWAY = (sys.executable, "-m", "headway.cli.main")
-TOKEN = "a-token-of-the-tests"
 PORT = 8000
 ASKS = [(prompt_of(1, 180), 8), (prompt_of(2, 3), 12)]
 
@@ -39,87 +37,15 @@ sys.stdout.buffer.write(answer.read())
 """
 
 
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-
-class Hosts:
-    """Namespaces `a` (10.77.0.1) and `b` (10.77.0.2)."""
-
-    def __init__(self) -> None:
-        self.a, self.b = f"headway-{os.getpid()}-a", f"headway-{os.getpid()}-b"
-        self._link = f"hw{os.getpid()}a"
-
-    def make(self) -> None:
-        for name in (self.a, self.b):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        other = self._link[:-1] + "b"
-        ip("-n", self.a, "link", "add", self._link, "type", "veth", "peer", "name", other, "netns", self.b)
-        for name, link, address in ((self.a, self._link, "10.77.0.1/24"), (self.b, other, "10.77.0.2/24")):
-            ip("-n", name, "addr", "add", address, "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-
-    def cable(self, state: str) -> None:
-        """`up` or `down`."""
-        ip("-n", self.a, "link", "set", self._link, state)
-
-    def remove(self) -> None:
-        for name in (self.a, self.b):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts need network namespaces, and there is no `ip` (iproute2) to make them with")
-    hosts = Hosts()
-    try:
-        hosts.make()
-    except OSError as error:
-        hosts.remove()
-        pytest.skip(f"two hosts need network namespaces, which cannot be made here: {error}")
-    yield hosts
-    hosts.remove()
+    with two_hosts() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3, max_position_embeddings=4096)
-
-
-class Running:
-    """A command on a host."""
-
-    def __init__(self, namespace: str, *words: str) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
-        self.process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "HEADWAY_RDZV_TOKEN": TOKEN},
-            start_new_session=True,
-        )
-
-    @property
-    def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def ended(self, timeout_s: float = 10.0) -> int:
-        return self.process.wait(timeout_s)
-
-    def remove(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.log.close()
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.cluster import joining
 from headway.cli.cluster_rules import sink
+from headway.cli.cluster_seats import joining
 from headway.cli.main import main
 from headway.engine.config import EngineConfig
 

@@ -118,8 +118,10 @@ def read_yaml(path: str) -> dict[str, Any]:
     """A flat mapping of settings; raises ConfigError otherwise."""
     import yaml
 
+    from headway.cli.yaml_once import load
+
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data = load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

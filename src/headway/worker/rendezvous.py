@@ -276,9 +276,13 @@ class Rendezvous:
         self._fail(node, why)
 
     def _fail(self, node: int, why: str, for_good: bool = False) -> None:
-        """End what runs, or should, on that host. for_good: it has been waited for."""
+        """End what runs on that host; what was not known to run yet goes on waiting for it, unless that is over
+        (for_good)."""
         self._absent.pop(node, None)
         for process in [process for process in self._processes.values() if process.node == node]:
+            if process.pid is None and not for_good:
+                self._absent[node] = time.monotonic()
+                continue
             del self._processes[process.launch.serial]
             process.abandoned = for_good
             process.end(f"was on host {node}, {why}")

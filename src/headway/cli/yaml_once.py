@@ -1,0 +1,29 @@
+"""YAML that names no key twice: of two the last would win, and nobody would know of the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """Only `load` uses it."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (key.tag, str(key.value)) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands there twice in one mapping", key.start_mark
+                )
+            seen.add((key.tag, str(key.value)))
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+
+def load(text: str) -> Any:
+    """As `yaml.safe_load`; a key that a mapping has twice is a YAMLError that names it and where it is."""
+    return yaml.load(text, Loader=_Loader)
