@@ -1,8 +1,9 @@
 """What makes an engine an instance of a cluster: runs that several instances compute together, beside its scheduler.
 
 The companion of `EngineCore`, driven by the same loop. A run is computed in `work`, in the loop's own thread; from
-inside it the loop is called back: between layers, and every so often while other instances are waited for. So beats,
-messages and (where the run allows) the scheduler's iterations go on. No torch here: `Computes` does the computing.
+inside it the loop is called back: between layers and, every so often, within them and while other instances are waited
+for. So messages are heard (KV that is asked for goes), and between layers the scheduler's iterations go on where the run
+allows that. No torch here: `Computes` does the computing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from headway.kv.custody import Custody, runs_of
 log = logging.getLogger("headway.engine")
 
 _NAP_S = 0.005
+_LOOK_S = 0.002
 Slots = Sequence[tuple[int, int]]
 
 
@@ -179,6 +181,7 @@ class Member:
         self._places: dict[str, list[str]] = {}
         self._asked: set[str] = set()
         self._line: deque[_Job] = deque()
+        self._looked_s = float("-inf")
 
     @property
     def idle(self) -> bool:
@@ -289,6 +292,10 @@ class Member:
         beside = compute.beside
 
         def look() -> None:
+            now = self._clock.now()
+            if now - self._looked_s < _LOOK_S:
+                return
+            self._looked_s = now
             loop.turn(False)
             if job.forgotten:
                 raise _EndedError
@@ -301,6 +308,7 @@ class Member:
             if self._moves is not None:
                 self._moves.behind(name, layers)
             loop.turn(beside)
+            self._looked_s = self._clock.now()
             if job.forgotten:
                 raise _EndedError
             self._computes.check(name)

@@ -107,8 +107,8 @@ class Runs:
         look: Callable[[], None],
     ) -> None:
         """Take up a run. `before`: those that were computed before it, in order. drawn: tokens that end with the run's
-        last, of which some may have been drawn elsewhere. `look` is called every so often while
-        others are waited for; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
+        last, of which some may have been drawn elsewhere. `look` is called every so often while others are waited for,
+        and within layers; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
         group or the KV that is here."""
         part = self._parts[name]
         line = self._peers.line(name, run.group)
@@ -215,8 +215,9 @@ class _Part:
 
     def go(self, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         """See `Runs.go`. A pause that was asked for in the last layer of a chunk is one before the next chunk."""
-        prefill = self.prefill
-        while prefill.run(pause=pause, behind=behind):
+        prefill, transport = self.prefill, self.transport
+        assert transport is not None
+        while prefill.run(pause=pause, behind=behind, look=transport.look):
             if len(self._chunks) == 1:
                 return True
             asked = prefill.asked
@@ -290,8 +291,8 @@ class _PeerTransport:
     """`Transport` over the sockets between instances, for one run."""
 
     def __init__(self, rank: int, line: Line, look: Callable[[], None]) -> None:
-        self.rank = rank
-        self._line, self._look = line, look
+        self.rank, self.look = rank, look
+        self._line = line
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
@@ -303,7 +304,7 @@ class _PeerTransport:
 
         def wait() -> None:
             for ticket in tickets:
-                ticket.wait(self._look)
+                ticket.wait(self.look)
 
         return wait
 

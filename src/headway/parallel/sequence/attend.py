@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,10 +14,16 @@ from headway.parallel.sequence.steps import Attend, AttendInPlace
 from headway.parallel.sequence.transport import Lane, Transport
 
 
-def go_round(transport: Transport, step: Attend, query: Tensor, block: Tensor) -> Tensor:
+_PAIRS = 1 << 22
+"""Rows times keys between two looks: some tens of ms of a core, and far more than what a call costs."""
+
+
+def go_round(
+    transport: Transport, step: Attend, query: Tensor, block: Tensor, look: Callable[[], None] = lambda: None
+) -> Tensor:
     """The attention of query (q_heads, rows, d) over every member's keys. Returns the same shape and type.
 
-    block: this member's own keys and values, (2, kv_heads, keys, d), history first.
+    block: this member's own keys and values, (2, kv_heads, keys, d), history first. look: called every so often.
     """
     answer = _Answer(query)
     for at in step.steps:
@@ -32,7 +39,9 @@ def go_round(transport: Transport, step: Attend, query: Tensor, block: Tensor) -
                 receives.append((step.before, arriving))
         wait = transport.exchange(sends, receives, Lane.RING)
         for part in at.blocks:
-            answer.add(part, block)
+            for slice_ in _sliced(part):
+                answer.add(slice_, block)
+                look()
         wait()
         block = arriving
     return answer.out.to(query.dtype)
@@ -67,6 +76,16 @@ def visit(transport: Transport, step: AttendInPlace, query: Tensor, block: Tenso
     for _, partial_answer in came:
         answer.join(partial_answer)
     return answer.out.to(query.dtype)
+
+
+def _sliced(part: Block) -> Iterator[Block]:
+    """A block of many keys as several; one with a mask stays whole."""
+    keys = max(1024, _PAIRS // max(1, part.row_end - part.row))
+    if part.causal or part.key_end - part.key <= keys:
+        yield part
+        return
+    for first in range(part.key, part.key_end, keys):
+        yield part._replace(key=first, key_end=min(first + keys, part.key_end))
 
 
 class _Answer:

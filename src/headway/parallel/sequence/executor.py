@@ -71,6 +71,8 @@ class StepExecutor:
         self._fetching: deque[list[tuple[str, Callable[[], Tensor]]]] = deque()
         self._whole: dict[str, Tensor] = {}
         self._rotary: dict[int, RotaryTable] = {}
+        self.look: Callable[[], None] = lambda: None
+        """Called every so often while attention is computed, and behind it; what it raises ends the chunk."""
         self._handlers: Mapping[type[Step], Callable[..., None]] = {
             Exchange: self._exchange,
             Embed: self._embed,
@@ -155,7 +157,7 @@ class StepExecutor:
 
     def _attend(self, step: Attend, layer: int) -> None:
         queries, block = self._stored(step, layer)
-        mixed = go_round(self._transport, step, queries, block)
+        mixed = go_round(self._transport, step, queries, block, self.look)
         self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
 
     def _attend_in_place(self, step: AttendInPlace, layer: int) -> None:

@@ -120,16 +120,20 @@ class SequencePrefill:
         until: int | None = None,
         pause: Callable[[], bool] | None = None,
         behind: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> bool:
         """Go on from where the chunk stands. True when all layers are done, False when it was paused before one.
 
         until: the layer to stop before, the same on all ranks. pause: in a chunk that is `preemptible`, asked on the
         group's first rank before each layer; when it says yes, every rank stops behind that layer. Its answer travels
-        while the layer is computed. behind: called behind each layer, with its number: its KV is all in place.
+        while the layer is computed (a rank that is alone is asked behind it). behind: called behind each layer, with
+        its number: its KV is all in place. look: called within a layer, every so often; what it raises ends the chunk.
         """
         layers = self._config.layers
         self._under_way()
         executor, plan = self._executor, self._plan
+        if look is not None:
+            executor.look = look
         if not self._entered:
             executor.run(plan.enter, 0)
             self._entered = True
@@ -218,8 +222,10 @@ class SequencePrefill:
         return KvShard(pool, [(0, slots)])
 
     def _ask(self, pause: Callable[[], bool] | None) -> Callable[[], bool]:
-        """The first rank's answer, told to all while they compute."""
+        """The first rank's answer, told to all while they compute. One that is alone is asked when they have."""
         first, *others = self._under_way().spec.group.ranks
+        if not others:
+            return lambda: pause is not None and pause()
         if self._transport.rank == first:
             said = torch.tensor([1 if pause is not None and pause() else 0], dtype=torch.int32)
             wait = self._transport.exchange([(rank, said) for rank in others], [], Lane.PAUSE)
