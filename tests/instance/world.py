@@ -66,8 +66,9 @@ class Instance:
             ),
             **{name: value for name, value in settings.items() if name != "room_s"},
         )  # fmt: skip
+        alone = config.tensor_parallel_size == 1  # else it starts processes of its own
         self.process: BaseProcess = _server().Process(
-            target=instance_main, args=(endpoint, msgspec.json.encode(config)), daemon=True
+            target=instance_main, args=(endpoint, msgspec.json.encode(config)), daemon=alone
         )
         self.process.start()
         self.said: list[Any] = []
@@ -80,7 +81,7 @@ class Instance:
     def peer(self) -> Peer:
         assert self.info is not None
         assert self.info.peer_address is not None
-        return Peer(self.number, self.incarnation, self.info.peer_address)
+        return Peer(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
 
     def tell(self, message: msgspec.Struct, *frames: bytes) -> None:
         self._socket.send_multipart([_encoder.encode(message), *frames])
@@ -186,13 +187,14 @@ def frame(prompt: Sequence[int]) -> bytes:
 
 
 class World:
-    """Some instances of one model, which have met."""
+    """Some instances of one model, which have met. `own`: settings of each that not all have."""
 
-    def __init__(self, model: Path, count: int, **settings: Any) -> None:
+    def __init__(self, model: Path, count: int, own: Sequence[dict[str, Any]] = (), **settings: Any) -> None:
         self._folder = tempfile.mkdtemp(prefix="hw-")
-        self._settings = {"model": str(model), **settings}
+        each = own or [{}] * count
+        self._settings = [{"model": str(model), **settings, **each[n]} for n in range(count)]
         self._lives = [0] * count
-        self.instances = [Instance(n, 0, self._folder, self._settings) for n in range(count)]
+        self.instances = [Instance(n, 0, self._folder, self._settings[n]) for n in range(count)]
         for instance in self.instances:
             self._ready(instance)
         self.meet()
@@ -212,7 +214,7 @@ class World:
         """Another process takes the number of one that has ended."""
         self.instances[number].close()
         self._lives[number] += 1
-        self.instances[number] = Instance(number, self._lives[number], self._folder, self._settings)
+        self.instances[number] = Instance(number, self._lives[number], self._folder, self._settings[number])
         self._ready(self.instances[number])
         self.meet()
 

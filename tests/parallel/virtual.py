@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from headway.latency.layout import Layout
+from headway.model.config import read_config
+from headway.model.fields import read_json
 from headway.model.loading import load_decoder
 from headway.parallel.executor import ParallelExecutor
 from headway.parallel.group_attention import GroupAttention
-from headway.parallel.messages import FromRank, Stop
+from headway.parallel.messages import FromRank, Stop, Word
 from headway.parallel.place import Place, places
+from headway.parallel.rank_config import RankPeer
 from headway.parallel.wire import Frame
+from headway.worker.kv_rank import KvRank
 from headway.worker.rank import Rank, _encoder, failure
 from headway.worker.worker import Worker
 
@@ -169,11 +173,12 @@ class VirtualWire:
 
 
 class VirtualWorld:
-    """All ranks of a layout over one checkpoint, and the executor over them. A context manager."""
+    """All ranks of a layout over one checkpoint, and the executor over them. A context manager. `peer`: they are an
+    instance of a cluster, and KV moves."""
 
     def __init__(
         self, folder: Path, layout: Layout, kv_blocks: int = 64, block_tokens: int = 8, dtype: str = "float32",
-        eos: tuple[int, ...] = (),
+        eos: tuple[int, ...] = (), peer: RankPeer | None = None,
     ) -> None:  # fmt: skip
         self.wire = VirtualWire(layout.accelerators)
         exchange = Exchange(layout)
@@ -189,10 +194,22 @@ class VirtualWorld:
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in places(layout)]
         self.wire.on_close = self._join
         self.executor = ParallelExecutor(self.wire, layout, kv_blocks)
+        self.kvs: list[KvRank] = []
+        if peer is not None:
+            kv_heads = read_config(read_json(folder / "config.json"), None, str(folder)).kv_heads
+            for worker, place in zip(self.workers, places(layout), strict=True):
+                say = self._says(place)
+                self.kvs.append(KvRank(worker, kv_heads, block_tokens, peer, say, say))
+            self.executor.peer_addresses = tuple(kv.address for kv in self.kvs)
+
+    def _says(self, place: Place) -> Callable[[bytes], None]:
+        channel = VirtualChannel(place.rank, self.wire)
+        return lambda body: channel.send(_encoder.encode(Word(body)))
 
     def _serve(self, place: Place) -> None:
+        kv = self.kvs[place.rank] if self.kvs else None
         try:
-            Rank(self.workers[place.rank], VirtualChannel(place.rank, self.wire)).serve()
+            Rank(self.workers[place.rank], VirtualChannel(place.rank, self.wire), kv).serve()
         except BaseException as error:
             self._exchange.abort()
             said: FromRank = failure(error)
@@ -202,6 +219,8 @@ class VirtualWorld:
         for thread in self.threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
+        for kv in self.kvs:
+            kv.close()
 
     def __enter__(self) -> VirtualWorld:
         for thread in self.threads:

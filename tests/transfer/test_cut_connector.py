@@ -1,0 +1,148 @@
+"""Instances cut by heads in different ways: what one has is what the other gets, head by head, and is told of once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_ends import LAYERS, SLOTS, VECTOR
+
+from headway.kv.runs import slots_of
+from headway.transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
+from headway.transfer.cut_connector import CutConnector
+from headway.transfer.ends import end_of, heads_of
+from headway.transfer.peers import Peer, Peers
+
+KV = 4
+
+
+class CutRank:
+    """One rank; its bytes are the whole model's at its heads."""
+
+    def __init__(self, instance: int, rank: int, ranks: int, folder: Path, whole: Bytes) -> None:
+        self.rung = threading.Event()
+        self.heads = heads_of(KV, ranks, rank)
+        self.peers = Peers(end_of(instance, rank), 0, f"unix:{folder}/{instance}.{rank}")
+        inner = make_connector("peers", self.peers, self.rung.set)
+        self.connector = CutConnector(inner, KV, self.peers.ranks_of, rank, ranks)
+        self.cache = np.ascontiguousarray(whole[:, :, self.heads.start : self.heads.stop])
+        self.received: list[Received] = []
+        self.lost: list[Lost] = []
+
+    def look(self) -> None:
+        received, lost = self.connector.get_finished()
+        self.received += received
+        self.lost += lost
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        self.peers.close()
+
+
+class CutInstance:
+    def __init__(self, number: int, ranks: int, folder: Path) -> None:
+        rng = np.random.default_rng(number)
+        self.number = number
+        self.whole: Bytes = rng.integers(0, 255, (LAYERS, 2, KV, SLOTS, VECTOR), dtype=np.uint8)
+        self.ranks = [CutRank(number, rank, ranks, folder, self.whole) for rank in range(ranks)]
+
+    @property
+    def peer(self) -> Peer:
+        first, *others = (rank.peers.address for rank in self.ranks)
+        return Peer(self.number, 0, first, tuple(others))
+
+    def open(self, request: str, tokens: int, runs: tuple[tuple[int, int], ...]) -> None:
+        for rank in self.ranks:
+            rank.connector.update_state_after_alloc(request, KvPlace(rank.cache, rank.heads, tokens, runs))
+
+    def save(self, save: Save, positions: np.ndarray, slots: np.ndarray, but: int = -1) -> None:
+        for index, rank in enumerate(self.ranks):
+            if index != but:
+                for layer in range(LAYERS):
+                    part = KvPart(rank.cache, rank.heads, 0, positions, slots)
+                    rank.connector.save_kv_layer(save, layer, part)
+                rank.connector.finish_save(save)
+
+    def until(self, true: Callable[[CutRank], bool]) -> None:
+        for rank in self.ranks:
+            end_s = time.monotonic() + 10.0
+            while rank.look() or not true(rank):
+                assert time.monotonic() < end_s, (rank.received, rank.lost)
+                rank.rung.wait(0.05)
+                rank.rung.clear()
+
+
+Make = Callable[[int, int], tuple[CutInstance, CutInstance]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[CutInstance] = []
+
+    def make(sources: int, targets: int) -> tuple[CutInstance, CutInstance]:
+        made.extend((CutInstance(0, sources, tmp_path), CutInstance(1, targets, tmp_path)))
+        for instance in made:
+            for rank in instance.ranks:
+                rank.peers.meet([each.peer for each in made])
+        return made[0], made[1]
+
+    yield make
+    for instance in made:
+        for rank in instance.ranks:
+            rank.close()
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"), [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 4), (8, 1), (1, 8), (8, 2), (2, 8), (8, 8)]
+)
+def test_each_rank_gets_its_heads_and_a_piece_is_told_once(make: Make, sources: int, targets: int) -> None:
+    source, target = make(sources, targets)
+    runs = ((50, 20), (7, 13))
+    target.open("r", 33, runs)
+    for piece, (start, end) in enumerate(((0, 12), (12, 33))):
+        positions = np.arange(start, end)
+        source.save(Save("r", piece, 1), positions, positions + 40)
+    target.until(lambda rank: len(rank.received) == 2)
+    for rank in target.ranks:
+        assert [(got.request, got.piece, got.source) for got in rank.received] == [("r", 0, 0), ("r", 1, 0)]
+        assert all(got.began_s <= got.ended_s for got in rank.received)
+        assert rank.connector.get_num_new_matched_tokens("r") == 33
+        held = rank.cache[:, :, :, slots_of(runs, np.arange(33))]
+        assert np.array_equal(held, source.whole[:, :, rank.heads.start : rank.heads.stop, 40:73])
+        assert rank.lost == []
+
+
+def test_a_piece_is_not_there_before_the_last_rank_has_sent(make: Make) -> None:
+    source, target = make(2, 1)
+    target.open("r", 10, ((0, 10),))
+    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=1)
+    (rank,) = target.ranks
+    time.sleep(0.1)
+    rank.look()
+    assert rank.received == []
+    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=0)
+    target.until(lambda rank: bool(rank.received))
+    assert rank.connector.get_num_new_matched_tokens("r") == 10
+
+
+def test_a_rank_that_is_gone_is_told_of_by_who_waits_for_it(make: Make) -> None:
+    """What the others have sent is not taken for the whole; once forgotten, the same name may come again."""
+    source, target = make(2, 2)
+    target.open("r", 10, ((0, 10),))
+    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=1)
+    target.ranks[0].look()
+    late = source.ranks[1]
+    late.connector.save_kv_layer(Save("r", 1, 1), 0, KvPart(late.cache, late.heads, 0, np.arange(10), np.arange(10)))
+    time.sleep(0.1)
+    late.peers.close()
+    end_s = time.monotonic() + 10.0
+    while not target.ranks[1].lost:
+        target.ranks[1].look()
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert [lost.request for lost in target.ranks[1].lost] == ["r"]
+    assert target.ranks[1].received == []

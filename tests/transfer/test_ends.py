@@ -1,0 +1,70 @@
+"""Which rank sends which heads to which: every head once to each who has it, from somebody who has it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from headway.model.config import DecoderConfig
+from headway.model.rope_config import RopeConfig
+from headway.model.shard import Shard, divides
+from headway.transfer.ends import end_of, heads_of, instance_of, named, rank_of, routes
+from headway.transfer.peer import Peer
+
+CONFIG = DecoderConfig(
+    architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=2, q_heads=8, kv_heads=2, head_dim=8,
+    mlp_size=50, rms_eps=1e-5, rope=RopeConfig("default", 1e4, 8, 512), max_positions=512, max_model_len=512,
+)  # fmt: skip
+
+
+def config_of(kv_heads: int, group: int) -> DecoderConfig:
+    return dataclasses.replace(CONFIG, kv_heads=kv_heads, q_heads=kv_heads * group)
+
+
+CONFIGS = st.builds(config_of, st.integers(1, 8), st.integers(1, 8))
+RANKS = st.integers(1, 16)
+
+
+@given(CONFIGS, RANKS)
+def test_a_ranks_heads_are_those_of_its_shard(config: DecoderConfig, ranks: int) -> None:
+    assume(divides(config, ranks))
+    for rank in range(ranks):
+        assert heads_of(config.kv_heads, ranks, rank) == Shard(rank, ranks).kv_heads(config)
+
+
+@given(CONFIGS, RANKS, RANKS)
+def test_each_rank_gets_each_of_its_heads_once_from_one_that_has_it(
+    config: DecoderConfig, sources: int, targets: int
+) -> None:
+    assume(divides(config, sources) and divides(config, targets))
+    kv = config.kv_heads
+    found = routes(kv, sources, targets)
+    for (source, _), heads in found.items():
+        assert set(heads) <= set(heads_of(kv, sources, source))
+    for target in range(targets):
+        got = [head for (_, to), heads in found.items() if to == target for head in heads]
+        assert sorted(got) == list(heads_of(kv, targets, target))
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_copies_of_a_head_take_turns(kv: int, copies: int, ahead: int) -> None:
+    """Where both sides have every head several times, nobody sends more than one copy above another's."""
+    found = routes(kv, kv * copies, kv * copies * ahead)
+    sent = [sum(source == rank for source, _ in found) for rank in range(kv * copies)]
+    assert max(sent) - min(sent) <= 1
+
+
+@given(st.integers(0, 60_000), st.integers(0, 500))
+def test_an_end_says_whose_it_is(instance: int, rank: int) -> None:
+    end = end_of(instance, rank)
+    assert (instance_of(end), rank_of(end)) == (instance, rank)
+
+
+def test_words_and_peers_of_ends() -> None:
+    assert named(end_of(3, 0)) == "instance 3"
+    assert named(end_of(3, 2)) == "instance 3 (worker 2)"
+    assert Peer(4, 1, "unix:a", ("unix:b", "unix:c")).ends() == [
+        Peer(4, 1, "unix:a"), Peer(end_of(4, 1), 1, "unix:b"), Peer(end_of(4, 2), 1, "unix:c"),
+    ]  # fmt: skip

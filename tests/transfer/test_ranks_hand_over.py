@@ -1,0 +1,204 @@
+"""Hand-over between instances of one and two processes: real ranks, tokens those of one engine alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+
+from headway.engine.cluster_messages import Admit, Compute, Forget, Reserve, Reserved, RunLost, Staged
+from headway.engine.protocol import Submit
+from instance.world import Part, World, frame, runs
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+ONE, TWO = 0, 1
+TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint: Path) -> Iterator[World]:
+    """Instances of one and two ranks, with room for 800 tokens each. What a test kills it brings back."""
+    own = [{"tensor_parallel_size": size, "kv_cache_bytes": 800 * TOKEN_BYTES} for size in (1, 2)]
+    made = World(checkpoint, 2, own, scheduler={"max_num_batched_tokens": 32, "reserve_tokens": 0})
+    for instance in made.instances:
+        assert instance.info is not None
+        assert instance.info.kv_tokens_total == 800
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("source", "target"), [(TWO, ONE), (ONE, TWO)])
+def test_kv_follows_chunk_by_chunk_to_any_number_of_ranks(
+    world: World, expected: Expected, source: int, target: int
+) -> None:
+    """In two pieces, of which the second's end is not the prompt's edge of a chunk."""
+    prompt, name = prompt_of(203, source), f"chunks {source} to {target}"
+    reserve(world, target, name, 203)
+    submit(world, source, name, prompt, "prefill", max_tokens=9)
+    send(world, name, 1, (source,), 0, 75, target)
+    send(world, name, 2, (source,), 75, 203, target)
+    arrived(world, name, target, [(1, source), (2, source)])
+    world[source].wait(Staged, name)
+    (first,) = world[source].deltas[name]
+    check(rest(world, target, name, prompt, first, max_tokens=9), *expected(prompt, 9))
+    end(world, name)
+
+
+@pytest.mark.parametrize(("source", "target"), [(TWO, ONE), (ONE, TWO)])
+def test_a_prefill_is_staged_and_handed_over_later(world: World, expected: Expected, source: int, target: int) -> None:
+    """Other prompts are computed between; of what is left behind nothing stays."""
+    prompt, name = prompt_of(150, target), f"staged {source} to {target}"
+    first = first_token(world, source, name, prompt, max_tokens=12)
+    world.ask(source, "between", prompt_of(64, 7), max_tokens=3, logprobs=0)
+    check(world[source].answer("between"), *expected(prompt_of(64, 7), 3))
+    world[source].deltas.clear()
+    reserve(world, target, name, 150)
+    send(world, name, 1, (source,), 0, 150, target)
+    arrived(world, name, target, [(1, source)])
+    check(rest(world, target, name, prompt, first, max_tokens=12), *expected(prompt, 12))
+    end(world, name)
+
+
+def test_what_was_staged_is_decoded_where_it_lies(world: World, expected: Expected) -> None:
+    """Others are computed between."""
+    prompt = prompt_of(90, 3)
+    first = first_token(world, TWO, "home", prompt, max_tokens=8)
+    world.ask(TWO, "beside", prompt_of(200, 4), max_tokens=5, logprobs=0)
+    world[TWO].deltas.pop("home")
+    check(rest(world, TWO, "home", prompt, first, max_tokens=8), *expected(prompt, 8))
+    check(world[TWO].answer("beside"), *expected(prompt_of(200, 4), 5))
+    end(world, "home", "beside")
+    world[TWO].deltas.clear()
+
+
+def test_a_run_is_handed_over_layer_by_layer(world: World, expected: Expected) -> None:
+    """Computed in two runs by the instance that is one process, decoded by several."""
+    prompt, name, target, parts = prompt_of(120), "runs", TWO, [Part(70, (ONE,)), Part(50, (ONE,))]
+    reserve(world, target, name, 120)
+    world.admit(name, prompt, [ONE], params(max_tokens=6))
+    for index, (start, stop) in enumerate(((0, 70), (70, 120))):
+        world.compute(name, parts, index)
+        send(world, name, index, (ONE,), start, stop, target)
+        word = world.done(name, parts[index])
+    arrived(world, name, target, [(0, ONE), (1, ONE)])
+    assert word.delta is not None
+    check(rest(world, target, name, prompt, word.delta, max_tokens=6), *expected(prompt, 6))
+    end(world, name)
+
+
+def test_room_is_given_in_order_of_asking_and_forgotten_with_the_request(world: World, expected: Expected) -> None:
+    """Both at once do not fit: the second comes when the first is gone, and its KV lies where that one's was."""
+    prompt = prompt_of(500, 5)
+    reserve(world, TWO, "large", 500)
+    world[TWO].tell(Reserve("next", 500))
+    first = first_token(world, ONE, "next", prompt, max_tokens=5)
+    send(world, "large", 1, (ONE,), 0, 1, TWO)  # nobody knows it there: nothing is sent
+    world[TWO].hear(0.2)
+    assert not [word for word in world[TWO].said if isinstance(word, Reserved)]
+    world[TWO].tell(Forget("large"))
+    world[TWO].wait(Reserved, "next")
+    send(world, "next", 1, (ONE,), 0, 500, TWO)
+    arrived(world, "next", TWO, [(1, ONE)])
+    check(rest(world, TWO, "next", prompt, first, max_tokens=5), *expected(prompt, 5))
+    end(world, "large", "next")
+
+
+def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expected: Expected) -> None:
+    for source, target in ((TWO, ONE), (ONE, TWO)):
+        name = f"dropped {source}"
+        reserve(world, target, name, 400)
+        submit(world, source, name, prompt_of(400, 6), "prefill")
+        send(world, name, 1, (source,), 0, 400, target)
+        time.sleep(0.05)
+        world.forget(name)
+        world.clean()
+        world[source].deltas.clear()
+        world[target].said.clear()
+
+
+def test_runs_of_a_group_are_refused_by_an_instance_of_several_processes(world: World) -> None:
+    prompt = prompt_of(40)
+    world[TWO].tell(Admit(id="run", prompt_tokens=40, params=params()), frame(prompt))
+    world[TWO].tell(Compute(id="run", index=0, run=runs([Part(40, (TWO,))])[0], last=True))
+    assert "takes no part in runs" in world[TWO].wait(RunLost, "run").why
+    end(world, "run")
+
+
+def test_a_decode_before_its_kv_has_come_is_refused(world: World) -> None:
+    reserve(world, TWO, "early", 40)
+    message = Submit(
+        id="early", prompt_tokens=40, params=params(), received_s=time.monotonic(), phase="decode", output=(5,)
+    )
+    world[TWO].tell(message, frame(prompt_of(40)))
+    (refusal,) = world[TWO].answer("early")
+    assert "has not all come" in str(refusal.error)
+    world[TWO].deltas.clear()
+    end(world, "early")
+
+
+def rank_pids(world: World, number: int) -> list[int]:
+    """Processes of an instance's ranks: those that listen for other instances, rank 0 first."""
+    peer = world[number].peer
+    return [_listener(address.removeprefix("unix:")) for address in (peer.address, *peer.others)]
+
+
+def _listener(path: str) -> int:
+    """The process that listens at a Unix socket."""
+    inode = next(line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(path))
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(held) == f"socket:[{inode}]" for held in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:
+            continue
+    raise AssertionError(f"nobody listens at {path}")
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        ("source", signal.SIGKILL),
+        ("target", signal.SIGSTOP),
+        pytest.param("source", signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param("target", signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_lost_takes_its_instance_and_nobody_else(
+    world: World, expected: Expected, victim: str, how: signal.Signals
+) -> None:
+    """In the middle of a hand-over. The other side is told, and goes on with others."""
+    lost, left = TWO, ONE
+    source, target = (lost, left) if victim == "source" else (left, lost)
+    name = f"lost {victim} {how}"
+    reserve(world, target, name, 600)
+    submit(world, source, name, prompt_of(600, 9), "prefill")
+    send(world, name, 1, (source,), 0, 600, target)
+    world[left].hear(0.02)
+    os.kill(rank_pids(world, lost)[1], how)
+    world[lost].process.join(10.0)
+    assert not world[lost].process.is_alive()
+    world[lost].hear()
+    fatal = world[lost].fatal
+    assert fatal is not None
+    assert "worker 1" in fatal.error
+    assert not fatal.final
+    world.meet(without=(lost,))
+    world.forget(name)
+    world.clean(but=(lost,))
+    world.again(lost)
+    prompt = prompt_of(77, 2)
+    first = first_token(world, source, name + " again", prompt, max_tokens=4)
+    reserve(world, target, name + " again", 77)
+    send(world, name + " again", 1, (source,), 0, 77, target)
+    arrived(world, name + " again", target, [(1, source)])
+    check(rest(world, target, name + " again", prompt, first, max_tokens=4), *expected(prompt, 4))
+    world.forget(name + " again")
+    for number in (ONE, TWO):
+        world[number].said.clear()
+        world[number].deltas.clear()
+    world.clean()

@@ -1,0 +1,137 @@
+"""Instances whose ranks are threads of this process, of any number; KV moves between them over real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.core.clock import ManualClock
+from headway.core.sampling import SamplingParams
+from headway.core.span import Phase
+from headway.engine.cluster_messages import Admit, Arrived, Forget, FromInstance, Meet, Reserve, Reserved, Send, Staged
+from headway.engine.desk import Desk
+from headway.engine.member import Member
+from headway.engine.protocol import Delta, Submit
+from headway.latency.layout import Layout
+from headway.parallel.rank_config import RankPeer
+from headway.transfer.peer import Peer
+from headway.worker.kv_ranks import KvRanks, RankPeers
+from headway.worker.no_runs import NoRuns
+from parallel.serving import make_core
+from parallel.virtual import VirtualWorld
+
+BLOCKS, BLOCK = 64, 8
+
+
+class VirtualInstance:
+    def __init__(self, number: int, model: Path, sockets: Path, tp: int, **scheduler: Any) -> None:
+        self.number = number
+        peer = RankPeer(number=number, incarnation=0, listen=f"unix:{sockets}/p{number}", secret="", connector="peers")
+        self.world = VirtualWorld(model, Layout(tp=tp), BLOCKS, BLOCK, peer=peer)
+        self.executor = self.world.executor
+        self.core = make_core(self.executor, BLOCKS, BLOCK, **scheduler)
+        port = KvRanks(self.executor, self.core.scheduler.ledgers[0].take_ops)
+        desk = Desk(self.core, port, self.executor.replay, ManualClock())
+        self.member = Member(self.core, NoRuns(), RankPeers(number, port), ManualClock(), 5.0, desk)
+        self.words: list[FromInstance] = []
+        self.deltas: dict[str, list[Delta]] = {}
+        self.world.__enter__()
+
+    @property
+    def peer(self) -> Peer:
+        first, *others = self.executor.peer_addresses
+        return Peer(self.number, 0, first, tuple(others))
+
+    def say(self, message: FromInstance) -> None:
+        self.words.append(message)
+
+    def turn(self) -> None:
+        for delta in self.core.step(0.0):
+            self.deltas.setdefault(delta.id, []).append(delta)
+        self.words += self.core.staged
+        self.core.staged.clear()
+        self.member.turn(self)  # type: ignore[arg-type]
+
+    def submit(self, name: str, prompt: Sequence[int], most: int, phase: Phase, output: tuple[int, ...] = ()) -> None:
+        message = Submit(
+            id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
+            received_s=0.0, phase=phase, output=output,
+        )  # fmt: skip
+        self.member.submitted(message)
+        refused = self.core.submit(message, frame_of(prompt))
+        assert refused is None, refused
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas.get(name, ()) for token in delta.tokens]
+
+    def close(self) -> None:
+        self.world.__exit__()
+
+
+def frame_of(prompt: Sequence[int]) -> memoryview:
+    return memoryview(np.array(prompt, dtype=np.int32).tobytes())
+
+
+class Pair:
+    """A source and a target, which have met; `until` drives both."""
+
+    def __init__(self, source: VirtualInstance, target: VirtualInstance) -> None:
+        self.source, self.target = source, target
+        for one in (source, target):
+            one.member.take(Meet((source.peer, target.peer)), None)
+
+    def until(self, true: Callable[[], object]) -> None:
+        end_s = time.monotonic() + 20.0
+        while not true():
+            assert time.monotonic() < end_s, (self.source.words, self.target.words, self.target.deltas)
+            for one in (self.source, self.target):
+                one.turn()
+            time.sleep(0.0005)
+
+    def hear(self, on: VirtualInstance, kind: type, name: str) -> None:
+        self.until(lambda: any(isinstance(word, kind) and word.id == name for word in on.words))
+
+    def reserve(self, name: str, prompt: Sequence[int]) -> None:
+        admit = Admit(id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=1))
+        self.target.member.take(admit, frame_of(prompt))
+        self.target.member.take(Reserve(name, len(prompt)), None)
+        self.hear(self.target, Reserved, name)
+
+    def send(self, name: str, edges: Sequence[tuple[int, int]]) -> None:
+        for piece, (start, end) in enumerate(edges):
+            message = Send(id=name, piece=piece, start=start, end=end, to=self.target.number)
+            self.source.member.take(message, None)
+
+    def arrived(self, name: str, pieces: Iterable[int]) -> None:
+        wanted = sorted(pieces)
+        self.until(
+            lambda: sorted(w.piece for w in self.target.words if isinstance(w, Arrived) and w.id == name) == wanted
+        )
+
+    def hand_over(self, name: str, prompt: Sequence[int], most: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+        """Prefill here, decode there; the KV goes in pieces, asked for before it is computed. All tokens."""
+        self.reserve(name, prompt)
+        self.source.submit(name, prompt, most, "prefill")
+        self.send(name, edges)
+        self.hear(self.source, Staged, name)
+        self.arrived(name, range(len(edges)))
+        first = tuple(self.source.tokens(name))
+        self.target.submit(name, prompt, most, "decode", first)
+        self.source.member.take(Forget(name), None)
+        self.until(lambda: self.target.deltas.get(name) and self.target.deltas[name][-1].finish)
+        return [*first, *self.target.tokens(name)]
+
+    def empty(self) -> None:
+        """Nothing is left anywhere."""
+        self.until(lambda: all(one.core.idle for one in (self.source, self.target)))
+        for one in (self.source, self.target):
+            one.core.scheduler.check()
+            assert one.core.stats().kv_tokens_used == 0
+
+    def close(self) -> None:
+        for one in (self.source, self.target):
+            one.close()
