@@ -1,0 +1,29 @@
+"""A host of a cluster that runs fake engines, as a process: `headway cluster --node-rank R` without a checkpoint.
+
+usage: python -m host_agent PORT NODE MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from headway.engine.starter import Engines
+from headway.parallel.network import Endpoint
+from headway.parallel.terms import cluster_terms
+from headway.worker.host import Host
+
+TOKEN = "what-all-hosts-share"
+NODES = 3
+
+
+def main(port: int, node: int, model: str, folder: str) -> None:
+    mine = cluster_terms(node, NODES, folder)
+    engines = Engines(model, "127.0.0.1", "fake_engine_process")
+    host = Host(Endpoint("127.0.0.1", port), TOKEN, mine, engines, 20.0)
+    signal.signal(signal.SIGTERM, lambda *_: host.end())
+    host.run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
