@@ -1,4 +1,4 @@
-"""Hand-over between any numbers of ranks, as threads: answers are those of one engine; plans that get lost do no harm."""
+"""Hand-over between any numbers of ranks, as threads: answers are those of one engine, whatever plan gets lost."""
 
 from __future__ import annotations
 

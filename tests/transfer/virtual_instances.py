@@ -57,9 +57,9 @@ class VirtualInstance:
         self.member.turn(self)  # type: ignore[arg-type]
 
     def submit(self, name: str, prompt: Sequence[int], most: int, phase: Phase, output: tuple[int, ...] = ()) -> None:
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         message = Submit(
-            id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
-            received_s=0.0, phase=phase, output=output,
+            id=name, prompt_tokens=len(prompt), params=params, received_s=0.0, phase=phase, output=output
         )  # fmt: skip
         self.member.submitted(message)
         refused = self.core.submit(message, frame_of(prompt))

@@ -1,0 +1,95 @@
+"""Prefill and decode instances of different tensor-parallel size: exact answers, and ranks that die or hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cluster_probe import cluster, instances, pid_of, until, write
+from http_probe import metric, metric_reaches, streamed_ids
+from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding, queued
+from test_serving import Reference, prompt_of
+from test_serving_failures import children, gone
+
+from checkpoints import make_tiny
+from headway.cli.main import main
+
+LONG = pytest.mark.long
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((900, 20, 3, 500, 60, 333))]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("ranks-llama"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path) -> Reference:
+    return Reference(llama)
+
+
+def pools(*sizes: tuple[str, int]) -> list[dict[str, object]]:
+    return [{"role": role, "serve": {"tensor_parallel_size": size}} for role, size in sizes]
+
+
+def ranks_of(url: str, number: int) -> list[int]:
+    return [rank for helper in children(pid_of(url, number)) for rank in children(helper)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "sizes"),
+    [
+        ("fixed-sp", {"sp": 1}, [("prefill", 2), ("prefill", 1), ("decode", 1), ("decode", 2)]),
+        pytest.param("tetris", {"sizes": [1]}, [("prefill", 1), ("decode", 4)], marks=LONG),
+        pytest.param("weave", {"sizes": [1]}, [("prefill", 2), ("prefill", 2), ("decode", 1)], marks=LONG),
+        pytest.param("pecsched", {"long_tokens": 300}, [("prefill", 1), ("prefill", 1), ("decode", 2)], marks=LONG),
+        pytest.param("tetris", {}, [("prefill", 1), ("prefill", 1), ("decode", 2)], marks=LONG),
+        pytest.param("tetris", {"sizes": [1]}, [("mixed", 2), ("mixed", 1)], marks=LONG),
+        pytest.param("fifo", {"long_sp": 1, "long_tokens": 300}, [("mixed", 2), ("mixed", 1)], marks=LONG),
+    ],
+)
+def test_greedy_tokens_equal_transformers(
+    tmp_path: Path, llama: Path, reference: Reference, placement: str, options: object, sizes: list[tuple[str, int]]
+) -> None:
+    """All pairs of sizes in one cluster; spans of groups, where their instances are one process; decisions replay."""
+    log = str(tmp_path / "log")
+    path = write(tmp_path, llama, placement, options, pools(*sizes), event_log=log)
+    with cluster(path) as running:
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            got = list(pool.map(lambda prompt: streamed_ids(running.url, prompt, 20, ignore_eos=True), PROMPTS))
+        assert got == [reference.tokens(prompt, 20) for prompt in PROMPTS]
+        metric_reaches(running.url, "headway_instance_requests_placed", lambda placed: placed == 0)
+        metric_reaches(running.url, "headway_instance_kv_tokens_used", lambda used: used == 0)
+        assert metric(running.url, "headway_instance_restarts_total") == 0
+        for (role, _), each in zip(sizes, instances(running.url), strict=True):
+            assert each["decode_tokens_total"] or role != "decode"
+            assert not each["decode_tokens_total"] or role != "prefill" or placement == "pecsched"  # long ones stay
+    assert main(["cluster", path, "--replay", log]) == 0
+
+
+def test_ranks_that_die_and_hang_change_no_answer(
+    tmp_path: Path, llama: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of the prefill instance while it computes, one of the decode instance while it decodes."""
+    wanted = [reference.tokens(prompt, COUNT) for prompt in (PROMPT, OTHER)]
+    log = str(tmp_path / "log")
+    both = pools(("prefill", 2), ("decode", 2))
+    path = write(tmp_path, llama, "tetris", {"sizes": [1]}, both, event_log=log, worker_timeout="2")
+    with cluster(path) as running:
+        url = running.url
+        before = [*ranks_of(url, 0), *ranks_of(url, 1)]
+        assert len(before) == 4
+        one, other = Stream(url, PROMPT), Stream(url, OTHER)
+        until(lambda: queued(url, 0))
+        os.kill(ranks_of(url, 0)[1], signal.SIGKILL)
+        until(lambda: decoding(url, one))
+        os.kill(ranks_of(url, 1)[0], signal.SIGSTOP)
+        assert [one.answer(), other.answer()] == wanted
+        assert metric(url, "headway_instance_restarts_total") == 2
+        assert all(gone(pid) for pid in before)
+    assert main(["cluster", path, "--replay", log]) == 0
+    assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
