@@ -68,13 +68,15 @@ class Known:
 
 @dataclass
 class FakeCluster:
-    """All instances, by number; `launcher(n)` starts processes. Times in seconds. `complaints` must stay empty."""
+    """All instances, by number; `launcher(n)` starts processes. Times in seconds. `complaints` must stay empty. full:
+    room for KV is limited (it is for what is kept for others; whatever is computed finds some)."""
 
     token_s: float = 0.0
     run_s: float = 0.0
     send_s: float = 0.0
     start_s: float = 0.0
     kv_tokens: int = 8192
+    full: bool = False
     processes: dict[int, FakeProcess] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     kv: dict[str, dict[int, set[int]]] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class FakeProcess:
         self.paused: dict[str, int] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.counted = 0
+        self.line: dict[str, int] = {}
         self.draining = False
         self._out: asyncio.Queue[Any] = asyncio.Queue()
         self._gone: asyncio.Future[str] | None = None
@@ -207,8 +210,8 @@ class FakeProcess:
                 if known is None:
                     self._complain(f"Reserve for {name}, which was not admitted")
                 else:
-                    known.room = tokens
-                    self._say(Reserved(name))
+                    self.line[name] = tokens
+                    self._grant()
             case Send():
                 self._do(self._send_kv(message))
             case Forget(id=name):
@@ -216,8 +219,26 @@ class FakeProcess:
                 self.requests.pop(name, None)
                 self.runs.pop(name, None)
                 self.cluster.kv.get(name, {}).pop(self.number, None)
+                self.line.pop(name, None)
+                self._grant()
             case Meet():
                 pass
+
+    def _grant(self) -> None:
+        """To those who wait for room, in order of asking."""
+        for name, tokens in list(self.line.items()):
+            there = {key: held[self.number] for key, held in self.cluster.kv.items() if self.number in held}
+            rooms = {key: known.room for key, known in self.requests.items()}
+            used = sum(max(len(there.get(key, ())), rooms.get(key, 0)) for key in {*there, *rooms})
+            if self.cluster.full and used + tokens > self.cluster.kv_tokens:
+                return
+            del self.line[name]
+            self.requests[name].room = tokens
+            self._say(Reserved(name))
+
+    def beat(self) -> None:
+        """Say a snapshot."""
+        self._say(Outputs(deltas=(), stats=self.stats()))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -255,6 +276,7 @@ class FakeProcess:
                 return
         self.scheduled.pop(name, None)
         self.cluster.kv.get(name, {}).pop(self.number, None)
+        self._grant()
 
     def _leave(self, name: str) -> None:
         task = self.scheduled.pop(name, None)

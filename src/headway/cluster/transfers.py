@@ -126,6 +126,16 @@ class Transfers:
         pieces = [piece for piece in (*waiting, *self._sending.values()) if piece.request == request]
         return {instance for piece in pieces for instance in (piece.source, piece.target)}
 
+    def behind(self) -> dict[str, set[str]]:
+        """Of each request that has announced pieces whose senders send others' pieces: whose."""
+        found: dict[str, set[str]] = {}
+        for heap in self._waiting.values():
+            for _, _, piece in heap:
+                first = self._sending.get(piece.source)
+                if first is not None and first.request != piece.request:
+                    found.setdefault(piece.request, set()).add(first.request)
+        return found
+
     def under_way(self) -> list[Piece]:
         """Pieces that have been granted and are not over."""
         return list(self._sending.values())

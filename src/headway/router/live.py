@@ -29,6 +29,7 @@ from headway.router.asked import Asked
 from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
 from headway.router.hands import LiveHands
+from headway.router.knots import EVERY_S, Knots
 from headway.router.policies import Policies, may_of
 from headway.router.retries import Retries
 
@@ -68,6 +69,7 @@ class Live:
         self.retries = Retries(self.settle, most_losses)
         self._sent: list[Any] = []
         self._alarm: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._settling = False
         self.leaving: set[int] = set()
         """Instances that are drained, until nobody has anything there."""
@@ -90,6 +92,7 @@ class Live:
         kind = Machine if log is None else partial(Recorded, sink=log.sink, about=log.about)
         self.machine: Machine = kind(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
         self._may = may_of(self.machine)
+        self._knots = Knots(fleet, self.attempts, self.machine.state.transfers)
         for each in fleet:
             if each.state != "ready":
                 self.machine.lost(each.number, time.monotonic())
@@ -246,6 +249,7 @@ class Live:
 
     def measured(self, number: int) -> None:
         """See `instance.Listener`."""
+        self._knots.heard(number, time.monotonic())
         self._changed(number)
 
     def _changed(self, number: int) -> None:
@@ -358,10 +362,21 @@ class Live:
             self._alarm = asyncio.get_running_loop().call_later(
                 max(0.0, wake_s - time.monotonic()), self._woken, wake_s
             )
+        if self._watch is None and self.hands.moves.waiting:
+            self._watch = asyncio.get_running_loop().call_later(EVERY_S, self._untie)
 
     def _woken(self, at_s: float) -> None:
         self._alarm = None
         self.machine.woken(max(at_s, time.monotonic()))
+        self.settle()
+
+    def _untie(self) -> None:
+        """Where requests wait for each other's room, the youngest lets go of its own, so that the others go on."""
+        self._watch = None
+        found = self._knots.find(time.monotonic(), self.asked)
+        if found is not None:
+            attempt, helps = found
+            self._retry(attempt, "requests wait for each other's room for KV", later=not helps)
         self.settle()
 
     def _follow(self) -> bool:
@@ -408,6 +423,7 @@ class Live:
 
     def close_all(self) -> None:
         """No alarm rings any more."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        for timer in (self._alarm, self._watch):
+            if timer is not None:
+                timer.cancel()
         self.retries.close()

@@ -24,6 +24,8 @@ class Moves:
         self._serial = 0
         self.under_way = 0
         """Movements that have not arrived."""
+        self.waiting: set[str] = set()
+        """Requests that wait for room somewhere."""
 
     def send(self, attempt: Attempt, piece: Piece) -> None:
         """The machine grants a piece."""
@@ -69,6 +71,7 @@ class Moves:
         self._fleet.admit(attempt, (target,))
         if target not in attempt.room:
             attempt.room[target] = False
+            self.waiting.add(attempt.request.id)
             self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens))
         for source in holders:
             attempt.unsent.append((source, Send(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)))
@@ -78,6 +81,8 @@ class Moves:
         """There is room."""
         if target in attempt.room:
             attempt.room[target] = True
+            if all(attempt.room.values()):
+                self.waiting.discard(attempt.request.id)
             self._flush(attempt)
 
     def arrived(self, attempt: Attempt, message: Arrived) -> None:
@@ -99,6 +104,7 @@ class Moves:
         attempt.late.clear()
         attempt.early.clear()
         attempt.room.clear()
+        self.waiting.discard(attempt.request.id)
 
     def _flush(self, attempt: Attempt) -> None:
         """Send what has room."""

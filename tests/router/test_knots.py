@@ -1,0 +1,141 @@
+"""Requests that wait for each other's room for KV: which ones would for ever, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from fake_instances import FakeCluster, answer
+from hypothesis import given
+from hypothesis import strategies as st
+from routers import ask, prompt, running
+
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.engine.cluster_messages import Reserve
+from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, KvReady, SpanDone, Transfer
+from headway.placement.view import ClusterView
+from headway.router.knots import knotted
+
+
+def test_two_that_go_each_others_way_are_a_knot() -> None:
+    assert knotted({"a": [1], "b": [0]}, {}, {0: ["a"], 1: ["b"]}) == {"a", "b"}
+    assert knotted({"a": [1], "b": [0]}, {}, {0: ["a"], 1: ["b", "decodes"]}) == set(), "who decodes will end"
+    assert knotted({"a": [1]}, {}, {0: ["a"], 1: ["b"]}) == set()
+    assert knotted({"a": [1], "b": [0]}, {"c": ["a"]}, {0: ["a", "c"], 1: ["b"]}) == {"a", "b", "c"}
+    assert knotted({"a": [1], "b": [2], "c": [0]}, {}, {0: ["a"], 1: ["b"], 2: ["c"]}) == {"a", "b", "c"}
+    assert knotted({"a": [0]}, {}, {0: ["a"]}) == {"a"}, "it waits for what it has itself"
+
+
+names = st.sampled_from("abcdef")
+places = st.integers(0, 3)
+
+
+@given(
+    st.dictionaries(names, st.sets(places, min_size=1), max_size=6),
+    st.dictionaries(names, st.sets(names), max_size=3),
+    st.dictionaries(places, st.sets(names), max_size=4),
+)
+def test_a_knot_is_who_is_left_when_all_who_can_go_on_have_gone(
+    waits: dict[str, set[int]], behind: dict[str, set[str]], holders: dict[int, set[str]]
+) -> None:
+    """Against a run of the tale itself: whoever waits for nobody ends, and with it what it holds."""
+    left = set("abcdef")
+    while True:
+        held = {i: names & left for i, names in holders.items()}
+        blocked = {
+            name
+            for name in left & {*waits, *behind}
+            if any(
+                held.get(i, set()) - {name} or not holders.get(i, set()) - {name} for i in waits.get(name, ())
+            ) or behind.get(name, set()) & left
+        }  # fmt: skip
+        if blocked == left:
+            break
+        left = blocked
+    found = knotted(waits, behind, holders)
+    assert found <= left
+    assert bool(found) == bool(left)
+
+
+class Crossing:
+    """Computes on one of two instances in turn, and decodes on the other."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, int] = {}
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        match event:
+            case Arrived(request=request):
+                return self._begin(request, view)
+            case SpanDone(request=name):
+                return [Transfer(name, 1 - self.at[name])]
+            case KvReady(request=name, instance=number):
+                return [Enqueue(name, (number,), "decode")]
+        return []
+
+    def _begin(self, request: Request, view: ClusterView) -> list[Action]:
+        at = self.at[request.id] = 0 if request.id.startswith("a") else 1
+        span = Span(request=request, start=0, end=request.prompt_tokens, group=(at,))
+        return [Commit(request.id, (span,), view.version)]
+
+    def next_wakeup(self, now: float) -> float | None:
+        return None
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.router.live.EVERY_S", 0.03)
+    monkeypatch.setattr("headway.router.knots._SURE_S", 0.1)
+    monkeypatch.setattr("routers.make_placement", lambda *given: Crossing())
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_of_those_who_wait_for_each_other_the_youngest_begins_anew(quick: None, count: int) -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.01, kv_tokens=100, full=True)
+        async with running(fake, ("mixed", "mixed"), "tetris") as client:
+
+            async def beat() -> None:
+                while True:
+                    for process in fake.processes.values():
+                        process.beat()
+                    await asyncio.sleep(0.02)
+
+            beats = asyncio.create_task(beat())
+            prompts = {f"{'ab'[i % 2]}{i}": prompt(i, 60) for i in range(count)}
+            found = await asyncio.wait_for(
+                asyncio.gather(*(ask(client, name, ids) for name, ids in prompts.items())), 20.0
+            )
+            beats.cancel()
+            assert found == [answer(ids, 4) for ids in prompts.values()]
+            asked = {message.id for message in fake.said(Reserve)}
+            assert "a0#1" in asked
+            assert "a0#2" not in asked, "the oldest goes on as it is"
+            assert "b1#2" in asked, "they did wait for each other"
+
+    asyncio.run(run())
+
+
+def test_who_only_waits_for_a_long_decode_waits(quick: None) -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.01, token_s=0.06, kv_tokens=130, full=True)
+        async with running(fake, ("mixed", "mixed"), "tetris") as client:
+
+            async def beat() -> None:
+                while True:
+                    for process in fake.processes.values():
+                        process.counted += 1  # it computes
+                        process.beat()
+                    await asyncio.sleep(0.02)
+
+            beats = asyncio.create_task(beat())
+            first = asyncio.create_task(ask(client, "a0", prompt(0, 70), 16))
+            await asyncio.sleep(0.2)
+            assert await ask(client, "a1", prompt(1, 70), 3) == answer(prompt(1, 70), 3)
+            assert await first == answer(prompt(0, 70), 16)
+            beats.cancel()
+            assert {message.id for message in fake.said(Reserve)} == {"a0#1", "a1#1"}
+
+    asyncio.run(run())

@@ -1,0 +1,43 @@
+"""Two requests that cross between full instances wait for ever; when one lets go of its KV, the other goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hand_overs import arrived, check, end, params, prompt_of, rest, send
+
+from headway.engine.cluster_messages import Forget, Reserve, Reserved
+from instance.world import Part, World
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
+
+
+def test_rooms_that_are_asked_for_crosswise(checkpoint: Path, expected: Expected) -> None:
+    world = World(checkpoint, 2, kv_cache_bytes=128 * TOKEN_BYTES, max_model_len=128)
+    try:
+        prompts, firsts = {name: prompt_of(90, seed) for seed, name in enumerate("ab")}, {}
+        for at, (name, prompt) in enumerate(prompts.items()):
+            part = Part(90, (at,))
+            world.admit(name, prompt, (0, 1), params(max_tokens=5))
+            world.compute(name, [part], 0)
+            firsts[name] = world.done(name, part).delta
+        world[1].tell(Reserve("a", 90))
+        world[0].tell(Reserve("b", 90))
+        with pytest.raises(AssertionError, match="has said"):
+            world[1].wait(Reserved, "a", 1.0)
+        with pytest.raises(AssertionError, match="has said"):
+            world[0].wait(Reserved, "b", 0.2)
+        for one in world.instances:
+            one.tell(Forget("b"))
+        world[1].wait(Reserved, "a")
+        send(world, "a", 1, (0,), 0, 90, 1)
+        arrived(world, "a", 1, [(1, 0)])
+        first = firsts["a"]
+        assert first is not None
+        check(rest(world, 1, "a", prompts["a"], first, max_tokens=5), *expected(prompts["a"], 5))
+        end(world, "a")
+    finally:
+        world.close()
