@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from headway.cluster.entries import SpanEntry
 from headway.cluster.machine import Machine
 from headway.cluster.record import Recorded
-from headway.core.errors import ConfigError, RequestError
+from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.request import Request
 from headway.engine.cluster_messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
 from headway.engine.protocol import Delta
@@ -185,6 +186,36 @@ class Live:
 
     def heard(self, number: int, delta: Delta) -> None:
         """See `instance.Listener`."""
+        try:
+            self._hear(number, delta)
+        except Exception:
+            self._failed_at(delta.id)
+
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `instance.Listener`."""
+        try:
+            self._say(number, message)
+        except Exception:
+            self._failed_at(message.id)
+
+    def _failed_at(self, wire: str) -> None:
+        """What goes wrong here is no fault of the instance that was heard: the request that it spoke of ends with an
+        error (500), and everything else goes on. Where an exception is handled."""
+        log.exception("the router has failed at what was said of %s", wire)
+        attempt = self.attempts.get(wire)
+        if attempt is None:
+            return
+        error = InvariantError("the router has failed at this request; its log says at what. Others go on")
+        try:
+            self._fail(attempt.asked, error)
+        except Exception:
+            log.exception("the router has failed at letting go of %s", wire)
+            self.fleet.forget(attempt)
+            self.attempts.remove(attempt)
+            with suppress(Exception):
+                self.settle()
+
+    def _hear(self, number: int, delta: Delta) -> None:
         attempt = self.attempts.get(delta.id)
         if attempt is None or attempt.at != number or attempt.finished:
             return
@@ -213,8 +244,7 @@ class Live:
             self.machine.stayed(attempt.journey, attempt.said, True, now)
         self.settle()
 
-    def said(self, number: int, message: FromInstance) -> None:
-        """See `instance.Listener`."""
+    def _say(self, number: int, message: FromInstance) -> None:
         attempt = self.attempts.get(message.id)
         if attempt is None:
             return

@@ -81,7 +81,11 @@ class Policies:
         """See Placement."""
         self._due = []
         for policy in self._alive:
-            at = policy.next_wakeup(now)
+            try:
+                at = policy.next_wakeup(now)
+            except Exception:  # as in `_ask`; it is heard again with the next event
+                log.exception("a placement failed at saying when to wake it")
+                continue
             if at is not None:
                 self._due.append((policy, at))
         return min((at for _, at in self._due), default=None)

@@ -1,0 +1,71 @@
+"""What goes wrong in the router itself: the request concerned ends and is told so, nobody is blamed, others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_instances import FakeCluster, answer
+from routers import ask, prompt, running
+
+from headway.cluster.machine import Machine
+from headway.core.errors import InvariantError
+from headway.placement.fifo import Fifo
+from headway.router.runs import Runs
+
+
+@pytest.mark.parametrize("where", ["runs", "machine", "letting go"])
+def test_an_error_of_its_own_ends_the_request_and_not_the_instance(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    done, span_done, drop = Runs.done, Machine.span_done, Machine.drop
+
+    def bad_done(runs: Runs, number: int, attempt: Any, message: Any) -> Any:
+        if attempt.request.id.startswith("bad"):
+            raise RuntimeError("a bug")
+        return done(runs, number, attempt, message)
+
+    def bad_span_done(machine: Machine, entry: Any, now: float, over: Any = ()) -> None:
+        span_done(machine, entry, now, over)
+        if entry.owner.startswith("bad"):
+            raise KeyError(entry.owner)
+
+    def bad_drop(machine: Machine, journey: Any, why: str, now: float) -> None:
+        drop(machine, journey, why, now)
+        if where == "letting go" and journey.request.id.startswith("bad"):
+            raise RuntimeError("another bug")
+
+    if where == "machine":
+        monkeypatch.setattr(Machine, "span_done", bad_span_done)
+    else:
+        monkeypatch.setattr(Runs, "done", bad_done)
+        monkeypatch.setattr(Machine, "drop", bad_drop)
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.005)
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+            asked = [ask(client, name, prompt(i, 50)) for i, name in enumerate(("good0", "bad", "good1", "good2"))]
+            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+            assert isinstance(found[1], InvariantError | RuntimeError)
+            assert "failed at this request" in str(found[1]) or where == "letting go"
+            assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
+            assert [each.state for each in client.fleet] == ["ready", "ready"]
+            assert client.stats.engine_restarts_total == 0
+
+    asyncio.run(run())
+    assert "the router has failed at what was said of bad#1" in caplog.text
+
+
+def test_a_policy_that_cannot_say_when_to_wake_it_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(policy: Fifo, now: float) -> float | None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Fifo, "next_wakeup", fails)
+
+    async def run() -> None:
+        fake = FakeCluster()
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+            assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
+
+    asyncio.run(run())
