@@ -231,7 +231,7 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
             agent = cluster.agent(1)
             launch = host_launcher(1, HERE, cluster.meeting, peers_secret(TOKEN))
             instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
-            life = asyncio.create_task(instance.look_after(Told()))  # type: ignore[arg-type]
+            life = asyncio.create_task(instance.look_after(Told()))
             await until(lambda: instance.state == "ready")
             agent.terminate()
             await until(lambda: instance.state == "lost")

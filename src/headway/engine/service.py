@@ -50,6 +50,7 @@ class EngineService:
         self._socket.connect(where)
         self._heart: Heart | None = None
         self._parent = parent
+        self._cut = False
         self._stats_sent_s = 0.0
         self._was_idle = self._was_recovering = self._untold = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -69,7 +70,7 @@ class EngineService:
         gc.collect()
         gc.freeze()  # the model is here to stay: collections need not walk it
         self._elsewhere, self._poller = core.executor.waits_on, self._listen(core)
-        while os.getppid() == self._parent:
+        while self._wanted:
             sleeps = (core.idle and not core.draining) or (self._elsewhere and not core.idle)
             if sleeps and (member is None or member.idle):
                 self._poller.poll(_TOLD_SOON_MS if self._untold else _IDLE_POLL_MS)
@@ -107,8 +108,13 @@ class EngineService:
         core.staged.clear()
         if member is not None:  # what this iteration has computed may go
             member.turn(self)
-        if not step and os.getppid() != self._parent:
+        if not step and not self._wanted:
             raise UnavailableError("the server is gone")
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether there is somebody for whom to compute."""
+        return os.getppid() == self._parent and not self._cut
 
     def say(self, message: FromInstance) -> None:
         """Tell the router something."""
@@ -169,4 +175,7 @@ class EngineService:
                 deltas.append(delta)
 
     def _send(self, message: EngineInfo | Outputs | Fatal | FromInstance) -> None:
-        self._socket.send(_encoder.encode(message))
+        try:
+            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # there is no limit to what waits here: the connection has ended, and none follows
+            self._cut = True
