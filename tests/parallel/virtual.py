@@ -171,6 +171,8 @@ class VirtualWire:
             box.put([_encoder.encode(Stop())])
         self.on_close()
 
+    kill = close
+
 
 class VirtualWorld:
     """All ranks of a layout over one checkpoint, and the executor over them. A context manager. `peer`: they are an
