@@ -28,11 +28,12 @@ def write(
     group_decode: str = "gather",
     **serve: object,
 ) -> str:
-    """A cluster file; settings of all instances are for tiny models on few cores."""
+    """A cluster file; settings of all instances are for tiny models on few cores, spans of more than a few rows are
+    computed in pieces."""
     settings = {"kv_cache_memory": "32M", "latency_profile": "quick", "threads": 1, **serve}
     content = {
         "model": os.path.relpath(model, folder), "placement": placement, "options": options, "pools": pools,
-        "serve": settings, "group_decode": group_decode,
+        "serve": settings, "group_decode": group_decode, "span_rows": 64,
     }  # fmt: skip
     path = folder / "cluster.yaml"
     path.write_text(json.dumps(content))
