@@ -97,8 +97,9 @@ def clustered(hosts: Hosts, path: str, *flags: str) -> Iterator[Pair]:
 def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable(
     hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
-    """Each in the midst of a hand-over."""
-    path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
+    """Each in the midst of a hand-over. What was decided replays."""
+    log = str(tmp_path / "log")
+    path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT, event_log=log)
     with clustered(hosts, path) as pair:
         assert [(each["host"], each["node"]) for each in instances(URL)] == [(0, 0), (1, 1)]
         assert [streamed_ids(URL, each, COUNT, ignore_eos=True) for each in (PROMPT, OTHER)] == wanted
@@ -127,6 +128,7 @@ def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable
         pair.head.terminate()
         assert (pair.head.ended(), pair.agent.ended()) == (0, 0)
         assert "node 0 has ended" in pair.agent.said
+    assert main(["cluster", path, "--replay", log]) == 0
 
 
 @pytest.mark.long

@@ -84,6 +84,8 @@ def capacity(plan: Plan) -> list[str]:
         else:
             high = rate
     targets = " and ".join(f"{_target_s(plan, tokens):.2g} s" for tokens in lengths)
+    inside, across = plan.links.inside.bytes_per_s / 1e9, plan.links.across.bytes_per_s / 1e9
+    hosts = "" if across == inside else f", between hosts at {across:g} (network_gbit_s)"
     found = f"{low:.3g} requests/s" if low else f"below {high:.3g} requests/s"
     return [
         f"predicted capacity   {found}, simulated ({REQUESTS[0]} to {REQUESTS[1]} requests a try)",
@@ -91,7 +93,7 @@ def capacity(plan: Plan) -> list[str]:
         f"  in time            {MET:.0%} of first tokens, within 5 times what prompts take alone, and 1 s: {targets}",
         "  assumed            that instances compute side by side as fast as the one that was measured alone; groups",
         f"                     {plan.rules.latency.source};",
-        f"                     KV moves at {plan.links.inside.bytes_per_s / 1e9:g} GB/s",
+        f"                     KV moves at {inside:g} GB/s{hosts}",
     ]
 
 

@@ -1,0 +1,71 @@
+"""Which instance is on which host and node, and what it may take there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.cli import serve_options
+from headway.cli.cluster_rules import links
+from headway.cli.cluster_seats import instance_configs
+from headway.cli.yaml_once import load
+from headway.core.errors import ConfigError
+from headway.router.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
+
+
+def file_of(*pools: dict[str, Any], **fields: Any) -> ClusterFile:
+    return cluster_file({"pools": list(pools), **fields}, "file")
+
+
+@pytest.mark.parametrize(
+    ("pools", "nodes"),
+    [
+        ([{"count": 3}], [0, 0, 0]),
+        ([{"count": 4, "per_node": 2}], [0, 0, 1, 1]),
+        ([{}, {"count": 4, "per_node": 2}], [0, 1, 1, 2, 2]),
+        ([{"count": 2}, {"count": 2, "host": 1}, {}], [0, 0, 1, 1, 0]),
+        ([{"count": 2, "host": 1}, {"host": 2}], [0, 0, 1]),
+        ([{"host": 2}, {"count": 2, "host": 1, "per_node": 1}, {}], [1, 2, 3, 0]),
+    ],
+)
+def test_hosts_are_nodes_unless_a_pool_says_otherwise(pools: list[dict[str, Any]], nodes: list[int]) -> None:
+    assert nodes_of(file_of(*pools)) == nodes
+
+
+def test_hosts_must_be_there_and_have_something_to_do() -> None:
+    file = file_of({}, {"host": 2})
+    with pytest.raises(ConfigError, match=r"pools\[1\].host is 2, but with --nnodes 2 there are hosts 0 to 1: .* 3"):
+        check_hosts(file, "file", 2)
+    with pytest.raises(ConfigError, match="no pool says `host: 1`"):
+        check_hosts(file, "file", 3)
+    check_hosts(file_of({"host": 1}), "file", 2)
+    check_hosts(file_of({}), "file", 1)
+
+
+def test_cores_and_memory_are_shared_out_host_by_host() -> None:
+    file = file_of({"count": 2}, {"count": 4, "host": 1}, {"host": 1, "serve": {"threads": 3}})
+    values = {option.name: option.default for option in serve_options.ALL}
+    values |= {"nnodes": 2, "rdzv_endpoint": "a", "rdzv_token": "the-secret-of-hosts"}
+    configs = instance_configs(file, "file", "m", values, set(), (8, 20))
+    assert [config.threads for config in configs] == [4, 4, 4, 4, 4, 4, 3]
+    assert [config.memory_share for config in configs] == [0.5] * 2 + [0.2] * 5
+    assert {(config.nnodes, config.rdzv_endpoint, config.rdzv_token) for config in configs} == {(1, None, None)}
+
+
+def test_links_between_hosts_are_no_faster_than_the_network() -> None:
+    alone = links(file_of({"count": 2}))
+    assert alone.inside == alone.across
+    apart = links(file_of({}, {"host": 1}, network_gbit_s=1.0))
+    assert apart.inside == alone.inside
+    assert apart.across.bytes_per_s == 125e6
+    assert links(file_of({}, {"host": 1}, network_gbit_s=400)).across.bytes_per_s == alone.inside.bytes_per_s
+
+
+def test_yaml_takes_a_key_once_and_merges() -> None:
+    assert load("a: {x: 1, y: 2}\nb: {x: 1}\n1: {}\n'2': [{x: 1}, {x: 2}]") == {
+        "a": {"x": 1, "y": 2}, "b": {"x": 1}, 1: {}, "2": [{"x": 1}, {"x": 2}],
+    }  # fmt: skip
+    assert load("base: &b {x: 1}\nmore: {<<: *b, x: 2}")["more"] == {"x": 2}
+    with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 1, column 11"):
+        load("a: {x: 1, x: 2}")
