@@ -16,6 +16,7 @@ from headway.model.loading import load_decoder
 from headway.worker.cuda import look
 from headway.worker.local import LocalExecutor
 from headway.worker.measure import measure
+from headway.worker.team import Team
 from headway.worker.worker import Worker
 
 
@@ -23,6 +24,7 @@ def build_one(config: EngineConfig) -> Built:
     """Load, and make the pool. Raises ConfigError when it cannot be."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    team = Team(torch.get_num_threads())
     devices = choose(config.device, 1, look)
     backend = make_backend(backend_name(config, devices))
     device = "cpu" if devices is None else f"cuda:{devices.first}"
@@ -34,7 +36,7 @@ def build_one(config: EngineConfig) -> Built:
     worker = Worker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
     parameters = decoder.weights.parameters
     return Built(
-        executor=LocalExecutor(worker),
+        executor=LocalExecutor(worker, team),
         measure=partial(measure, worker),
         shape=decoder.config,
         dtype=str(decoder.dtype).removeprefix("torch."),

@@ -10,7 +10,7 @@ from headway.cli import serve_options
 from headway.cli.options import add_options, environment, resolve
 from headway.cli.serve import model_folder
 from headway.engine.config import EngineConfig
-from headway.engine.numerics import bound, settle
+from headway.engine.numerics import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         pipeline_parallel_size=values["pipeline_parallel_size"],
         kv_parallel_size=values["kv_parallel_size"],
     )
-    settle(bound(config))
+    settle()
     from headway.cli.assemble import build, profile_mark
     from headway.latency import store
     from headway.worker import profiling

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 
 
 def _usable() -> tuple[int, ...]:
@@ -24,15 +22,3 @@ def shares(parts: int) -> list[tuple[int, ...]]:
         return [(CORES[part % count],) for part in range(parts)]
     return [CORES[part * count // parts : (part + 1) * count // parts] for part in range(parts)]
 
-
-def start(body: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread that may run on any of the cores, where one that a bound thread starts would be bound with it."""
-
-    def run() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, CORES)
-        body()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread

@@ -13,8 +13,6 @@ from typing import Any
 
 import zmq
 
-from headway.core import cores
-
 PER_TIMEOUT = 5
 """Beats within the time after which a silent process counts as lost."""
 _AWAY_S = 1.0
@@ -29,7 +27,8 @@ class Heart:
     def __init__(self, connect: Callable[[], zmq.Socket[Any]], frame: bytes, every_s: float) -> None:
         self._connect, self._frame, self._every_s = connect, frame, every_s
         self._stopped = threading.Event()
-        self._thread = cores.start(self._beat, "heart")
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """No beat follows; the socket is closed."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from headway.core import cores
 from headway.transfer.frames import HEAD, Frame, Kind, head
 from headway.transfer.peer import PeerLostError
 
@@ -217,7 +216,8 @@ class Connection:
             if self._ended is None:
                 self._socket = peer
                 self._out.notify_all()
-        writer = cores.start(self._write, f"to peer {self.instance}")
+        writer = threading.Thread(target=self._write, name=f"to peer {self.instance}", daemon=True)
+        writer.start()
         why = f"instance {self.instance} has closed the connection"
         try:
             if self.up:

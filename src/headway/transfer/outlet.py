@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from headway.core import cores
 from headway.kv.runs import Indices, runs_of
 from headway.transfer.connector import Bytes, KvPart, Save
 from headway.transfer.notes import Note, encode, packets
@@ -89,7 +88,7 @@ class Outlet:
         self._closed = False
         self._leaving: deque[tuple[Packet, Ticket, int]] = deque()
         self._bytes = 0
-        cores.start(self._run, name)
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def add(self, packets: Iterable[Packet]) -> None:
         """To leave in order, behind all that were added before."""

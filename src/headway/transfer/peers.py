@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from headway.core import cores
 from headway.core.errors import ConfigError
 from headway.transfer.connection import Buffer, Connection, Handler, Place, Ticket
 from headway.transfer.ends import instance_of
@@ -52,7 +51,7 @@ class Peers:
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._handler: Handler | None = None
         self._hears: list[Callable[[int, str], None]] = []
-        cores.start(self._accept, "peers")
+        self._start(self._accept, "peers")
 
     def meet(self, peers: Iterable[Peer]) -> None:
         """All instances that are there now (this one may be among them). Connections to lives that are not named any
@@ -133,7 +132,7 @@ class Peers:
         self._connections[peer.instance] = connection
         if peer.address and not self._closed.is_set():
             body = self._reach if self.number > peer.instance else self._await
-            cores.start(lambda: body(peer, connection, after_s), f"peer {peer.instance}")
+            self._start(lambda: body(peer, connection, after_s), f"peer {peer.instance}")
         return connection
 
     def _reach(self, peer: Peer, connection: Connection, after_s: float) -> None:
@@ -169,7 +168,7 @@ class Peers:
                 if self._closed.wait(_AGAIN_S) or self._listener.fileno() < 0:
                     return
                 continue
-            cores.start(lambda other=other: self._welcome(other), "peer")  # type: ignore[misc]
+            self._start(lambda other=other: self._welcome(other), "peer")  # type: ignore[misc]
 
     def _welcome(self, other: socket.socket) -> None:
         """The thread of a connection that was made from elsewhere."""
@@ -207,6 +206,9 @@ class Peers:
         if connection.served:
             for hear in self._hears:
                 hear(connection.instance, why)
+
+    def _start(self, body: Callable[[], None], name: str) -> None:
+        threading.Thread(target=body, name=name, daemon=True).start()
 
 
 class Line:

@@ -9,6 +9,7 @@ from typing import Any
 from headway.core.batch import Batch, KvOp
 from headway.core.executor import StepResult
 from headway.core.sampling import SamplingParams
+from headway.worker.team import Team
 from headway.worker.worker import Worker
 
 
@@ -19,8 +20,8 @@ class LocalExecutor:
     accepts = True
     free = None
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, worker: Worker, team: Team | None = None) -> None:
+        self.worker, self._team = worker, team
         self._done: deque[StepResult] = deque()
 
     def admit(
@@ -34,11 +35,17 @@ class LocalExecutor:
         self.worker.admit(request_id, prompt.nbytes // 4, prompt, params, output)
 
     def submit(self, batch: Batch) -> None:
-        started = time.monotonic()
+        started = ended = time.monotonic()
         part = batch.parts[0]
-        self.worker.replay(part.kv_ops)
-        emitted = self.worker.run(part)
-        ended = time.monotonic()
+        if self._team is not None:
+            self._team.begin(started)
+        try:
+            self.worker.replay(part.kv_ops)
+            emitted = self.worker.run(part)
+        finally:
+            ended = time.monotonic()
+            if self._team is not None:
+                self._team.end(ended)
         self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
