@@ -1,9 +1,10 @@
 """What handing a request over adds between its first and its second token (asked: at most 10 ms for 16K tokens), and
 how fast KV travels beside a memory copy.
 
-Run: python benchmarks/hand_over.py [--model DIR] [--tokens 16384] [--repeats 5] [--threads 1] [--dtype float32].
-Two instances, engine processes of `headway cluster` with --threads threads each, and this script in the router's place:
-it counts a token when its message has come. Without --model, the embedded one. Kinds, taking turns:
+Run: python benchmarks/hand_over.py [--model DIR] [--tokens 16384] [--repeats 5] [--threads 1] [--dtype float32]
+[--tp 2 1]. Two instances, of so many tensor-parallel ranks (1 and 1), engine processes of `headway cluster` with
+--threads threads for each rank, and this script in the router's place: it counts a token when its message has come.
+Without --model, the embedded one. Kinds, taking turns:
 
 alone      one instance prefills and decodes
 chunks     the scheduler of one prefills, KV follows chunk by chunk, the other decodes
@@ -62,6 +63,7 @@ class Instance:
 
     def __init__(self, number: int, folder: Path, options: argparse.Namespace) -> None:
         config = EngineConfig(
+            tensor_parallel_size=options.tp[number],
             model=str(options.model),
             dtype=options.dtype,
             max_model_len=options.tokens + 64,
@@ -213,10 +215,10 @@ async def measure(options: argparse.Namespace) -> None:
 
 async def _measure(instances: list[Instance], options: argparse.Namespace) -> None:
     infos = [await instance.start() for instance in instances]
-    table = tuple(Peer(number, 0, info.peer_address or "") for number, info in enumerate(infos))
+    table = tuple(Peer(number, 0, info.peer_address or "", info.peer_others) for number, info in enumerate(infos))
     for instance in instances:
         instance.tell(Meet(table))
-    info = infos[0]
+    info = infos[DECODES]
     token_bytes = info.kv_bytes // info.kv_tokens_total
     prompt = np.random.default_rng(0).integers(5, info.vocab_size, options.tokens, dtype=np.int32)
     bench = Bench(instances, prompt.tobytes(), options.tokens)
@@ -229,7 +231,8 @@ async def _measure(instances: list[Instance], options: argparse.Namespace) -> No
     size = options.tokens * token_bytes
     print(
         f"{info.model}, {info.dtype}, {options.tokens} tokens, {size / 2**20:.1f} MiB of KV, "
-        f"{options.threads} thread(s) an instance, {options.repeats} repeats; tokens equal: {len(said) == 1}"
+        f"{options.tp[0]} rank(s) to {options.tp[1]}, {options.threads} thread(s) each, {options.repeats} repeats; "
+        f"tokens equal: {len(said) == 1}"
     )
     print(
         "kind         prefill (s)  gap (ms): median  least   most   added   KV behind 1st token  decode  transfer (ms)"
@@ -264,8 +267,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--kv-mib", type=int, default=512)
+    parser.add_argument("--tp", type=int, nargs=2, default=[1, 1], metavar=("PREFILL", "DECODE"))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
+    if options.tp[PREFILLS] > 1:  # several processes compute no runs
+        options.kinds = [kind for kind in options.kinds if kind != "layers"]
     if options.model is None:
         import headway.embedded
 
