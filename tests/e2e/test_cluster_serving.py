@@ -123,6 +123,14 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
         ("pools: [{}]\nplacement: pecsched", "or say `disaggregate: false`"),
         ("pools: [{serve: {tensor_parallel_size: 2}}]\nplacement: tetris", "under tetris or weave with `sizes: .1.`"),
         ("pools: [{serve: {kv_parallel_size: 2}}]\nplacement: fifo", "with `long_sp: 1`"),
+        (
+            "pools: [{role: prefill, serve: {tensor_parallel_size: 2}}, {role: decode}]\nplacement: pecsched",
+            r"pools\[0\] .* compute no prompt together with others: .* or in a pool of role decode",
+        ),
+        (
+            "pools: [{}, {role: decode, serve: {pipeline_parallel_size: 2}}]\nplacement: tetris",
+            r"pools\[1\] is of instances with pipeline stages or KV groups .* serve whole requests",
+        ),
         ("pools: [{host: 1}]", r"pools\[0\].host is 1, but with --nnodes 1 there is host 0 alone: give --nnodes 2"),
         ("pools: [{host: -1}]", r"pools\[0\].host must be the --node-rank of a host"),
         ("pools: [{}]\nserve: {nnodes: 2}", "no pool says `host: 1`"),

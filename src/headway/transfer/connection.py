@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from headway.transfer.ends import named
 from headway.transfer.frames import HEAD, Frame, Kind, head
 from headway.transfer.peer import PeerLostError
 
@@ -218,12 +219,12 @@ class Connection:
                 self._out.notify_all()
         writer = threading.Thread(target=self._write, name=f"to peer {self.instance}", daemon=True)
         writer.start()
-        why = f"instance {self.instance} has closed the connection"
+        why = f"{named(self.instance)} has closed the connection"
         try:
             if self.up:
                 self._read(peer)
         except OSError as error:
-            why = f"instance {self.instance}: {error}"
+            why = f"{named(self.instance)}: {error}"
         finally:
             self.end(why)
             writer.join()
@@ -249,7 +250,7 @@ class Connection:
                 while leaving.views:
                     _advance(leaving.views, peer.sendmsg(leaving.views[:_PIECES], (), socket.MSG_NOSIGNAL))
             except OSError as error:
-                self.end(f"instance {self.instance}: {error}")
+                self.end(f"{named(self.instance)}: {error}")
                 return
             with self._out:
                 if self._queue:  # else it has ended

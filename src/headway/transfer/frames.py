@@ -10,6 +10,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+from headway.transfer.ends import named
 from headway.transfer.peer import PeerLostError
 
 HEAD = struct.Struct("<BBHIQ")
@@ -50,7 +51,7 @@ def greet(peer: socket.socket, number: int, incarnation: int, secret: bytes) -> 
         raise PeerLostError("whoever is there is no other instance of this cluster")
     peer.sendall(_proof(secret, own, theirs))
     if not hmac.compare_digest(_exactly(peer, _MAC), _proof(secret, theirs, own)):
-        raise PeerLostError(f"instance {other} does not know this cluster's secret")
+        raise PeerLostError(f"{named(other)} does not know this cluster's secret")
     return other, life
 
 

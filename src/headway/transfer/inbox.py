@@ -10,6 +10,7 @@ import numpy as np
 
 from headway.kv.runs import cut_runs, slots_of
 from headway.transfer.connector import KvPlace, Lost, Received
+from headway.transfer.ends import named
 from headway.transfer.notes import END, Note, lengthen
 from headway.transfer.peers import Place
 
@@ -98,7 +99,7 @@ class Inbox:
             try:
                 return self._place(box, source, request, note, length, now)
             except ValueError as error:
-                self._lost.append(Lost(request, f"instance {source} has sent what cannot be kept: {error}"))
+                self._lost.append(Lost(request, f"{named(source)} has sent what cannot be kept: {error}"))
         self._ring()
         return None
 
@@ -160,6 +161,6 @@ class Inbox:
                 self._received.append(Received(request, note.piece, source, coming.began_s, time.monotonic()))
                 self._answer(source, request, note.piece)
             else:
-                why = f"{coming.messages} of {note.heads[0]} messages of instance {source} have come"
+                why = f"{coming.messages} of {note.heads[0]} messages of {named(source)} have come"
                 self._lost.append(Lost(request, why))
         self._ring()

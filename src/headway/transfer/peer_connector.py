@@ -17,6 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from headway.transfer.connector import Finished, KvConnector, KvPart, KvPlace, Save
+from headway.transfer.ends import named
 from headway.transfer.inbox import Inbox
 from headway.transfer.notes import END, HERE, Note, decode, encode
 from headway.transfer.outlet import Outlet, Packet, Way, packets_of
@@ -84,7 +85,7 @@ class PeerConnector(KvConnector):
         try:
             note = decode(said)
         except msgspec.DecodeError as error:
-            self._inbox.fail(request, f"instance {source} has sent what cannot be read: {error}")
+            self._inbox.fail(request, f"{named(source)} has sent what cannot be read: {error}")
             return None
         if note.layer != HERE:
             return self._inbox.handle(source, request, note, length)

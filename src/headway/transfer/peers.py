@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from headway.core.errors import ConfigError
 from headway.transfer.connection import Buffer, Connection, Handler, Place, Ticket
-from headway.transfer.ends import instance_of
+from headway.transfer.ends import instance_of, named
 from headway.transfer.frames import Kind, greet
 from headway.transfer.peer import Peer, PeerLostError, listen, prepare, reach
 
@@ -63,7 +63,7 @@ class Peers:
             known, self._table = self._table, table
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
         for connection in gone:
-            connection.end(f"instance {connection.instance} has left the cluster, or was started again")
+            connection.end(f"{named(connection.instance)} has left the cluster, or was started again")
         with self._lock:
             for peer in table.values():
                 if peer.instance not in self._connections:
@@ -93,7 +93,7 @@ class Peers:
             try:
                 return Line(scope, {n: self._connections[n] for n in members if n != self.number})
             except KeyError as error:
-                raise PeerLostError(f"instance {error.args[0]} is not here") from None
+                raise PeerLostError(f"{named(error.args[0])} is not here") from None
 
     def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
         """Send a body that the other side's handler finds a place for. The ticket: `buffers` may be changed."""
@@ -142,13 +142,13 @@ class Peers:
         try:
             other = reach(peer.address, _GREETING_S)
         except (OSError, ConfigError) as error:
-            return connection.end(f"instance {peer.instance} cannot be reached: {error}")
+            return connection.end(f"{named(peer.instance)} cannot be reached: {error}")
         try:
             if greet(other, self.number, self.incarnation, self._secret) != (peer.instance, peer.incarnation):
                 raise PeerLostError("somebody else answers there")
         except (OSError, PeerLostError) as error:
             other.close()
-            return connection.end(f"instance {peer.instance} cannot be reached: {error}")
+            return connection.end(f"{named(peer.instance)} cannot be reached: {error}")
         prepare(other)
         return connection.serve(other)
 
@@ -158,7 +158,7 @@ class Peers:
             try:
                 reach(peer.address, _GREETING_S).close()
             except (OSError, ConfigError) as error:
-                connection.end(f"instance {peer.instance} cannot be reached: {error}")
+                connection.end(f"{named(peer.instance)} cannot be reached: {error}")
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -190,7 +190,7 @@ class Peers:
             else:
                 fresh, current = current, None
         if current is not None:
-            current.end(f"instance {number} has made another connection")
+            current.end(f"{named(number)} has made another connection")
         prepare(other)
         fresh.serve(other)
 
