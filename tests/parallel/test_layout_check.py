@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints import FAMILIES, make_tiny
 from headway import embedded
 from headway.cli import many_processes
 from headway.core.errors import ConfigError
@@ -16,7 +18,8 @@ from headway.engine.config import EngineConfig
 from headway.latency.layout import Layout
 from headway.model.config import DecoderConfig, read_config
 from headway.model.fields import read_json
-from headway.parallel.fit import check_memory, check_shape, need
+from headway.model.loading import load_decoder
+from headway.parallel.fit import check_memory, check_shape, need, parameters
 
 PATH = embedded.model_path() / "config.json"
 EMBEDDED = read_config(read_json(PATH), None, str(PATH))
@@ -127,3 +130,11 @@ def test_the_embedded_model(monkeypatch: pytest.MonkeyPatch, asked: dict[str, in
     with pytest.raises(ConfigError) as refused:
         many_processes.build_many(config, layout)
     assert str(refused.value).startswith(words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_of_many_ranks_says_the_models_own_number_of_weights(family: str, tmp_path: Path) -> None:
+    """Not those that ranks hold twice: instances of one model, however cut, are known by it."""
+    folder = make_tiny(family, tmp_path)
+    config = read_config(read_json(folder / "config.json"), None, family)
+    assert parameters(config) == load_decoder(folder, "float32").weights.parameters
