@@ -78,6 +78,10 @@ class Hands(Protocol):
         """Take a request out of the scheduler of `journey.group`; all output tokens that it has now. Its KV stays
         (`why` "moved") or may go (`why` "ended")."""
 
+    def announced(self, journey: Journey, target: int, now: float) -> None:
+        """KV of a request will be sent to an instance, which may see to room for it. `send` of each piece follows."""
+        return
+
     def send(self, piece: Piece, now: float) -> None:
         """A piece may be sent: its sender is free, and a backend of its target is kept for it until `Machine.sent`."""
 

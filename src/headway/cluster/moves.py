@@ -34,6 +34,7 @@ class Moves:
         state.transfers.add(
             [Piece(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
         )
+        state.hands.announced(journey, action.to, state.now)
 
     def begun(self, entry: SpanEntry) -> None:
         """A request's span begins: its KV is announced to whom it will be sent."""
@@ -45,6 +46,7 @@ class Moves:
         span, share = entry.span, len(entry.group)
         pieces = [Piece(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
         self._state.transfers.add(pieces, self._state.now)
+        self._state.hands.announced(entry.journey, to, self._state.now)
 
     def sent(self, piece: Piece, journey: Journey | None) -> None:
         """A piece is there; `journey`: its request's, unless that has ended."""

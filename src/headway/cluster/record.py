@@ -231,6 +231,9 @@ class RecordedHands(Hands):
         self._said("leave", tokens)
         return tokens
 
+    def announced(self, journey: Journey, target: int, now: float) -> None:
+        self._hands.announced(journey, target, now)
+
     def send(self, piece: Piece, now: float) -> None:
         self._hands.send(piece, now)
 

@@ -114,6 +114,9 @@ class LiveHands:
             self.stays.leave(attempt)
         return attempt.said
 
+    def announced(self, journey: Journey, target: int, now: float) -> None:
+        self.moves.reserve(journey.driver, target)
+
     def send(self, piece: Piece, now: float) -> None:
         attempt = self.attempts.named(piece.request)
         if attempt is not None:

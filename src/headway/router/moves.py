@@ -68,14 +68,19 @@ class Moves:
         self._serial += 1
         self.under_way += 1
         attempt.moving[self._serial] = Movement(set(holders), then)
-        self._fleet.admit(attempt, (target,))
-        if target not in attempt.room:
-            attempt.room[target] = False
-            self.waiting.add(attempt.request.id)
-            self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens))
+        self.reserve(attempt, target)
         for source in holders:
             attempt.unsent.append((source, Send(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)))
         self._flush(attempt)
+
+    def reserve(self, attempt: Attempt, target: int) -> None:
+        """Have room kept for a request's KV, if that was not asked for: as soon as it is known where that goes, so that
+        its pieces do not keep their senders while room is awaited."""
+        if target not in attempt.room:
+            self._fleet.admit(attempt, (target,))
+            attempt.room[target] = False
+            self.waiting.add(attempt.request.id)
+            self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens))
 
     def reserved(self, attempt: Attempt, target: int) -> None:
         """There is room."""
