@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headway.cli import hosts, serve_options
-from headway.cli.cluster_rules import links, open_log, replay_log, rules_of
+from headway.cli.cluster_rules import links, live_rules, open_log, replay_log, rules_of
 from headway.cli.cluster_seats import Seats, first_of, instance_configs
 from headway.cli.options import add_options, combine, environment, read_yaml
 from headway.cli.serve import model_folder
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         client = ClusterClient(
             instances,
             links(file),
-            lambda infos: rules_of(file, model, infos, log),
+            lambda infos: live_rules(file, model, infos, log),
             placement=file.placement,
             another=seats.another,
             backends=file.backends,

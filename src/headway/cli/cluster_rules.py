@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.router.cluster_file import ClusterFile
+from headway.router.cluster_file import ClusterFile, moves_kv
 
 if TYPE_CHECKING:
     from headway.engine.protocol import EngineInfo
@@ -61,6 +61,25 @@ def sink(log: IO[bytes]) -> Callable[[bytes], None]:
             logging.getLogger("headway.router").error("the event log ends here: %s", error)
 
     return write
+
+
+def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
+    """Raises ConfigError where KV is to move and an instance that has started cannot do that."""
+    if not moves_kv(file) and all(pool.role == "mixed" for pool in file.pools):
+        return
+    for number, info in enumerate(infos):
+        if info.peer_address is None:
+            raise ConfigError(
+                f"instance {number} computes on {info.device}: KV moves between pools in host memory only, so that "
+                "such instances serve whole requests, of role mixed, under jsq, or under fifo, priority or reservation "
+                "with `long_sp: 1`"
+            )
+
+
+def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> Rules:
+    """`rules_of`, of instances that have started."""
+    check_moves(file, infos)
+    return rules_of(file, model, infos, log)
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
