@@ -84,7 +84,7 @@ def test_ranks_that_die_and_hang_change_no_answer(
         before = [*ranks_of(url, 0), *ranks_of(url, 1)]
         assert len(before) == 4
         one, other = Stream(url, PROMPT), Stream(url, OTHER)
-        until(lambda: queued(url, 0))
+        until(lambda: queued(url, 0) or one.told)
         os.kill(ranks_of(url, 0)[1], signal.SIGKILL)
         until(lambda: decoding(url, one))
         os.kill(ranks_of(url, 1)[0], signal.SIGSTOP)
