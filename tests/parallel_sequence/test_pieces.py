@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 ROUTES: dict[str, tuple[int, list[Part]]] = {
     "ring that grows": (1, [Part(41, 1), Part(60, 2), Part(77, 4)]),
-    "striped that grows": (1, [Part(41, 1, order="striped"), Part(60, 2, order="striped"), Part(7, 4, order="striped")]),
+    "striped that grows": (1, [Part(n, ranks, order="striped") for n, ranks in ((41, 1), (60, 2), (77, 4))]),
     "contiguous": (1, [Part(41, 3, order="contiguous"), Part(30, 3, order="contiguous")]),
     "ulysses that grows": (1, [Part(41, 1, "ulysses"), Part(60, 2, "ulysses"), Part(77, 4, "ulysses")]),
     "ulysses in nodes": (1, [Part(61, 4, "ulysses", node=2), Part(50, 4, "ulysses", node=2)]),

@@ -13,7 +13,6 @@ from headway.parallel.sequence.cover import Block
 from headway.parallel.sequence.steps import Attend, AttendInPlace
 from headway.parallel.sequence.transport import Lane, Transport
 
-
 _PAIRS = 1 << 22
 """Rows times keys between two looks: some tens of ms of a core, and far more than what a call costs."""
 
