@@ -163,7 +163,7 @@ def _listener(path: str) -> int:
     ("victim", "how"),
     [
         ("source", signal.SIGKILL),
-        ("target", signal.SIGSTOP),
+        pytest.param("target", signal.SIGSTOP, marks=pytest.mark.long),
         pytest.param("source", signal.SIGSTOP, marks=pytest.mark.long),
         pytest.param("target", signal.SIGKILL, marks=pytest.mark.long),
     ],

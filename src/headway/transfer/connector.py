@@ -3,8 +3,9 @@
 The shape, and names where the meaning is the same, are those of vLLM's KV connectors (`KVConnectorBase_V1`). What is
 different, and why: KV is pushed by who has it, piece by piece, and a decode begins when all of it is there (Tetris
 §4.2, step 6). So nothing is loaded during a forward pass (`start_load_kv`, `wait_for_layer_load`), no metadata travels
-with a batch (`build_connector_meta`: an instance that moves KV is one process, and is told directly), and who sends
-what to whom is the router's word, not found by looking up prompts.
+with a batch (`build_connector_meta`: an instance of one process is told directly, several ranks between batches,
+`rank_notes`), and who sends what to whom is the router's word, not found by looking up prompts. Instances may be cut by
+heads in different ways: `cut_connector` stands before any connector and re-shards.
 
 A connector is found by name: `peers` (TCP or Unix sockets, in this package), or one that another distribution registers
 under the entry points `headway.kv_connectors`. It may be used from one thread; its own threads write into the pool.
@@ -30,7 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Save(NamedTuple):
-    """A movement of KV of one request from here, by the number that the router gave it."""
+    """A movement of KV of one request from here, by the number that the router gave it. `to`: an instance; behind
+    `cut_connector` one of its ends."""
 
     request: str
     piece: int
