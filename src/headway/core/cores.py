@@ -21,4 +21,3 @@ def shares(parts: int) -> list[tuple[int, ...]]:
     if parts >= count:
         return [(CORES[part % count],) for part in range(parts)]
     return [CORES[part * count // parts : (part + 1) * count // parts] for part in range(parts)]
-

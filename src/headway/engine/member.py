@@ -1,9 +1,9 @@
 """What makes an engine an instance of a cluster: runs that several instances compute together, beside its scheduler.
 
 The companion of `EngineCore`, driven by the same loop. A run is computed in `work`, in the loop's own thread; from
-inside it the loop is called back: between layers and, every so often, within them and while other instances are waited
-for. So messages are heard (KV that is asked for goes), and between layers the scheduler's iterations go on where the run
-allows that. No torch here: `Computes` does the computing.
+inside it the loop is called back: between layers and, every so often, within them and while others are waited for. So
+messages are heard (KV that is asked for goes), and between layers the scheduler's iterations go on where the run allows
+that. No torch here: `Computes` does the computing.
 """
 
 from __future__ import annotations
