@@ -70,8 +70,8 @@ class Computing:
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
         return (Emitted(name, 7, None) if draw else None), self.moves and len(self.slots[name]) > 1
 
-    def saved(self, name: str) -> tuple[int, Saved]:
-        return self.layers[name], Saved(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
+    def saved(self, name: str) -> tuple[int, int, Saved]:
+        return 0, self.layers[name], Saved(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
 
     def whole(self, name: str, tokens: int) -> bool:
         return True
