@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -37,6 +37,7 @@ class ServerProcess:
 
     The child leads a process group of its own: Ctrl-C reaches only us, and on exit the group as a whole gets SIGTERM
     and, `grace_s` later, SIGKILL. Its stderr and stdout go to a temporary file, whose end is part of any error.
+    environment: the child's; left out: ours.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class ServerProcess:
         command: Sequence[str] = SERVE,
         ready_s: float = 180.0,
         grace_s: float = 10.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.command = [*command, *arguments, "--port", str(self._port)]
         self._ready_s, self._grace_s = ready_s, grace_s
+        self._environment = environment
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as this object
         self._process: subprocess.Popen[bytes] | None = None
         self.start_s: float | None = None
@@ -63,6 +66,7 @@ class ServerProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=self._environment,
         )
         try:
             while not _answers(f"{self.url}/ready", f"{self.url}/health"):

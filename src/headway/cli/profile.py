@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.serve_for > 0:
         from headway.cli.rehearsal import rehearse
 
-        source, iterations = rehearse(config, source, arguments.serve_for)
+        source, iterations = rehearse(model, values, built.shape.vocab_size, source, arguments.serve_for)
         print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
     path = arguments.out or store.default_path(mark)
     store.save(source, path)

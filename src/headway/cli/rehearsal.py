@@ -1,24 +1,26 @@
-"""The second half of `headway profile`: an engine process serves for some seconds, and says what serving costs.
+"""The second half of `headway profile`: a server serves for some seconds, and says what serving costs.
 
-Chats and a document now and then, with pauses between, through the engine's own process and messages: what a table
-measured point by point leaves out (cold caches, waking up, the messages themselves) is in the scales that the engine
-learns meanwhile, which are worked into the table (`latency.baked`).
+Chats and a document now and then, with pauses between, through HTTP on this machine as `headway bench` would: what a
+table measured point by point leaves out (cold caches, waking up, the server and its client on the same cores) is in the
+scales that the engine learns meanwhile, which are worked into the table (`latency.baked`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from headway.core.sampling import SamplingParams
+from headway.bench.client import Client, Endpoint, Job
+from headway.bench.endpoint import first_model
+from headway.bench.server_process import ServerError, ServerProcess
+from headway.cli.options import print_config
 from headway.core.scratch import ScratchFolder
-from headway.engine.client import ProcessEngineClient
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import EngineInfo, Submit
 from headway.latency import store
 from headway.latency.baked import bake
 from headway.latency.corrected import CorrectedLatency
@@ -30,16 +32,21 @@ _LEAST = 50
 """Iterations below which nothing is concluded."""
 
 
-def rehearse(config: EngineConfig, source: TableSource, seconds: float, seed: int = 0) -> tuple[TableSource, int]:
+def rehearse(
+    model: str, settings: Mapping[str, Any], vocabulary: int, source: TableSource, seconds: float, seed: int = 0
+) -> tuple[TableSource, int]:
     """Serve a seeded mixture for about `seconds`; the table as corrected by it, and by how many iterations. With too
-    few iterations the table comes back as it is."""
+    few iterations the table comes back as it is. settings: of `headway serve`, in place of the environment's;
+    vocabulary: ids of the prompts are below. Raises ServerError, also when a request fails."""
     folder = ScratchFolder("headway-profile-")
     try:
-        table, log = folder.path / "table.json", folder.path / "run.jsonl"
+        table, log, file = folder.path / "table.json", folder.path / "run.jsonl", folder.path / "serve.yaml"
         store.save(source, table)
-        asyncio.run(
-            _serve(msgspec.structs.replace(config, latency_profile=str(table), event_log=str(log)), seconds, seed)
-        )
+        file.write_text(print_config(settings))
+        own = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+        arguments = [model, "--config", str(file), "--latency-profile", str(table), "--event-log", str(log)]
+        with ServerProcess(arguments, environment=own) as server:
+            asyncio.run(_serve(server.url, vocabulary, seconds, seed))
         return learnt(source, replay(read_log(log)))
     finally:
         folder.close()
@@ -53,36 +60,37 @@ def learnt(source: TableSource, run: Replayed) -> tuple[TableSource, int]:
     return bake(source, run.model.scales, f"corrected by {iterations:,} iterations of serving"), iterations
 
 
-async def _serve(config: EngineConfig, seconds: float, seed: int) -> None:
-    client = ProcessEngineClient(config)
-    try:
-        info = await client.start()
+async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
+    served = first_model(url)
+    most = int(served["max_model_len"])
+    endpoint = Endpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 60.0)
+    async with Client(endpoint) as client:
         until = time.monotonic() + seconds
-        longest = max(1, min(info.max_model_len // 2, 8192))
-        users = [_use(client, info, f"{seed} chat {i}", until, 32, 512) for i in range(CHATS)]
-        await asyncio.gather(*users, _use(client, info, f"{seed} document", until, longest // 4, longest))
-        await client.drain()
-    finally:
-        await client.close()
+        longest = max(1, min(most // 2, 8192))
+        lengths = [(32, 512)] * CHATS + [(longest // 4, longest)]
+        limits = [(min(low, most - 64), min(high, most - 64)) for low, high in lengths]
+        users = [
+            _use(client, f"{seed}-{i}", vocabulary, until, max(1, low), max(1, high))
+            for i, (low, high) in enumerate(limits)
+        ]
+        await asyncio.gather(*users)
 
 
-async def _use(client: ProcessEngineClient, info: EngineInfo, name: str, until: float, least: int, most: int) -> None:
+async def _use(client: Client, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
     """One user: a prompt of `least` to `most` tokens, its answer, a pause about as long; until the time is over."""
     rng = random.Random(name)
-    most = max(1, min(most, info.max_model_len - 64))
-    least = min(least, most)
     number = 0
     while time.monotonic() < until:
         number += 1
         began = time.monotonic()
-        prompt = np.array([rng.randrange(info.vocab_size) for _ in range(rng.randint(least, most))], dtype="<i4")
-        submit = Submit(
-            id=f"{name} {number}",
-            prompt_tokens=prompt.size,
-            params=SamplingParams(max_tokens=rng.randint(8, 48), temperature=0.0, ignore_eos=True),
-            received_s=began,
-            timeout_s=max(1.0, until - began + 5.0),
+        ids = [rng.randrange(vocabulary) for _ in range(rng.randint(least, most))]
+        job = Job(
+            id=f"rehearsal-{name}-{number}",
+            prompt=msgspec.json.encode(ids),
+            prompt_tokens=len(ids),
+            output_tokens=rng.randint(8, 48),
         )
-        async for _ in client.generate(submit, prompt.tobytes()):
-            pass
+        answer = await client.send(job)
+        if answer.error is not None:
+            raise ServerError(f"a request of the rehearsal failed: {answer.error}")
         await asyncio.sleep(rng.uniform(0.2, 1.2) * (time.monotonic() - began))
