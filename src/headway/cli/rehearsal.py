@@ -77,7 +77,7 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
 
 
 async def _use(client: Client, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
-    """One user: a prompt of `least` to `most` tokens, its answer, a pause about as long; until the time is over."""
+    """One user: a prompt of `least` to `most` tokens, its answer, a pause about twice as long; until the time is over."""
     rng = random.Random(name)
     number = 0
     while time.monotonic() < until:
@@ -93,4 +93,4 @@ async def _use(client: Client, name: str, vocabulary: int, until: float, least: 
         answer = await client.send(job)
         if answer.error is not None:
             raise ServerError(f"a request of the rehearsal failed: {answer.error}")
-        await asyncio.sleep(rng.uniform(0.2, 1.2) * (time.monotonic() - began))
+        await asyncio.sleep(rng.uniform(0.5, 3.0) * (time.monotonic() - began))

@@ -38,8 +38,8 @@ class Team:
         self._bound = False
 
     def begin(self, now: float) -> None:
-        """Before an iteration."""
-        if self._shares and (self._ended_s is None or now - self._ended_s >= PAUSE_S):
+        """Before an iteration. Not the first of all: threads that are started in it would be bound with this one."""
+        if self._shares and self._ended_s is not None and now - self._ended_s >= PAUSE_S:
             self._bound = True
             self._place(self._shares)
 
