@@ -29,12 +29,13 @@ class Attempt:
     end, or a pause, of the one under way, which is `entry`. spread: the group over which its KV lies; whole: instances
     that have all of it, ready to decode. at: the instance in whose scheduler it is. gathers: its KV is being brought
     together, to be decoded there. step: the number of the run that computes its next token, where a group decodes.
-    room: instances that were asked to keep room, and whether they do; unsent: what waits for that, with its senders;
-    late: pieces that wait until its last span is computed; early: pieces that are there before their span is."""
+    room: instances that were asked to keep room, and whether they do, `space` for how many tokens; unsent: what waits
+    for that, with its senders; late: pieces that wait until its last span is computed; early: pieces that are there
+    before their span is."""
 
     __slots__ = ("admitted", "asked", "at", "base", "early", "entry", "finished", "gathers", "journey", "late",
-                 "moving", "request", "room", "running", "runs", "spread", "step", "unsent", "whole",
-                 "wire")  # fmt: skip
+                 "moving", "request", "room", "running", "runs", "space", "spread", "step",
+                 "unsent", "whole", "wire")  # fmt: skip
 
     journey: Journey
 
@@ -53,6 +54,7 @@ class Attempt:
         self.step: int | None = None
         self.finished = False
         self.room: dict[int, bool] = {}
+        self.space: dict[int, int] = {}
         self.unsent: list[tuple[int, Send]] = []
         self.moving: dict[int, Movement] = {}
         self.late: list[Piece] = []

@@ -28,13 +28,15 @@ class Moves:
         """Requests that wait for room somewhere."""
 
     def send(self, attempt: Attempt, piece: Piece) -> None:
-        """The machine grants a piece."""
+        """The machine grants a piece. A decode that a policy moves goes on where it is (`stays`), and may have said more
+        since the piece was announced: what there is no room for stays."""
         entry = piece.entry
         if entry is not None and len(attempt.runs) != entry.index + 1:
             attempt.late.append(piece)
             self.computed(attempt)
             return
-        end = min(piece.end, attempt.kv_tokens)
+        self.reserve(attempt, piece.target)
+        end = min(piece.end, attempt.kv_tokens, attempt.space[piece.target])
         self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
 
     def begun(self, attempt: Attempt) -> None:
@@ -79,6 +81,7 @@ class Moves:
         if target not in attempt.room:
             self._fleet.admit(attempt, (target,))
             attempt.room[target] = False
+            attempt.space[target] = attempt.kv_tokens
             self.waiting.add(attempt.request.id)
             self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens))
 
@@ -109,6 +112,7 @@ class Moves:
         attempt.late.clear()
         attempt.early.clear()
         attempt.room.clear()
+        attempt.space.clear()
         self.waiting.discard(attempt.request.id)
 
     def _flush(self, attempt: Attempt) -> None:

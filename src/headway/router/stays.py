@@ -85,6 +85,7 @@ class Stays:
         self._fleet.forget(attempt, but=(home,))
         attempt.spread, attempt.whole = (), {home}
         attempt.room.clear()
+        attempt.space.clear()
 
     def _roomiest(self, group: Iterable[int]) -> int:
         """The instance with the most room for KV; of equals the first."""

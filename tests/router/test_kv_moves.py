@@ -1,0 +1,61 @@
+"""KV on its way: what is sent has room where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from headway.cluster.transfers import Piece
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import Reserve, Send
+from headway.engine.protocol import Submit
+from headway.router.asked import Asked
+from headway.router.attempt import Attempt
+from headway.router.fleet import Fleet
+from headway.router.moves import Moves
+
+
+class _Fleet:
+    """Keeps what instances are told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def admit(self, attempt: Attempt, numbers: Iterable[int]) -> None:
+        attempt.admitted.update(numbers)
+
+    def tell(self, numbers: Sequence[int], message: Any) -> None:
+        self.told.append(message)
+
+
+def _moves() -> tuple[_Fleet, Moves]:
+    fleet = _Fleet()
+    return fleet, Moves(cast(Fleet, fleet), lambda piece: None)
+
+
+def _attempt() -> Attempt:
+    submit = Submit(id="r", prompt_tokens=100, params=SamplingParams(max_tokens=50), received_s=0.0)
+    asked = Asked(submit, b"")
+    attempt = Attempt(asked, asked.try_again())
+    attempt.whole, attempt.at = {0}, 0
+    return attempt
+
+
+@pytest.mark.parametrize("since", [0, 1, 3])
+def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_asked(since: int) -> None:
+    fleet, moves = _moves()
+    attempt = _attempt()
+    attempt.asked.told += [1] * 5
+    known = attempt.request.prompt_tokens + attempt.said
+    moves.reserve(attempt, 1)
+    attempt.asked.told += [1] * since
+    moves.reserved(attempt, 1)
+    moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, known))
+    attempt.asked.told += [1] * since
+    moves.send(attempt, Piece(attempt.request.id, 2, 1, 0, known))
+    room, *sends = fleet.told
+    assert isinstance(room, Reserve)
+    assert room.tokens == 104
+    assert [send.end for send in sends if isinstance(send, Send)] == [104, 104]
