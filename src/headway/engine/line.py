@@ -37,11 +37,8 @@ class EngineLine:
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
             self._socket.setsockopt(option, value)
         self._beats = self._plain.socket(zmq.PULL)
-        self._cuts = self._plain.socket(zmq.PAIR)
-        self._is_cut = False
+        self._was_there = self._is_cut = False
         try:
-            self._socket.monitor("inproc://cuts", zmq.EVENT_DISCONNECTED)
-            self._cuts.connect("inproc://cuts")
             bind(self._socket, self._beats)
         except BaseException:
             self.hang_up()
@@ -55,7 +52,9 @@ class EngineLine:
 
     async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
         """The next message."""
-        message: EngineInfo | Outputs | Fatal | FromInstance = _decoder.decode(await self._socket.recv())
+        frame = await self._socket.recv()
+        self._was_there = True
+        message: EngineInfo | Outputs | Fatal | FromInstance = _decoder.decode(frame)
         return message
 
     def started(self) -> None:
@@ -71,9 +70,15 @@ class EngineLine:
 
     @property
     def cut(self) -> bool:
-        """Whether the connection has ended, after it was there. What was on its way may be lost: no other follows."""
-        if not self._is_cut and not self._cuts.closed:
-            self._is_cut = bool(self._cuts.poll(0))
+        """Whether the connection has ended, after it was there. What was on its way may be lost: no other follows.
+
+        A PAIR that may queue without bound can send exactly while its peer, which has shown its key, is there: others
+        who connect and leave change nothing.
+        """
+        if not self._is_cut and not self._socket.closed:
+            there = bool(cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+            self._is_cut = self._was_there and not there
+            self._was_there |= there
         return self._is_cut
 
     def silent(self, now: float) -> bool:
@@ -90,9 +95,7 @@ class EngineLine:
 
     def hang_up(self) -> None:
         """Harmless when repeated."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        for socket in (self._socket, self._beats, self._cuts):
+        for socket in (self._socket, self._beats):
             socket.close()
         self._context.destroy(linger=0)
 

@@ -1,8 +1,9 @@
 """One incarnation of an engine process on another host, with the few things that a router asks of `engine.child`.
 
-It connects straight back, to two ports of this host that take nobody but this one process, whose settings hold a key
-made for it alone (CURVE: encrypted, both ends authenticated). A connection that has ended is not made again, because
-what was on its way may be lost: the process is then lost as a whole. What its host says of it comes by the rendezvous.
+It connects straight back, to two ports of this host where nobody is heard but this one process, whose settings hold a
+key made for it alone (CURVE: encrypted, both ends authenticated); that others connect there and leave changes nothing.
+Its own connection is not made again once it has ended, because what was on its way may be lost: the process is then
+lost as a whole. What its host says of it comes by the rendezvous.
 """
 
 from __future__ import annotations
