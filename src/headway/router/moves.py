@@ -28,8 +28,8 @@ class Moves:
         """Requests that wait for room somewhere."""
 
     def send(self, attempt: Attempt, piece: Piece) -> None:
-        """The machine grants a piece. A decode that a policy moves goes on where it is (`stays`), and may have said more
-        since the piece was announced: what there is no room for stays."""
+        """The machine grants a piece. A decode that a policy moves goes on where it is (`stays`), and may have said
+        more since the piece was announced: what there is no room for stays."""
         entry = piece.entry
         if entry is not None and len(attempt.runs) != entry.index + 1:
             attempt.late.append(piece)
