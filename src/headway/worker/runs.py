@@ -202,7 +202,11 @@ class _Part:
             raise ConfigError(f"run [{start}, {end}): {resident.known} tokens are known here")
         self._own = 0
         if len(chunks) > 1 and transport.rank in chunks[0].group.ranks:
-            self._own = len(layout_after(chunks, held, self._config)[transport.rank].positions)
+            at_end = layout_after(chunks, held, self._config)[transport.rank]
+            self._own = len(at_end.positions)
+            shard = self._shard
+            if shard is not None and shard.pool.kv_heads == len(at_end.heads) and shard.capacity < self._own:
+                self._place(len(at_end.heads), self._own)  # the first chunk may fit what is there, and a later one not
         self._chunks = deque(chunks)
         self._moves = True
         self._take_up(held)

@@ -1,0 +1,45 @@
+"""Room for a run that is computed piece by piece: all of it is there, or asked for, before the first piece begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import Run
+from headway.model.random_weights import random_decoder, reference_config
+from headway.transfer.peers import Peers
+from headway.worker.runs import Runs
+from headway.worker.worker import Worker
+
+BLOCK = 64
+
+
+@pytest.mark.parametrize("first", [20, 50, 64])
+def test_room_that_the_first_piece_finds_is_made_larger_for_the_last_before_any(tmp_path: Path, first: int) -> None:
+    torch.manual_seed(0)
+    shape = dataclasses.replace(reference_config(512), layers=1, max_model_len=512)
+    worker = Worker(random_decoder(shape, torch.float32), 8, BLOCK, ())
+    peers = Peers(0, 0, f"unix:{tmp_path}/p", b"secret")
+    runs = Runs(worker, peers, ())
+    asked: list[int] = []
+
+    def room(tokens: int, anew: bool) -> list[tuple[int, int]]:
+        asked.append(tokens)
+        return [(0, -(-tokens // BLOCK) * BLOCK)]
+
+    prompt = np.arange(5, 205, dtype=np.int32)
+    runs.admit("r", memoryview(prompt.tobytes()), SamplingParams(max_tokens=4), ())
+    short, long = Run(0, first, (0,)), Run(first, 200, (0,), rows=8)
+    for run, before in ((short, ()), (long, (short,))):
+        runs.begin("r", run, before, False, (), room, lambda: None)
+        there = list(asked)
+        assert runs.go("r", None, lambda layers: None)
+        assert asked == there, "room is asked for in the middle of a run"
+        runs.finish("r", run is long)
+    assert asked == [first, 200]
+    peers.close()
