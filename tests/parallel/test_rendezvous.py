@@ -26,7 +26,7 @@ from headway.core.errors import CheckpointError, ConfigError
 from headway.embedded import model_path
 from headway.latency.layout import Layout
 from headway.model.identity import identity
-from headway.parallel.host_messages import HostHello
+from headway.parallel.host_messages import HostHello, Kept
 from headway.parallel.network import Endpoint, address_towards, interface_of, parse_endpoint, resolve
 from headway.parallel.rank_config import RankConfig
 from headway.parallel.secret import check_token, guard_client, new_token
@@ -111,6 +111,25 @@ def test_a_host_joins_and_ends_with_node_0(endpoint: Endpoint, model: Path) -> N
         until(lambda: meeting._hosts[1].clocks)
         assert abs(meeting.ahead_s(1)) < 0.05, "both have one clock"
     assert host.ended() is None
+
+
+def test_the_clock_of_a_host_that_has_left_is_still_known(
+    endpoint: Endpoint, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its processes said last is read when it has gone."""
+    kept = Host._kept
+
+    def elsewhere(host: Host, echo_s: float) -> Kept:
+        said = kept(host, echo_s)
+        return msgspec.structs.replace(said, now_s=said.now_s + 1e6)
+
+    monkeypatch.setattr(Host, "_kept", elsewhere)
+    with node0(endpoint, model) as meeting:
+        host = Joining(endpoint, model)
+        until(lambda: meeting.ahead_s(1))
+        host.leave()
+        until(lambda: not meeting._hosts)
+        assert abs(meeting.ahead_s(1) + 1e6) < 0.5
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ class Rendezvous:
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hosts: dict[int, _Host] = {}
+        self._ahead_s: dict[int, float] = {}
         self._rivals: dict[str, float] = {}
         self._refused: dict[int, str] = {}
         self._processes: dict[int, RemoteProcess] = {}
@@ -136,10 +137,10 @@ class Rendezvous:
         return process
 
     def ahead_s(self, rank: int) -> float:
-        """Seconds to add to the clock of that rank's host to have node 0's, as exact as half the round trip."""
+        """Seconds to add to the clock of that rank's host to have node 0's, as exact as half the round trip. Of a host
+        that is gone, what was known last: what its processes said before is still to be read."""
         with self._changed:
-            host = self._hosts.get(self.node_of(rank))
-            return min(host.clocks)[1] if host is not None and host.clocks else 0.0
+            return self._ahead_s.get(self.node_of(rank), 0.0)
 
     def close(self) -> None:
         """Tell all hosts that this is the end. Harmless when repeated."""
@@ -260,6 +261,7 @@ class Rendezvous:
         if said.echo_s:
             trip = now - said.echo_s
             host.clocks.append((trip, said.echo_s + trip / 2.0 - said.now_s))
+            self._ahead_s[host.hello.node] = min(host.clocks)[1]
         if said.session != self._mine.run:
             return
         for serial, pid in said.running:
