@@ -17,12 +17,18 @@ from headway.parallel.network import address_towards
 
 
 class EngineProcess:
-    """See `worker.host.Process`. sentinel: a pidfd."""
+    """See `worker.host.Process`. sentinel: a pidfd. Without one (OSError) nobody could look after the process, which is
+    then ended."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self._process, self.name = process, name
         self.pid = process.pid
-        self.sentinel = os.pidfd_open(process.pid)
+        try:
+            self.sentinel = os.pidfd_open(process.pid)
+        except OSError:
+            self.kill()
+            self.join()
+            raise
         weakref.finalize(self, os.close, self.sentinel)
 
     @property

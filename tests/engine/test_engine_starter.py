@@ -1,0 +1,29 @@
+"""A host's engine processes: none runs that nobody looks after."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from headway.engine.starter import EngineProcess
+
+
+def test_a_process_that_cannot_be_looked_after_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors, or a kernel or a sandbox without pidfd_open."""
+
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(words, start_new_session=True) as process:
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                EngineProcess(process, "instance 1")
+            assert process.poll() == -9
+        finally:
+            process.kill()
