@@ -69,3 +69,10 @@ def test_yaml_takes_a_key_once_and_merges() -> None:
     assert load("base: &b {x: 1}\nmore: {<<: *b, x: 2}")["more"] == {"x": 2}
     with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 1, column 11"):
         load("a: {x: 1, x: 2}")
+
+
+def test_yaml_merges_what_merges_itself_deeper_than_where_it_is_named() -> None:
+    text = "base: &a {x: 1}\nouter:\n  inner: &b\n    <<: *a\n    x: 2\nc:\n  <<: [*b, *a]\n"
+    assert load(text) == {"base": {"x": 1}, "outer": {"inner": {"x": 2}}, "c": {"x": 2}}
+    with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 3, column 25"):
+        load("base: &a {x: 1}\nc:\n  inner: {<<: *a, x: 2, x: 3}\n")

@@ -10,7 +10,9 @@ import yaml
 class _Loader(yaml.SafeLoader):
     """Only `load` uses it."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """As it is written: what is merged into a mapping is put beside its own keys later."""
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
@@ -20,8 +22,7 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"{key.value!r} stands there twice in one mapping", key.start_mark
                 )
             seen.add((key.tag, str(key.value)))
-        made: dict[Any, Any] = super().construct_mapping(node, deep)
-        return made
+        return node
 
 
 def load(text: str) -> Any:
