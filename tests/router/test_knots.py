@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fake_instances import FakeCluster, answer
@@ -12,11 +14,15 @@ from hypothesis import strategies as st
 from routers import ask, prompt, running
 
 from headway.core.request import Request
+from headway.core.sampling import SamplingParams
 from headway.core.span import Span
 from headway.engine.cluster_messages import Reserve
+from headway.engine.protocol import EngineStats, Submit
 from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, KvReady, SpanDone, Transfer
 from headway.placement.view import ClusterView
-from headway.router.knots import knotted
+from headway.router.asked import Asked
+from headway.router.attempt import Attempt
+from headway.router.knots import Knots, knotted
 
 
 def test_two_that_go_each_others_way_are_a_knot() -> None:
@@ -57,6 +63,38 @@ def test_a_knot_is_who_is_left_when_all_who_can_go_on_have_gone(
     found = knotted(waits, behind, holders)
     assert found <= left
     assert bool(found) == bool(left)
+
+
+def attempt(name: str) -> Attempt:
+    submit = Submit(id=name, prompt_tokens=10, params=SamplingParams(max_tokens=5), received_s=0.0)
+    asked = Asked(submit, b"")
+    return Attempt(asked, asked.try_again())
+
+
+def looks(attempts: list[Attempt], stats: EngineStats) -> Attempt | None:
+    """Who is found after four seconds in which two instances only say how they are: always the same."""
+    fleet = [SimpleNamespace(number=number, stats=stats) for number in range(2)]
+    knots = Knots(cast(Any, fleet), cast(Any, attempts), cast(Any, SimpleNamespace(behind=dict)))
+    found = None
+    for now in range(5):
+        for number in range(2):
+            knots.heard(number, now)
+        found = knots.find(now, ["a", "b"])
+    return found[0] if found else None
+
+
+def test_who_waits_where_nobody_has_anything_is_about_to_be_answered() -> None:
+    one = attempt("a")
+    one.whole, one.room = {0}, {1: False}
+    assert looks([one], EngineStats()) is None
+
+
+@pytest.mark.parametrize("stats", [EngineStats(in_flight=1), EngineStats(recovering=True), EngineStats()])
+def test_an_instance_that_is_in_a_long_iteration_goes_on(stats: EngineStats) -> None:
+    one, decodes = attempt("a"), attempt("b")
+    one.whole, one.room = {0}, {1: False}
+    decodes.whole, decodes.at = {1}, 1
+    assert looks([one, decodes], stats) is (one if stats == EngineStats() else None)
 
 
 class Crossing:

@@ -295,6 +295,7 @@ class EngineCore:
         return EngineStats(
             running=self.scheduler.running,
             waiting=self.scheduler.waiting,
+            in_flight=len(self._batches),
             kv_tokens_used=sum(ledger.used_tokens for ledger in self.scheduler.ledgers),
             kv_tokens_total=sum(ledger.total_tokens for ledger in self.scheduler.ledgers),
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),

@@ -75,13 +75,14 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall.
 
-    stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone and new ones start.
-    lost_tokens_total: what was in the KV of those that were lost, and is computed again. engine_restarts_total is the
-    server's own count.
+    in_flight: batches under way. stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone
+    and new ones start. lost_tokens_total: what was in the KV of those that were lost, and is computed again.
+    engine_restarts_total is the server's own count.
     """
 
     running: int = 0
     waiting: int = 0
+    in_flight: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
     prefill_tokens_total: int = 0

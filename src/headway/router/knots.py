@@ -61,15 +61,20 @@ class Knots:
         still = self._still(now) - silent
         waits: dict[str, set[int]] = {}
         holders: dict[int, set[str]] = {}
+        taken: set[int] = set()
         for attempt in self._attempts:
             name = attempt.request.id
             asked = {i for i, there in attempt.room.items() if not there and i not in silent}
             if asked and attempt.at is None and not attempt.running:
                 waits[name] = asked
-            for i in _places(attempt) - ({attempt.at} & still):
+            places = _places(attempt)
+            taken |= places
+            for i in places - ({attempt.at} & still):
                 holders.setdefault(i, set()).add(name)
         self._since = {name: self._since.get(name, now) for name in waits}
-        waits = {name: asked for name, asked in waits.items() if now - self._since[name] >= _SURE_S}
+        waits = {  # where nobody has anything, an answer is on its way
+            name: asked & taken for name, asked in waits.items() if now - self._since[name] >= _SURE_S
+        }
         found = knotted(waits, self._transfers.behind(), holders)
         if not found:
             return None
@@ -83,10 +88,12 @@ class Knots:
         return max(attempts, key=lambda attempt: youngest.get(attempt.asked.submit.id, -1)), bool(give_way)
 
     def _still(self, now: float) -> set[int]:
-        """Instances whose schedulers have computed nothing for a while: who is there goes on no more than others."""
+        """Instances whose schedulers have computed nothing for a while, and do not: who is there goes on no more than
+        others."""
         for each in self._fleet:
             done = each.stats.prefill_tokens_total + each.stats.decode_tokens_total
-            if self._done.get(each.number, (-1, now))[0] != done:
+            goes_on = each.stats.in_flight or each.stats.recovering
+            if goes_on or self._done.get(each.number, (-1, now))[0] != done:
                 self._done[each.number] = done, now
         return {number for number, (_, since_s) in self._done.items() if now - since_s >= _SURE_S}
 
