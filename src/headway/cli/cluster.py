@@ -45,8 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     model = model_folder(named)
     if arguments.dry_run:
         settle()
-        if values["nnodes"] > 1:
+        if values["nnodes"] != 1:
+            hosts.check_node(values["nnodes"], node)
             check_hosts(file, where, values["nnodes"])
+        elif node not in file.hosts | {0}:
+            raise ConfigError(f"{where}: node-rank is {node}, but no pool says `host: {node}`: nothing would run there")
         print(_report(file, model, instance_configs(file, where, model, values, given), node))
         return 0
     if arguments.replay is not None:

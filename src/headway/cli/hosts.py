@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from headway.worker.rendezvous import Rendezvous
 
 
+def check_node(nnodes: int, node: int) -> None:
+    """Raises ConfigError where there is no such host among as many."""
+    if nnodes < 1 or not 0 <= node < nnodes:
+        raise ConfigError(f"node-rank must be from 0 to nnodes - 1, not {node} of {nnodes}")
+
+
 def settle_token(config: EngineConfig, node: int, instances: bool = False) -> EngineConfig:
     """Check what concerns hosts, and make a token where node 0 has none. instances: hosts run whole ones, and not each
     its share of one's workers. Raises ConfigError."""
-    if config.nnodes < 1 or not 0 <= node < config.nnodes:
-        raise ConfigError(f"node-rank must be from 0 to nnodes - 1, not {node} of {config.nnodes}")
+    check_node(config.nnodes, node)
     if config.nnodes == 1:
         return config
     from headway.cli.assemble import layout_of

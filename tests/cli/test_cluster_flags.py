@@ -1,0 +1,51 @@
+"""`headway cluster --dry-run`: a host that there is not is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.cli.main import main
+
+TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed-sp\noptions: {sp: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--node-rank", "7", "--nnodes", "2"), "node-rank must be from 0 to nnodes - 1, not 7 of 2"),
+        (("--node-rank", "-1", "--nnodes", "2"), "not -1 of 2"),
+        (("--nnodes", "0"), "not 0 of 0"),
+        (("--node-rank", "2"), "node-rank is 2, but no pool says `host: 2`"),
+        (("--node-rank", "-1"), "node-rank is -1, but no pool says `host: -1`"),
+        (("--nnodes", "3"), "--nnodes is 3, but no pool says `host: 2`"),
+    ],
+)
+def test_a_host_that_is_not_there_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.setattr("headway.cli.cluster._report", lambda *_: "loaded")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO_HOSTS)
+    assert main(["cluster", str(path), "--dry-run", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("headway: error: ")
+    assert words in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--node-rank", "1"), ("--nnodes", "2"), ("--nnodes", "2", "--node-rank", "1")])
+def test_a_host_of_the_file_is_there_with_and_without_a_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("headway.cli.cluster._report", lambda *_: "loaded")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO_HOSTS)
+    assert main(["cluster", str(path), "--dry-run", *flags]) == 0
+    assert capsys.readouterr().out == "loaded\n"
