@@ -50,6 +50,9 @@ class ZmqChannel:
         self._endpoint, self._token = endpoint, token
         self._socket = self._connected(b"%d" % rank)
         self._heart: Heart | None = None
+        self._aside: zmq.Socket[Any] | None = None
+        self._aside_gate = threading.Lock()
+        self._closed = False
 
     def live(self, rank: int, every_s: float) -> None:
         """Begin to send beats, over a connection of their own."""
@@ -67,13 +70,15 @@ class ZmqChannel:
         return socket
 
     def aside(self, rank: int) -> Callable[[bytes], None]:
-        """Sends frames over a connection of its own, from any one thread; it stays open as long as the process."""
-        socket: list[zmq.Socket[Any]] = []
+        """Sends frames over a connection of its own, from any thread; once the channel is closed they go nowhere."""
 
         def send(frame: bytes) -> None:
-            if not socket:
-                socket.append(self._connected(ASIDE + b"%d" % rank))
-            socket[0].send(frame)
+            with self._aside_gate:
+                if self._closed:
+                    return
+                if self._aside is None:
+                    self._aside = self._connected(ASIDE + b"%d" % rank)
+                self._aside.send(frame)
 
         return send
 
@@ -93,6 +98,10 @@ class ZmqChannel:
         """What was sent last still goes out."""
         if self._heart is not None:
             self._heart.stop()
+        with self._aside_gate:
+            self._closed = True
+            if self._aside is not None:
+                self._aside.close()
         self._socket.close()
         self._context.term()
 

@@ -1,0 +1,35 @@
+"""How a rank's process lets go of its connections to the engine."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import zmq
+
+from headway.parallel.messages import ASIDE
+from headway.worker.process import ZmqChannel
+
+
+def test_a_channel_ends_though_a_thread_has_spoken_aside(tmp_path: Path) -> None:
+    """That thread may live on: what it says then goes nowhere."""
+    context = zmq.Context()
+    engine = context.socket(zmq.ROUTER)
+    engine.bind(f"ipc://{tmp_path}/e")
+    channel = ZmqChannel(3, f"ipc://{tmp_path}/e", None)
+    aside = channel.aside(3)
+    speaks = threading.Thread(target=aside, args=(b"came",))
+    speaks.start()
+    speaks.join()
+    channel.send(b"failed")
+    ends = threading.Thread(target=channel.close, daemon=True)
+    ends.start()
+    ends.join(5.0)
+    assert not ends.is_alive()
+    aside(b"too late")
+    said = set()
+    while engine.poll(1000 if len(said) < 2 else 0):
+        name, frame = engine.recv_multipart()
+        said.add((name, frame))
+    assert said == {(b"3", b"failed"), (ASIDE + b"3", b"came")}
+    context.destroy(linger=0)
