@@ -139,6 +139,12 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
         ("pools: [{}]\nnetwork_gbit_s: 0", "network_gbit_s must be more than 0"),
         ("pools: [{count: 2}]\nplacement: fifo\noptions: {long_sp: 9}", "options.long_sp is 9, and .* 2 can prefill"),
         ("pools: [{count: 2}]\nplacement: fixed-sp\noptions: {sp: 7}", "options.sp is 7"),
+        ("pools: [{count: 2}]\nplacement: fifo\noptions: {long_sp: 0}", "`long_sp` must be at least 1"),
+        ("pools: [{count: 2}, {role: decode}]\nplacement: tetris\noptions: {sizes: [4]}", "sizes names none up to 2"),
+        (
+            "pools: [{}, {role: decode}]\nplacement: weave\noptions: {sizes: [2, 4]}",
+            "sizes names none up to 1, .* 1 can",
+        ),
         ("pools: [{}]\npools: [{count: 2}]", "'pools' stands there twice"),
         ("pools: [{count: 1, role: mixed, count: 2}]", "'count' stands there twice"),
         ("pools: [{}]\nplacement: nope", "unknown placement 'nope'"),

@@ -22,6 +22,11 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
     long_tokens: int = 32_768
     long_sp: int = 4
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.long_sp < 1:
+            raise ValueError("`long_sp` must be at least 1")
+
 
 class Fifo:
     """See the module."""

@@ -95,6 +95,11 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         size = file.options.get(option)
         if isinstance(size, int) and size > prefill:
             raise ConfigError(f"{where}: options.{option} is {size}, and of the pools' instances {prefill} can prefill")
+    sizes = file.options.get("sizes")
+    if sizes and min(sizes) > prefill:
+        raise ConfigError(
+            f"{where}: options.sizes names none up to {prefill}, and of the pools' instances {prefill} can prefill"
+        )
     if name == "jsq" and roles != {"mixed"}:
         raise ConfigError(
             f"{where}: jsq gives whole requests to instances of role mixed; pools of other roles do nothing"
