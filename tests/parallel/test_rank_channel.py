@@ -27,7 +27,7 @@ def test_a_channel_ends_though_a_thread_has_spoken_aside(tmp_path: Path) -> None
     ends.join(5.0)
     assert not ends.is_alive()
     aside(b"too late")
-    said = set()
+    said: set[tuple[bytes, bytes]] = set()
     while engine.poll(1000 if len(said) < 2 else 0):
         name, frame = engine.recv_multipart()
         said.add((name, frame))

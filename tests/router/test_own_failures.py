@@ -69,3 +69,51 @@ def test_a_policy_that_cannot_say_when_to_wake_it_is_asked_on(monkeypatch: pytes
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
 
     asyncio.run(run())
+
+
+def test_what_goes_wrong_when_all_is_settled_is_laid_to_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settle, calls = Machine.settle, 0
+
+    def sometimes(machine: Machine, now: float) -> float | None:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise KeyError("somebody's")
+        return settle(machine, now)
+
+    monkeypatch.setattr(Machine, "settle", sometimes)
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.005)
+        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+            asked = [ask(client, str(i), prompt(i, 50)) for i in range(4)]
+            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+            assert found == [answer(prompt(i, 50), 4) for i in range(4)]
+
+    asyncio.run(run())
+    assert "the router has failed at what follows" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["arrive", "sent"])
+def test_who_cannot_be_placed_or_sent_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    real = getattr(Machine, where)
+
+    def fails(machine: Machine, what: Any, *more: Any) -> Any:
+        if str(getattr(what, "id", None) or getattr(what, "request", None)).startswith("bad"):
+            raise RuntimeError("a bug")
+        return real(machine, what, *more)
+
+    monkeypatch.setattr(Machine, where, fails)
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.005)
+        async with running(fake, ("prefill", "decode"), "tetris") as client:
+            names = ("good0", "bad", "good1", "good2")
+            asked = [ask(client, name, prompt(i, 50)) for i, name in enumerate(names)]
+            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+            assert isinstance(found[1], InvariantError)
+            assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
+
+    asyncio.run(run())

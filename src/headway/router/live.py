@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -151,12 +150,25 @@ class Live:
             return
         self.retries.forget(asked)
         attempt = self.attempts.named(asked.name)
-        if attempt is not None:
+        if attempt is None:
+            return
+        try:
             self.machine.drop(attempt.journey, why, time.monotonic())
-            self.settle()
+        except Exception:
+            log.exception("the router has failed at letting go of %s", attempt.wire)
+            self.fleet.forget(attempt)
+            self.attempts.remove(attempt)
+        self.settle()
 
     def _begin(self, asked: Asked) -> None:
         """A first or another attempt at a request; it waits where nobody could place it."""
+        try:
+            self._attempt(asked)
+        except Exception:
+            log.exception("the router has failed at placing %s", asked.submit.id)
+            self._fail(asked, _own_failure())
+
+    def _attempt(self, asked: Asked) -> None:
         if self.able is not None:
             self.retries.wait(asked)
             return
@@ -186,68 +198,57 @@ class Live:
 
     def heard(self, number: int, delta: Delta) -> None:
         """See `instance.Listener`."""
-        try:
-            self._hear(number, delta)
-        except Exception:
-            self._failed_at(delta.id)
+        self._blaming(self.attempts.get(delta.id), delta.id, lambda: self._hear(number, delta))
 
     def said(self, number: int, message: FromInstance) -> None:
         """See `instance.Listener`."""
-        try:
-            self._say(number, message)
-        except Exception:
-            self._failed_at(message.id)
+        self._blaming(self.attempts.get(message.id), message.id, lambda: self._say(number, message))
 
-    def _failed_at(self, wire: str) -> None:
+    def _blaming(self, attempt: Attempt | None, wire: str, act: Callable[[], bool]) -> None:
         """What goes wrong here is no fault of the instance that was heard: the request that it spoke of ends with an
-        error (500), and everything else goes on. Where an exception is handled."""
-        log.exception("the router has failed at what was said of %s", wire)
-        attempt = self.attempts.get(wire)
-        if attempt is None:
-            return
-        error = InvariantError("the router has failed at this request; its log says at what. Others go on")
+        error (500), and everything else goes on. What is to be settled after it may be others', and is not laid to it.
+        act: True where there is anything to settle."""
         try:
-            self._fail(attempt.asked, error)
+            follows = act()
         except Exception:
-            log.exception("the router has failed at letting go of %s", wire)
-            self.fleet.forget(attempt)
-            self.attempts.remove(attempt)
-            with suppress(Exception):
-                self.settle()
+            log.exception("the router has failed at what was said of %s", wire)
+            follows = True
+            if attempt is not None:
+                self._fail(attempt.asked, _own_failure())
+        if follows:
+            self.settle()
 
-    def _hear(self, number: int, delta: Delta) -> None:
+    def _hear(self, number: int, delta: Delta) -> bool:
         attempt = self.attempts.get(delta.id)
         if attempt is None or attempt.at != number or attempt.finished:
-            return
+            return False
         if delta.finish == "error" and delta.param == "unavailable":  # it is draining
             self._retry(attempt, delta.error or "refused")
-            self.settle()
-            return
+            return True
         first = not attempt.said and bool(delta.tokens or delta.finish)
         attempt.asked.tell(delta)
         if first:
             self.hands.load(number).first_token(attempt.request.id)
             self._changed(number)
         if delta.finish is None and not first:
-            return
+            return False
         now = time.monotonic()
         if delta.finish in ("stop", "length"):
             attempt.finished = True
         elif delta.finish is not None:
             self.machine.drop(attempt.journey, delta.error or delta.finish, now)
             self._over(attempt)
-            self.settle()
-            return
+            return True
         if attempt.entry is not None:
             self._complete(self.hands.runs.first_token(attempt, delta))
         elif attempt.finished and attempt.journey.staying:
             self.machine.stayed(attempt.journey, attempt.said, True, now)
-        self.settle()
+        return True
 
-    def _say(self, number: int, message: FromInstance) -> None:
+    def _say(self, number: int, message: FromInstance) -> bool:
         attempt = self.attempts.get(message.id)
         if attempt is None:
-            return
+            return False
         now = time.monotonic()
         match message:
             case RunDone() if attempt.step is not None:
@@ -265,7 +266,7 @@ class Live:
                 self._retry(attempt, f"instance {number}: {why}", later=True)
             case Reserved():
                 self.hands.moves.reserved(attempt, number)
-                return
+                return False
             case Arrived():
                 self.hands.moves.arrived(attempt, message)
             case Staged():
@@ -275,7 +276,7 @@ class Live:
                     if attempt.entry is None:
                         self.machine.stayed(attempt.journey, attempt.said, False, now)
                     self._complete(self.hands.runs.kept(attempt))
-        self.settle()
+        return True
 
     def measured(self, number: int) -> None:
         """See `instance.Listener`."""
@@ -372,9 +373,21 @@ class Live:
     # -- the machine --------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the machine do all that follows from what it was told."""
+        """Let the machine do all that follows from what it was told. Raises nothing: what goes wrong is laid to nobody,
+        and tried again."""
         if self._settling:
             return
+        for _ in range(2):
+            try:
+                self._settle()
+                return
+            except Exception:
+                log.exception("the router has failed at what follows from what it was told")
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_later(EVERY_S, self.settle)
+
+    def _settle(self) -> None:
         self._settling = True
         try:
             while True:
@@ -397,17 +410,32 @@ class Live:
 
     def _woken(self, at_s: float) -> None:
         self._alarm = None
-        self.machine.woken(max(at_s, time.monotonic()))
+        try:
+            self.machine.woken(max(at_s, time.monotonic()))
+        except Exception:
+            log.exception("the router has failed at waking policies")
         self.settle()
 
     def _untie(self) -> None:
         """Where requests wait for each other's room, the youngest lets go of its own, so that the others go on."""
         self._watch = None
-        found = self._knots.find(time.monotonic(), self.asked)
-        if found is not None:
-            attempt, helps = found
-            self._retry(attempt, "requests wait for each other's room for KV", later=not helps)
+        try:
+            found = self._knots.find(time.monotonic(), self.asked)
+            if found is not None:
+                attempt, helps = found
+                self._retry(attempt, "requests wait for each other's room for KV", later=not helps)
+        except Exception:
+            log.exception("the router has failed at untying requests")
         self.settle()
+
+    def _apart(self, name: str, act: Callable[[], object]) -> None:
+        """What goes wrong at one request keeps nothing from others."""
+
+        def done() -> bool:
+            act()
+            return False
+
+        self._blaming(self.attempts.named(name), name, done)
 
     def _follow(self) -> bool:
         """What could not be done inside a call of the machine; True when there was anything."""
@@ -415,17 +443,17 @@ class Live:
         sent, self._sent[:] = list(self._sent), []
         for piece in sent:
             some = True
-            self.machine.sent(piece, now)
+            self._apart(piece.request, partial(self.machine.sent, piece, now))
         completed, hands.completed = hands.completed, []
         for entry in completed:
             if entry.state == "running":
                 some = True
-                self._complete(entry)
+                self._apart(entry.owner, partial(self._complete, entry))
         over, hands.over[:] = list(hands.over), []
         for ended in over:
             if ended.journey.staying:
                 some = True
-                self.machine.stayed(ended.journey, ended.said, True, now)
+                self._apart(ended.request.id, partial(self.machine.stayed, ended.journey, ended.said, True, now))
         stranded, self.policies.stranded[:] = list(self.policies.stranded), []
         if stranded:
             self.machine.note("taken")
@@ -434,7 +462,7 @@ class Live:
             if attempt is not None:
                 some = True
                 attempt.asked.runs_lost += 1
-                self._retry(attempt, "its instances are gone, or its placement failed")
+                self._apart(name, partial(self._retry, attempt, "its instances are gone, or its placement failed"))
         while hands.ended:
             ended, why = hands.ended.popleft()
             if why is None:
@@ -457,3 +485,7 @@ class Live:
             if timer is not None:
                 timer.cancel()
         self.retries.close()
+
+
+def _own_failure() -> InvariantError:
+    return InvariantError("the router has failed at this request; its log says at what. Others go on")
