@@ -129,6 +129,26 @@ def test_a_piece_is_not_there_before_the_last_rank_has_sent(make: Make) -> None:
     assert rank.connector.get_num_new_matched_tokens("r") == 10
 
 
+@pytest.mark.parametrize("first", ["looked", "forgotten"])
+def test_of_a_request_that_was_forgotten_no_part_is_kept(make: Make, first: str) -> None:
+    """Whether its first part was taken before or not."""
+    source, target = make(2, 1)
+    target.open("r", 10, ((0, 10),))
+    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=1)
+    (rank,) = target.ranks
+    end_s = time.monotonic() + 10.0
+    while rank.connector.get_num_new_matched_tokens("r") != 5 or (first == "looked" and not rank.connector._come):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+        if first == "looked":
+            rank.look()
+    time.sleep(0.1)
+    rank.connector.forget("r")
+    rank.look()
+    assert rank.received == []
+    assert not rank.connector._come
+
+
 def test_a_rank_that_is_gone_is_told_of_by_who_waits_for_it(make: Make) -> None:
     """What the others have sent is not taken for the whole; once forgotten, the same name may come again."""
     source, target = make(2, 2)

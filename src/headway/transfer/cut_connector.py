@@ -59,6 +59,8 @@ class CutConnector(KvConnector):
             instance = instance_of(one.source)
             key = (one.request, one.piece, instance)
             with self._gate:
+                if self._inner.get_num_new_matched_tokens(one.request) is None:  # forgotten since it came
+                    continue
                 come = self._come.setdefault(key, {})
                 come[rank_of(one.source)] = one
                 if come.keys() < self._from(instance):
