@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from headway.router.asked import Asked
 from headway.router.attempt import Attempt
 from headway.router.fleet import Fleet
 from headway.router.moves import Moves
+from headway.router.stays import Stays
 
 
 class _Fleet:
@@ -28,6 +30,12 @@ class _Fleet:
 
     def tell(self, numbers: Sequence[int], message: Any) -> None:
         self.told.append(message)
+
+    def forget(self, attempt: Attempt, but: Iterable[int] = ()) -> None:
+        attempt.admitted &= set(but)
+
+    def __getitem__(self, number: int) -> Any:
+        return SimpleNamespace(submit=lambda submit, prompt: self.told.append(submit))
 
 
 def _moves() -> tuple[_Fleet, Moves]:
@@ -59,3 +67,24 @@ def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_as
     assert isinstance(room, Reserve)
     assert room.tokens == 104
     assert [send.end for send in sends if isinstance(send, Send)] == [104, 104]
+
+
+def test_who_decodes_waits_for_no_room_elsewhere() -> None:
+    """All of its KV is on instance 1 when instance 2 has not even answered."""
+    fleet, moves = _moves()
+    attempt = _attempt()
+    attempt.at, attempt.journey = None, cast(Any, SimpleNamespace(kv_at={1}))
+    attempt.asked.told += [1]
+    moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 100))
+    assert moves.waiting
+    nobody: Any = None
+    Stays(cast(Fleet, fleet), nobody, moves, nobody, False, nobody, nobody).enter(attempt, (1,), "decode")
+    assert attempt.at == 1
+    assert not moves.waiting
+    moves.reserved(attempt, 2)  # it had answered already
+    moves.bring(attempt, 3, (1,), 0, 100, lambda: None)
+    moves.reserved(attempt, 3)
+    assert [message.to for message in fleet.told if isinstance(message, Send)] == [3]
+    assert not moves.waiting
+    moves.forget(attempt)
+    assert moves.under_way == 0

@@ -104,16 +104,20 @@ class Moves:
             self.under_way -= 1
             movement.then()
 
+    def settled(self, attempt: Attempt) -> None:
+        """Room that was asked for is not needed, and nothing that waits for it is sent: its KV is where it stays."""
+        attempt.room.clear()
+        attempt.space.clear()
+        attempt.unsent.clear()
+        self.waiting.discard(attempt.request.id)
+
     def forget(self, attempt: Attempt) -> None:
         """Nothing of it is awaited."""
         self.under_way -= len(attempt.moving)
         attempt.moving.clear()
-        attempt.unsent.clear()
         attempt.late.clear()
         attempt.early.clear()
-        attempt.room.clear()
-        attempt.space.clear()
-        self.waiting.discard(attempt.request.id)
+        self.settled(attempt)
 
     def _flush(self, attempt: Attempt) -> None:
         """Send what has room."""

@@ -84,8 +84,7 @@ class Stays:
         self.submit(attempt, home, "decode")
         self._fleet.forget(attempt, but=(home,))
         attempt.spread, attempt.whole = (), {home}
-        attempt.room.clear()
-        attempt.space.clear()
+        self._moves.settled(attempt)
 
     def _roomiest(self, group: Iterable[int]) -> int:
         """The instance with the most room for KV; of equals the first."""
