@@ -77,7 +77,7 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
 
 
 async def _use(client: Client, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
-    """One user: a prompt of `least` to `most` tokens, its answer, a pause twice as long or so; until the time is over."""
+    """A user: a prompt of `least` to `most` tokens, its answer, a pause twice as long or so; until the time is over."""
     rng = random.Random(name)
     number = 0
     while time.monotonic() < until:
