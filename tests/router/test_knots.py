@@ -125,7 +125,7 @@ class Crossing:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.router.live.EVERY_S", 0.03)
-    monkeypatch.setattr("headway.router.knots._SURE_S", 0.1)
+    monkeypatch.setattr("headway.router.knots._SURE_S", 0.25)
     monkeypatch.setattr("routers.make_placement", lambda *given: Crossing())
 
 
