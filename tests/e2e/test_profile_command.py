@@ -23,3 +23,21 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     assert source.provenance.endswith(f"corrected by {iterations} iterations of serving")
     assert main([*command, "--serve-for", "0"]) == 0
     assert "corrected" not in store.load(out, None).provenance
+
+
+def test_a_context_that_is_short_is_served_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = make_tiny("llama", tmp_path / "model"), tmp_path / "table.json"
+    command = ["profile", str(model), "--threads", "1", "--budget", "0.2", "--out", str(out), "--max-model-len", "64"]
+    assert main([*command, "--serve-for", "1.5"]) == 0
+    printed = capsys.readouterr()
+    assert "served for 2 s" in printed.out
+    assert "warning" not in printed.err
+
+
+def test_a_table_is_kept_where_nothing_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = make_tiny("llama", tmp_path / "model"), tmp_path / "table.json"
+    command = ["profile", str(model), "--threads", "1", "--budget", "0.2", "--out", str(out)]
+    (model / "tokenizer.json").write_text("{")
+    assert main([*command, "--serve-for", "1"]) == 0
+    assert "could not serve, so the table is as measured" in capsys.readouterr().err
+    assert "corrected" not in store.load(out, None).provenance

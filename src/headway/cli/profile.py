@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 from headway.cli import serve_options
 from headway.cli.options import add_options, environment, resolve
 from headway.cli.serve import model_folder
+from headway.core.errors import HeadwayError
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
 
@@ -63,13 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         built.executor.close()
     print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
+    path = arguments.out or store.default_path(mark)
+    store.save(source, path)
     if arguments.serve_for > 0:
         from headway.cli.rehearsal import rehearse
 
-        source, iterations = rehearse(model, values, built.shape.vocab_size, source, arguments.serve_for)
-        print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
-    path = arguments.out or store.default_path(mark)
-    store.save(source, path)
+        try:
+            source, iterations = rehearse(model, values, built.shape.vocab_size, source, arguments.serve_for)
+        except HeadwayError as error:
+            print(f"headway: warning: could not serve, so the table is as measured: {error}", file=sys.stderr)
+        else:
+            store.save(source, path)
+            print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
     print("rows        seconds  (matrix products and all else that goes by rows)")
     for rows, seconds in source.tokens[1:]:
         print(f"{rows:>6}   {seconds:>10.5f}")

@@ -30,6 +30,7 @@ from headway.simulator.replay import Replayed, read_log, replay
 CHATS = 3
 _LEAST = 50
 """Iterations below which nothing is concluded."""
+_MOST_OUTPUT = 48
 
 
 def rehearse(
@@ -63,21 +64,22 @@ def learnt(source: TableSource, run: Replayed) -> tuple[TableSource, int]:
 async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
     served = first_model(url)
     most = int(served["max_model_len"])
-    endpoint = Endpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 60.0)
+    endpoint = Endpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 5.0)
     async with Client(endpoint) as client:
         until = time.monotonic() + seconds
         longest = max(1, min(most // 2, 8192))
-        lengths = [(32, 512)] * CHATS + [(longest // 4, longest)]
-        limits = [(min(low, most - 64), min(high, most - 64)) for low, high in lengths]
+        lengths = [(32, 512)] * CHATS + [(max(1, longest // 4), longest)]
+        room = max(1, most - _MOST_OUTPUT)
         users = [
-            _use(client, f"{seed}-{i}", vocabulary, until, max(1, low), max(1, high))
-            for i, (low, high) in enumerate(limits)
+            _use(client, f"{seed}-{i}", vocabulary, until, min(low, room), min(high, room))
+            for i, (low, high) in enumerate(lengths)
         ]
         await asyncio.gather(*users)
 
 
 async def _use(client: Client, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
-    """A user: a prompt of `least` to `most` tokens, its answer, a pause twice as long or so; until the time is over."""
+    """A user: a prompt of `least` to `most` tokens, its answer, a pause twice as long or so; until the time is over.
+    A request that takes more than all of it is the last."""
     rng = random.Random(name)
     number = 0
     while time.monotonic() < until:
@@ -88,9 +90,11 @@ async def _use(client: Client, name: str, vocabulary: int, until: float, least: 
             id=f"rehearsal-{name}-{number}",
             prompt=msgspec.json.encode(ids),
             prompt_tokens=len(ids),
-            output_tokens=rng.randint(8, 48),
+            output_tokens=rng.randint(8, _MOST_OUTPUT),
         )
         answer = await client.send(job)
+        if answer.error is not None and answer.error.startswith("timeout"):
+            return
         if answer.error is not None:
             raise ServerError(f"a request of the rehearsal failed: {answer.error}")
         await asyncio.sleep(rng.uniform(0.5, 3.0) * (time.monotonic() - began))
