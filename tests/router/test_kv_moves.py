@@ -69,6 +69,36 @@ def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_as
     assert [send.end for send in sends if isinstance(send, Send)] == [104, 104]
 
 
+def test_a_piece_that_waits_for_room_while_its_kv_spreads_is_sent_by_all_who_have_it() -> None:
+    """Of a span on instance 0, of which instance 1 has a part by the time instance 2 has room."""
+    fleet, moves = _moves()
+    attempt = _attempt()
+    attempt.at, attempt.whole = None, set()
+    entries: list[Any] = [SimpleNamespace(index=index, state="done") for index in range(2)]
+    attempt.journey = cast(Any, SimpleNamespace(entries=entries))
+    attempt.runs = [cast(Any, SimpleNamespace(group=(0,)))]
+    moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 40, entry=entries[0]))
+    attempt.runs.append(cast(Any, SimpleNamespace(group=(0, 1))))
+    attempt.running = {0, 1}
+    moves.reserved(attempt, 2)
+    assert not [message for message in fleet.told if isinstance(message, Send)]
+    attempt.running = set()
+    moves.computed(attempt)
+    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, Send)] == [(0, 40, 2)] * 2
+
+
+def test_a_piece_goes_as_soon_as_there_is_room() -> None:
+    fleet, moves = _moves()
+    attempt = _attempt()
+    entry: Any = SimpleNamespace(index=0, state="running")
+    attempt.journey = cast(Any, SimpleNamespace(entries=[entry]))
+    attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
+    moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 40, entry=entry))
+    assert [type(message) for message in fleet.told] == [Reserve]
+    moves.reserved(attempt, 2)
+    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, Send)] == [(0, 40, 2)]
+
+
 def test_who_decodes_waits_for_no_room_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     fleet, moves = _moves()

@@ -1,9 +1,9 @@
 """KV on its way between instances: room first, then the pieces, then what was waiting for them.
 
-A piece of a span is sent by its holder as soon as the machine grants it, layer by layer while the span is computed.
-When another span of the request has begun meanwhile, KV has been spread over that one's group: such a piece waits until
-the last span is computed, and all of that group send what they have of it. (Of a batch a span that has begun may have
-to wait for others' runs; so do its pieces.)
+A piece of a span is sent by its holder as soon as the machine grants it and there is room, layer by layer while the
+span is computed. When another span of the request has begun meanwhile, KV has been spread over that one's group: such a
+piece waits until the last span is computed, and all of that group send what they have of it. (Of a batch a span that
+has begun may have to wait for others' runs; so do its pieces.)
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ class Moves:
             self.computed(attempt)
             return
         self.reserve(attempt, piece.target)
+        if entry is not None and not attempt.room[piece.target]:  # another run may begin before there is room
+            attempt.late.append(piece)
+            return
         end = min(piece.end, attempt.kv_tokens, attempt.space[piece.target])
         self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
 
     def begun(self, attempt: Attempt) -> None:
-        """A run was begun, later than its span where others of a batch came first: pieces of it may go."""
+        """A run was begun, later than its span where others of a batch came first, or there is room: pieces may go."""
         late, attempt.late = attempt.late, []
         for piece in late:
             self.send(attempt, piece)
@@ -92,6 +95,7 @@ class Moves:
             if all(attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
             self._flush(attempt)
+            self.begun(attempt)
 
     def arrived(self, attempt: Attempt, message: Arrived) -> None:
         """What one instance has sent is there."""
