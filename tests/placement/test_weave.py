@@ -96,7 +96,7 @@ def test_only_much_shorter_prompts_get_by_and_only_for_the_rings_share() -> None
 
 
 def test_relative_slack_sets_the_share_and_lateness_leaves_the_least() -> None:
-    ring = Ring("r", [(0, 1)], [0.0], 10.0, work_s=10.0, deadline_s=50.0)
+    ring = Ring("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
     assert ring.slack(0.0) == 4.0
     assert ring.left_to_give_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
     assert ring.left_to_give_s(49.0, 0.2, 0.7) == pytest.approx(10 * 0.2 / 0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from cluster_worlds import PerToken, Scripted, cluster
@@ -61,7 +62,12 @@ def test_spans_take_their_turn_and_free_times_are_absolute() -> None:
     assert result.busy_s == pytest.approx((1.0, 1.505, 0.505, 0.0))
 
 
-def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first() -> None:
+@pytest.mark.parametrize(("rows", "at_s", "where"), [(0, 0.45, Progress(0, 9)), (400, 0.425, Progress(800, 2))])
+def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first(
+    rows: int, at_s: float, where: Progress
+) -> None:
+    """Of 32 layers in 1.6 s the ninth is under way at 0.42 s; where it is cut into four, the second one's second."""
+
     def decide(event: Event, view: ClusterView) -> Sequence[Action]:
         if isinstance(event, Arrived) and event.request.id == "r0":
             return [whole(event, view, (0, 1))]
@@ -72,12 +78,13 @@ def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first() -> 
         return []
 
     policy = Scripted(decide)
-    result = simulate_cluster(cluster(), policy, [TraceRequest(0.0, 3200, 1), TraceRequest(0.42, 100, 1)])
+    requests = [TraceRequest(0.0, 3200, 1), TraceRequest(0.42, 100, 1)]
+    result = simulate_cluster(replace(cluster(), rows=rows), policy, requests)
     (paused,) = [event for _, event in policy.heard if isinstance(event, Paused)]
-    assert paused.progress == Progress(0, 9)  # 50 ms a layer: the ninth is under way at 0.42 s
-    assert policy.times(Paused) == pytest.approx([0.45])
+    assert paused.progress == where
+    assert policy.times(Paused) == pytest.approx([at_s])
     first = result.sim.records[1].token_s[0]
-    assert result.sim.records[0].token_s[0] == pytest.approx(1.6 + first - 0.45)
+    assert result.sim.records[0].token_s[0] == pytest.approx(1.6 + first - at_s)
     assert result.paused == 1
 
 

@@ -22,7 +22,7 @@ from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.scratch import ScratchFolder
 from headway.engine.protocol import Submit
-from headway.placement.registry import Surroundings, make_placement
+from headway.placement.registry import make_placement
 from headway.router.policies import Policies
 
 SCENARIO: dict[str, Any] = {
@@ -41,18 +41,18 @@ SCENARIO: dict[str, Any] = {
 PROMPTS = [400, 100_000, *[300 + 50 * i for i in range(10)], 80_000, *[700] * 5]
 
 
-def written(folder: Path, placement: str, options: dict[str, object]) -> Path:
+def written(folder: Path, placement: str, options: dict[str, object], rows: int) -> Path:
     data = msgspec.json.decode(msgspec.json.encode(SCENARIO))
-    data["cluster"] |= {"placement": placement, "options": options}
+    data["cluster"] |= {"placement": placement, "options": options, "span_rows": rows}
     file = folder / "scenario.yaml"
     file.write_text(yaml.safe_dump(data))
     return file
 
 
-async def serve(file: Path, kill: int | None, rows: int) -> list[int]:
+async def serve(file: Path, kill: int | None) -> list[int]:
     """Tokens that each request got. kill: an instance that is killed on the way."""
     folder = ScratchFolder("headway-timed-")
-    client = timed_cluster(file, folder.path, rows)
+    client = timed_cluster(file, folder.path)
 
     async def one(number: int, prompt: int) -> int:
         await asyncio.sleep(0.04 * number)
@@ -107,9 +107,9 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     """Again: by the machine and the policy alone, driven from the log of the live run, in the log's time."""
     lines: list[bytes] = []
     options = OPTIONS[placement]
-    file = written(tmp_path, placement, options)
+    file = written(tmp_path, placement, options, rows)
     spec = spec_of(scenario_of(file))
-    surroundings = Surroundings(latency=spec.spans, shape=spec.shape)
+    surroundings = spec.surroundings
     machines: list[Recorded] = []
 
     def recorded(*given: Any, **named: Any) -> Recorded:
@@ -124,7 +124,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
 
     monkeypatch.setattr("headway.router.live.Machine", recorded)
     monkeypatch.setattr(Policies, "renew", renewed)
-    found = asyncio.run(asyncio.wait_for(serve(file, kill, rows), 60.0))
+    found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)
     monkeypatch.undo()
     policies: list[Policies] = []
@@ -164,7 +164,7 @@ def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> N
     from headway.engine.timed.times import ClusterTimes
     from headway.latency.groups import GroupShape
 
-    spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2})))
+    spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2}, 0)))
     times = ClusterTimes(spec, 0)
     run = Run(0, 60_000, (0, 1, 2))
     assert times.run_s(run, ()) == spec.spans.prefill_s(0, 60_000, GroupShape(3))

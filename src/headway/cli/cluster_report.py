@@ -147,4 +147,5 @@ def _spec(plan: Plan) -> ClusterSpec:
         shape=plan.rules.shape,
         links=plan.links,
         backends=plan.backends,
+        rows=plan.rules.rows,
     )

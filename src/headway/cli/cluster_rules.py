@@ -113,7 +113,8 @@ def surroundings_of(file: ClusterFile, model: str, latency: Mapping[str, Any] | 
 
     shape, between = shape_of(model), links(file)
     table, _ = restore(latency)
-    return Surroundings(latency=RingLatency(table, shape, between.inside, between.across), shape=shape)
+    spans = RingLatency(table, shape, between.inside, between.across)
+    return Surroundings(latency=spans, shape=shape, rows=file.span_rows)
 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> int:

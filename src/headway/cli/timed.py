@@ -9,7 +9,7 @@ from headway.cli.options import read_yaml
 from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
 from headway.engine.protocol import EngineInfo
-from headway.placement.registry import Surroundings, make_placement
+from headway.placement.registry import make_placement
 from headway.router.client import ClusterClient, Rules
 from headway.router.instance import LiveInstance
 from headway.router.launch import launcher
@@ -32,9 +32,8 @@ def spec_of(scenario: Scenario) -> ClusterSpec:
     return cluster_of(scenario, requests_of(scenario.workload, scenario.run.window_s, scenario.run.seeds[0]))
 
 
-def timed_cluster(file: Path, folder: Path, rows: int = 0) -> ClusterClient:
-    """One process an instance, already starting. `folder`: for their sockets; its path must be short. rows: most of a
-    span that an instance computes at once, so that it may be paused between pieces; 0, as in the simulator: all."""
+def timed_cluster(file: Path, folder: Path) -> ClusterClient:
+    """One process an instance, already starting. `folder`: for their sockets; its path must be short."""
     scenario = scenario_of(file)
     spec = spec_of(scenario)
     config = EngineConfig(model=str(file.resolve()), worker_timeout_s=60.0)
@@ -43,14 +42,13 @@ def timed_cluster(file: Path, folder: Path, rows: int = 0) -> ClusterClient:
         for each in spec.instances
     ]
     name = str(scenario.cluster.placement)
-    surroundings = Surroundings(latency=spec.spans, shape=spec.shape)
 
     def rules(infos: Sequence[EngineInfo]) -> Rules:
         return Rules(
-            policy=lambda: make_placement(name, surroundings, scenario.cluster.options),
+            policy=lambda: make_placement(name, spec.surroundings, scenario.cluster.options),
             latency=spec.spans,
             shape=spec.shape,
-            rows=rows,
+            rows=spec.rows,
         )
 
     return ClusterClient(instances, spec.links, rules, placement=name, backends=spec.backends)

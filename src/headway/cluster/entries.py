@@ -45,9 +45,13 @@ class SpanEntry(Entry):
         self.lead: SpanEntry | None = None
         self.driver: Any = None
 
+    def over(self, layers: int) -> float:
+        """The share of its time that is over where it goes on."""
+        return self.layer / layers if self.share is None else self.share
+
     def left_s(self, layers: int) -> float:
         """Predicted seconds from where it goes on."""
-        return self.predicted_s * (1.0 - (self.layer / layers if self.share is None else self.share)) + self.extra_s
+        return self.predicted_s * (1.0 - self.over(layers)) + self.extra_s
 
     def progress(self) -> Progress:
         """After a pause."""

@@ -33,7 +33,7 @@ from headway.latency.groups import GroupLatency, GroupShape
 from headway.latency.tables import TableLatency, TableSource
 from headway.metrics import RequestRecord
 from headway.metrics.definitions import ttft_s
-from headway.placement.registry import Surroundings, make_placement
+from headway.placement.registry import make_placement
 from headway.placement.view import Instance
 from headway.scheduling.config import SchedulerConfig
 from headway.simulator.cluster.build import cluster_of, run_cluster
@@ -121,7 +121,7 @@ def _tetris(point: Point) -> Measured:
     )
     placement = make_placement(
         PLACEMENTS[point.system],
-        Surroundings(latency=spec.spans, shape=spec.shape),
+        spec.surroundings,
         _options(point.system, {"rates": RATES}, 8),
     )
     workload = tetris_setting.requests_of(point.where, point.rps, int(point.size), point.seed)

@@ -32,7 +32,7 @@ from headway.latency.fitted import fitted
 from headway.latency.layout import Layout
 from headway.latency.ring import RingLatency
 from headway.metrics.definitions import ttft_s
-from headway.placement.registry import Surroundings, make_placement
+from headway.placement.registry import make_placement
 from headway.placement.view import Instance, Links
 from headway.simulator.cluster.result import ClusterResult
 from headway.simulator.cluster.spec import ClusterSpec
@@ -145,10 +145,9 @@ def simulate_point(point: Point) -> ClusterResult:
     """Run it."""
     spec, system = prefill_cluster(point.cluster), SYSTEMS[point.system]
     options = dict(system.options) | ({"rates": point.rates} if point.rates else {})
-    surroundings = Surroundings(latency=spec.spans, shape=spec.shape)
     noise = Noise("lognormal", point.noise) if point.noise else Noise()
     workload = requests_of(point.workload, point.rps, point.requests, point.seed)
-    placement = make_placement(system.policy, surroundings, options)
+    placement = make_placement(system.policy, spec.surroundings, options)
     return simulate_cluster(spec, placement, workload, RunSpec(seed=point.seed, noise=noise))
 
 

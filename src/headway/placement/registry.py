@@ -14,7 +14,8 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.hardware.shapes import ModelShape
-from headway.latency.groups import GroupLatency
+from headway.latency.edges import edges_of
+from headway.latency.groups import GroupLatency, GroupShape
 from headway.placement.base import Placement
 
 POLICIES: dict[str, tuple[str, str]] = {
@@ -41,10 +42,17 @@ POLICIES: dict[str, tuple[str, str]] = {
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know besides the view: predicted prefill times, and the model's shape (for KV bytes)."""
+    """What a policy may know besides the view: predicted prefill times, the model's shape (for KV bytes), and how many
+    rows of a span an instance computes at once (0: all), which says where it can be paused."""
 
     latency: GroupLatency
     shape: ModelShape
+    rows: int = 0
+
+    def edge_s(self, start: int, end: int, group: GroupShape, seconds: float) -> float:
+        """How long a span of tokens [start, end), which takes so many seconds, computes between two places where it can
+        be paused, at most."""
+        return seconds * edges_of(self.latency, start, end, group, self.rows, self.shape.layers).widest
 
 
 class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -92,7 +92,7 @@ class Weave:
     def __init__(self, surroundings: Surroundings, options: Options) -> None:
         self.tetris = tetris.Tetris(surroundings, options)
         self.rings = Rings()
-        self._latency, self._layers = surroundings.latency, surroundings.shape.layers
+        self._around, self._latency = surroundings, surroundings.latency
         self._options = options
         self._decodes = DecodeSide()
         self._requests: dict[str, Request] = {}
@@ -162,19 +162,20 @@ class Weave:
 
     def _ring(self, request: Request, plan: Allocation, spans: Sequence[Span], view: ClusterView) -> Ring:
         """The plan's time line, chunk by chunk."""
-        starts_s, work_s, at = [], 0.0, view.now_s
+        starts_s, edges_s, work_s, at = [], [], 0.0, view.now_s
         for span in spans:
             start_s = max(at, *(view.instances[i].free_at_s for i in span.group))
             shape = GroupShape(len(span.group), view.nodes_of(span.group), span.strategy)
             seconds = self._latency.prefill_s(span.start, span.end - span.start, shape)
             starts_s.append(start_s)
+            edges_s.append(self._around.edge_s(span.start, span.end, shape, seconds))
             work_s += seconds
             at = start_s + seconds
         due_s = request.slo.ttft_s
         if due_s is None:
             due_s = max(self._options.deadline_base_s, self._options.deadline_factor * work_s)
         groups = [span.group for span in spans]
-        return Ring(request.id, groups, starts_s, at, work_s, request.arrival_s + due_s)
+        return Ring(request.id, groups, starts_s, edges_s, at, work_s, request.arrival_s + due_s)
 
     @staticmethod
     def _tokens(request: Request) -> int:
@@ -210,7 +211,7 @@ class Weave:
         head = rings[0]
         stop = head if instance in head.group and self._stoppable(head, view) else None
         if stop is not None:
-            empty_s += head.work_s / self._layers  # until the next layer's edge, at most
+            empty_s += head.edge_s  # until it has paused, at most
         first_s = empty_s + alone_s
         charges = []
         for ring in rings:

@@ -16,23 +16,26 @@ from headway.placement.view import ClusterView
 class Ring:
     """A prompt on groups of instances. Seconds are predicted, times absolute.
 
-    groups: of its spans, nested. starts_s: when each is to begin; work_s: what they take together; deadline_s: of its
-    first token. end_s: when that is expected. index: the span that runs or comes next. given_s: what it has yielded.
+    groups: of its spans, nested. starts_s: when each is to begin; edges_s: how long each computes between two places
+    where it can be paused; work_s: what they take together; deadline_s: of its first token. end_s: when that is
+    expected. index: the span that runs or comes next. given_s: what it has yielded.
     """
 
-    __slots__ = ("deadline_s", "end_s", "given_s", "groups", "index", "pausing", "request", "starts_s", "work_s")
+    __slots__ = ("deadline_s", "edges_s", "end_s", "given_s", "groups", "index", "pausing", "request", "starts_s",
+                 "work_s")  # fmt: skip
 
     def __init__(
         self,
         request: str,
         groups: Sequence[tuple[int, ...]],
         starts_s: Sequence[float],
+        edges_s: Sequence[float],
         end_s: float,
         work_s: float,
         deadline_s: float,
     ) -> None:
         self.request, self.groups = request, tuple(groups)
-        self.starts_s, self.end_s = list(starts_s), end_s
+        self.starts_s, self.edges_s, self.end_s = list(starts_s), tuple(edges_s), end_s
         self.work_s, self.deadline_s = work_s, deadline_s
         self.index = 0
         self.given_s = 0.0
@@ -42,6 +45,11 @@ class Ring:
     def group(self) -> tuple[int, ...]:
         """Of the span that runs or comes next."""
         return self.groups[self.index]
+
+    @property
+    def edge_s(self) -> float:
+        """Until the span that runs can be paused, at most."""
+        return self.edges_s[self.index]
 
     def slack(self, now: float) -> float:
         """Relative slack, as Medha §4.1's: seconds to spare, in units of its own work. Known queueing counts."""

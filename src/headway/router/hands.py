@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 
 from headway.cluster.entries import SpanEntry
 from headway.cluster.hands import Figures, Impossible
 from headway.cluster.journey import Journey
 from headway.cluster.transfers import Piece
 from headway.core.request import Request
-from headway.core.span import Span, cut
+from headway.core.span import Span
 from headway.hardware.shapes import ModelShape
+from headway.latency.edges import edges_of
 from headway.latency.groups import GroupLatency, GroupShape, batch_s
 from headway.placement.base import Phase
 from headway.router.attempt import Attempt, Attempts
@@ -162,18 +162,12 @@ class LiveHands:
 
     def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
         """Where a span has paused that its group has told of: layer, tokens before its piece, and the share of its time
-        that is over (see `Machine.span_paused`), by what is predicted of the three parts before, in and behind it."""
+        that is over (see `Machine.span_paused`)."""
         said, attempt = entry.driver.paused, entry.journey.driver
         run = attempt.runs[-1]
         shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
-        edges = cut(run.start, run.end, len(run.group), run.rows)
-        end = next(end for start, end in edges if start == said.tokens)
-        before_s, piece_s, behind_s = (
-            self.latency.prefill_s(a, b - a, shape) if a < b else 0.0
-            for a, b in pairwise((run.start, said.tokens, end, run.end))
-        )
-        over_s = before_s + piece_s * said.layer / self._layers
-        return said.layer, said.tokens, over_s / (before_s + piece_s + behind_s)
+        edges = edges_of(self.latency, run.start, run.end, shape, run.rows, self._layers)
+        return said.layer, said.tokens, edges.over(said.tokens, said.layer)
 
     def expecting(self) -> list[int]:
         """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""

@@ -82,6 +82,10 @@ class ClusterSection(Section):
     pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
     spans: SpansSection = SpansSection()
     backends: Count = Field(default=16, description="receive backends of an instance: KV transfers at a time")
+    span_rows: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="most rows of a span that an instance computes at once, to be paused in between; 0: all",
+    )
     masters: Literal["one", "all"] = Field(
         default="one",
         description="members of a decoding group that compute linear layers: one all of it, or all a share",

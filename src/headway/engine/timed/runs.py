@@ -1,8 +1,8 @@
 """A timed instance's part in runs: it sleeps through them, piece by piece and layer by layer.
 
 All of a group begin when they are told, which is at once but for what messages take, and end with the slowest: nothing
-that they would exchange is waited for. A pause is said to the group's first, which tells the others. A run takes what
-it is predicted to take at once, whatever pieces it is cut into: theirs are shares of it, as they are predicted alone.
+that they would exchange is waited for. A pause is said to the group's first, which tells the others. What a run takes,
+and where it can be paused, is what the simulator goes by (`latency.edges`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headway.engine.cluster_messages import Run
 from headway.engine.member import Slots
 from headway.engine.timed.executor import TOKEN
 from headway.engine.timed.mail import Mail, Stopped
+from headway.latency.edges import Edges
 from headway.transfer.peers import Line
 
 _NAP_S = 0.005
@@ -101,14 +102,11 @@ class TimedRuns:
         part.edges_s = self._edges_s(run, part.pieces, before)
 
     def _edges_s(self, run: Run, pieces: Sequence[tuple[int, int]], before: Sequence[Run]) -> list[float]:
-        times, edges_s = self._times, [0.0]
-        alone_s = [1.0]
-        if len(pieces) > 1:
-            alone_s = [times.run_s(structs.replace(run, start=a, end=b), ()) for a, b in pieces]
-        factor = times.run_s(run, before) / (sum(alone_s) or 1.0) / times.layers
-        for piece_s in alone_s:
-            edges_s += [edges_s[-1] + piece_s * factor * (layer + 1) for layer in range(times.layers)]
-        return edges_s
+        times = self._times
+        edges = Edges(tuple(pieces), lambda a, b: times.run_s(structs.replace(run, start=a, end=b), ()), times.layers)
+        whole_s = times.run_s(run, before)
+        inner = [whole_s * edges.over(start, layer) for start, _ in pieces for layer in range(times.layers)]
+        return [*inner, whole_s]
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         try:

@@ -137,7 +137,7 @@ class PecSched:
             self._decode_least.put(i, 0)
         first = view.instances[self._ids[0]]
         self._per_node = max(map(nodes.count, set(nodes)))
-        self._forms = Forms(self._around.latency, first.tp, options.fast_sp)
+        self._forms = Forms(self._around, first.tp, options.fast_sp)
         capacity = min(view.instances[i].capacity for i in self._ids)
         self._sizes = Sizes(options.long_replicas, self._forms, capacity, len(self._ids), self._per_node,
                             options.long_target_s, options.long_sp)  # fmt: skip
@@ -287,8 +287,8 @@ class PecSched:
         if ring is None:
             return -1
         if self._weighs and free >= 0 and board.room(free, tokens, most):
-            edge_s = 0.0 if ring.state == "paused" else ring.layer_s / 2
-            if board.weight[free] < edge_s * _UNITS_A_SECOND + (board.weight[at] if at >= 0 else 0):
+            wait_s = 0.0 if ring.state == "paused" else ring.edge_s / 2
+            if board.weight[free] < wait_s * _UNITS_A_SECOND + (board.weight[at] if at >= 0 else 0):
                 return free
         if at >= 0:
             return at
@@ -359,7 +359,7 @@ class PecSched:
             self._longs.popleft()
             form = self._forms.choose(request.prompt_tokens, size, taken.nodes)
             self._order += 1
-            ring = Ring(request, taken.replicas, self._order, form.seconds / self._around.shape.layers)
+            ring = Ring(request, taken.replicas, self._order, form.edge_s)
             board.hold(ring)
             self._rings[request.id] = ring
             span = Span(request=request, start=request.cached_tokens, end=request.prompt_tokens,

@@ -20,15 +20,16 @@ State = Literal["drain", "prefill", "pausing", "paused", "closing", "decode", "e
 
 
 class Ring:
-    """A long request on its replicas. layer_s: predicted time of a layer of its prefill. busy: replicas on which short
+    """A long request on its replicas. edge_s: predicted time between two places where its prefill
+    can be paused, at most. busy: replicas on which short
     requests are. computed_s, suspended_s: so far. began_s: when it began to compute, or to decode, last; since_s: when
     it was paused last."""
 
-    __slots__ = ("began_s", "busy", "computed_s", "decoding", "group", "layer_s", "order", "request", "since_s",
+    __slots__ = ("began_s", "busy", "computed_s", "decoding", "edge_s", "group", "order", "request", "since_s",
                  "state", "suspended_s")  # fmt: skip
 
-    def __init__(self, request: Request, group: tuple[int, ...], order: int, layer_s: float = 0.0) -> None:
-        self.request, self.group, self.order, self.layer_s = request, group, order, layer_s
+    def __init__(self, request: Request, group: tuple[int, ...], order: int, edge_s: float = 0.0) -> None:
+        self.request, self.group, self.order, self.edge_s = request, group, order, edge_s
         self.state: State = "drain"
         self.decoding = False
         self.busy = 0

@@ -6,23 +6,26 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from headway.core.span import Strategy
-from headway.latency.groups import LOCAL, GroupLatency, GroupShape
+from headway.latency.groups import LOCAL, GroupShape
+from headway.placement.registry import Surroundings
 
 _GRAIN = 1024
 
 
 class Choice(NamedTuple):
-    """A strategy and what the whole prefill is predicted to take with it."""
+    """A strategy and what the whole prefill is predicted to take with it; edge_s: between two places where it can be
+    paused, at most."""
 
     strategy: Strategy
     seconds: float
+    edge_s: float
 
 
 class Forms:
     """Fast SP's choice (§5.3) by predicted time, or plain ring attention; remembered, lengths rounded up to 1,024."""
 
-    def __init__(self, latency: GroupLatency, tp: int, fast: bool) -> None:
-        self._latency, self._tp, self._fast = latency, tp, fast
+    def __init__(self, around: Surroundings, tp: int, fast: bool) -> None:
+        self._around, self._tp, self._fast = around, tp, fast
         self._known: dict[tuple[int, int, int], Choice] = {}
 
     def choose(self, tokens: int, replicas: int, nodes: int) -> Choice:
@@ -30,13 +33,12 @@ class Forms:
         key = (-(-tokens // _GRAIN), replicas, nodes)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = min(
-                (
-                    Choice(form, self._latency.prefill_s(0, key[0] * _GRAIN, GroupShape(replicas, nodes, form)))
-                    for form in self._allowed(replicas)
-                ),
-                key=lambda choice: choice.seconds,
-            )
+            most = key[0] * _GRAIN
+            groups = [GroupShape(replicas, nodes, form) for form in self._allowed(replicas)]
+            seconds = [self._around.latency.prefill_s(0, most, group) for group in groups]
+            best = min(range(len(groups)), key=seconds.__getitem__)
+            edge_s = self._around.edge_s(0, most, groups[best], seconds[best])
+            known = self._known[key] = Choice(groups[best].strategy, seconds[best], edge_s)
         return known
 
     def _allowed(self, replicas: int) -> Iterator[Strategy]:

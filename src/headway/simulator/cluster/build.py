@@ -18,7 +18,7 @@ from headway.latency.layout import Layout
 from headway.latency.ring import RingLatency
 from headway.latency.sharded_decode import ShardedDecode
 from headway.placement.base import Placement
-from headway.placement.registry import Surroundings, make_placement
+from headway.placement.registry import make_placement
 from headway.placement.view import Instance, Links
 from headway.scheduling.config import SchedulerConfig
 from headway.simulator.build import config_of, latency_of, named, run_of
@@ -55,7 +55,7 @@ def placement_of(scenario: Scenario, spec: ClusterSpec) -> Placement:
     name = scenario.cluster.placement
     if name is None:
         raise ConfigError("cluster.placement is missing: it names the policy")
-    return make_placement(name, Surroundings(latency=spec.spans, shape=spec.shape), scenario.cluster.options)
+    return make_placement(name, spec.surroundings, scenario.cluster.options)
 
 
 def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterSpec:
@@ -112,6 +112,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         shape=shape,
         links=links,
         backends=cluster.backends,
+        rows=cluster.span_rows,
     )
 
 

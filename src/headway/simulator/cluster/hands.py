@@ -12,7 +12,7 @@ from headway.cluster.transfers import Piece
 from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.simulator.cluster.engine import Engine
-from headway.simulator.cluster.spans import SpanRun, predicted_s
+from headway.simulator.cluster.spans import SpanRun, edges, predicted_s
 from headway.simulator.cluster.trip import Trip
 from headway.simulator.noise import NoiseSource
 from headway.simulator.replica import Replica
@@ -89,7 +89,7 @@ class VirtualHands(Hands):
             self.world.bar("pause", i, since, entry.owner)
         self.occupy(entry.group, 1)
         run.serial += 1
-        due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.layer / self.spec.shape.layers)
+        due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
         for member in (entry, *entry.along):
             member.driver.began_s, member.driver.due_s = now, due_s
             trip: Trip = member.journey.driver
@@ -100,12 +100,14 @@ class VirtualHands(Hands):
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         run: SpanRun = entry.driver
-        at_s, layer = run.pause_at(entry, now, self.spec.shape.layers)
+        nodes = len({self.spec.instances[i].node for i in entry.group})
+        at = edges(self.spec, entry.span, nodes)
+        at_s, tokens, layer = run.pause_at(entry, now, at)
         if at_s >= run.due_s:
             raise Impossible(f"{entry.owner} is in its last layer")
         run.serial += 1
         run.due_s = at_s
-        self.world.push(at_s, SPAN, ("pause", entry, run.serial, layer))
+        self.world.push(at_s, SPAN, ("pause", entry, run.serial, at, tokens, layer))
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         entry.driver.serial += 1

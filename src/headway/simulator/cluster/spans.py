@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from headway.cluster.entries import SpanEntry
 from headway.cluster.transfers import Piece
 from headway.core.span import Span
+from headway.latency.edges import Edges, edges_of
 from headway.latency.groups import GroupShape, batch_s
 from headway.simulator.cluster.balance import exposed_s
 from headway.simulator.cluster.spec import ClusterSpec
@@ -26,15 +27,19 @@ class SpanRun:
         self.serial = 0
         self.late: list[Piece] = []
 
-    def pause_at(self, entry: SpanEntry, now: float, layers: int) -> tuple[float, int]:
-        """(time, layer) of the next layer edge of a run that began at `began_s`."""
-        layer_s = entry.predicted_s * self.factor / layers
-        begun = self.began_s + entry.extra_s
-        if layer_s <= 0 or now <= begun:
-            return max(now, begun), entry.layer
-        done = math.ceil((now - begun) / layer_s - 1e-9)
-        layer = min(layers, entry.layer + done)
-        return min(self.due_s, begun + (layer - entry.layer) * layer_s), layer
+    def pause_at(self, entry: SpanEntry, now: float, edges: Edges) -> tuple[float, int, int]:
+        """(time, first token of the piece, layer) of the next edge of a run that began at `began_s`."""
+        whole_s, begun = entry.predicted_s * self.factor, self.began_s + entry.extra_s
+        if whole_s <= 0 or now <= begun:
+            return max(now, begun), entry.tokens, entry.layer
+        after_s, tokens, layer = edges.next(entry.tokens, entry.layer, now - begun, whole_s)
+        return min(self.due_s, begun + after_s), tokens, layer
+
+
+def edges(spec: ClusterSpec, span: Span, nodes: int) -> Edges:
+    """Where a span can be paused."""
+    shape = GroupShape(len(span.group), nodes, span.strategy)
+    return edges_of(spec.spans, span.start, span.end, shape, spec.rows, spec.shape.layers)
 
 
 def predicted_s(spec: ClusterSpec, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headway.core.errors import ConfigError
 from headway.hardware.shapes import ModelShape
 from headway.latency.groups import GroupLatency
+from headway.placement.registry import Surroundings
 from headway.placement.view import Instance, Links
 from headway.simulator.spec import InstanceSpec
 
@@ -17,8 +18,9 @@ class ClusterSpec:
     """instances: as they start. engine: what the scheduler of an instance, or of a group that works as one, runs on.
 
     spans: what a span takes (noise comes on top); policies may be given another model. backends: receive backends of an
-    instance. layers: where a span can be paused. balance: whether redistributing earlier chunks' KV over a larger
-    group costs what does not overlap with computing (Tetris §4.1).
+    instance. rows: most rows of a span that an instance computes at once (0: all), which says where it can be paused
+    (`latency.edges`). balance: whether redistributing earlier chunks' KV over a larger group costs what does not
+    overlap with computing (Tetris §4.1).
     """
 
     instances: tuple[Instance, ...]
@@ -27,8 +29,14 @@ class ClusterSpec:
     shape: ModelShape
     links: Links
     backends: int = 16
+    rows: int = 0
     handshake: str = "handshake"
     balance: bool = True
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What a policy is told, unless it is to be wrong: what the simulator itself goes by."""
+        return Surroundings(latency=self.spans, shape=self.shape, rows=self.rows)
 
     def __post_init__(self) -> None:
         if not self.instances:

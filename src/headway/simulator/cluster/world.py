@@ -19,6 +19,7 @@ from headway.cluster.machine import Machine
 from headway.cluster.record import Recorded, Sink
 from headway.cluster.transfers import Piece
 from headway.core.request import Request, Slo
+from headway.latency.edges import Edges
 from headway.metrics import NO_TARGETS
 from headway.placement.base import Placement
 from headway.placement.view import ClusterBook
@@ -126,7 +127,7 @@ class World:
         if kind == SPAN:
             word, entry, *rest = what
             if entry.driver.serial == rest[0] and entry.state == "running":
-                self._span_done(entry) if word == "done" else self._span_paused(entry, rest[1])
+                self._span_done(entry) if word == "done" else self._span_paused(entry, *rest[1:])
         elif kind == STEP:
             engine, batch = what
             self._step(engine, batch)
@@ -188,11 +189,14 @@ class World:
                     over.add(member.owner)
         self.machine.span_done(entry, self.now, over)
 
-    def _span_paused(self, entry: SpanEntry, layer: int) -> None:
+    def _span_paused(self, entry: SpanEntry, edges: Edges, tokens: int, layer: int) -> None:
         self._count(entry, "span")
         self.paused += 1
         self.hands.paused(entry, self.now)
-        self.machine.span_paused(entry, layer, self.now)
+        if len(edges.pieces) == 1:
+            self.machine.span_paused(entry, layer, self.now)
+        else:
+            self.machine.span_paused(entry, layer, self.now, tokens, edges.over(tokens, layer))
 
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
         """A span runs no longer."""
