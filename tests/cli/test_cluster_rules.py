@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import msgspec
 import pytest
 
-from headway.cli.cluster_rules import check_moves
+from headway.cli.cluster_rules import check_moves, links, rules_of, shape_of
 from headway.core.errors import ConfigError
+from headway.core.span import Strategy
 from headway.engine.protocol import EngineInfo
+from headway.latency.groups import GroupShape
+from headway.latency.layout import Layout
+from headway.latency.recorded import describe
+from headway.latency.ring import RingLatency
+from headway.latency.tables import TableLatency, TableSource
 from headway.router.cluster_file import ClusterFile, Pool
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 APART = (Pool(role="prefill"), Pool(role="decode"))
 INFO = EngineInfo(
@@ -35,3 +51,33 @@ def test_an_instance_whose_kv_does_not_move_serves_whole_requests_only(file: Clu
         return
     with pytest.raises(ConfigError, match="instance 1 computes on cuda: KV moves between pools in host memory only"):
         check_moves(file, [MOVES, INFO])
+
+
+def test_policies_reckon_with_what_the_first_instance_that_prefills_has_measured(tmp_path: Path) -> None:
+    """Not with a decode instance, which may be cut otherwise. Nor is what a ring passes that of other ranks."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = ClusterFile(
+        pools=(Pool(role="decode", count=2), Pool(role="prefill"), Pool(role="mixed")), placement="tetris"
+    )
+    tables = [
+        TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, row_s), (64, 64 * row_s)),
+                                 chunks=((0, 0.0, 0.0), (64, 0.0, 1e-12)), decode=(0.0, 0.0, 0.0)))
+        for row_s in (1e-6, 2e-6, 3e-6, 4e-6)
+    ]  # fmt: skip
+    infos = [
+        msgspec.structs.replace(INFO, latency=describe(table), layout=f"tp{2**i}-pp1-kvp1")
+        for i, table in enumerate(tables)
+    ]
+    latency = rules_of(file, str(tmp_path), infos).latency
+    between = links(file)
+    wanted = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 4)
+    for group in (GroupShape(1), GroupShape(2, strategy=Strategy("ring"))):
+        assert latency.prefill_s(0, 1 << 20, group) == wanted.prefill_s(0, 1 << 20, group)
+    other = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 1)
+    assert latency.prefill_s(0, 1 << 20, group) < other.prefill_s(0, 1 << 20, group)
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp0-pp1-kvp1", "tp1-pp1-kvp1 "])
+def test_what_is_no_layout_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        Layout.named(name)

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from headway.cli.cluster_seats import first_of
 from headway.core.errors import ConfigError
 from headway.router.cluster_file import ClusterFile, moves_kv
 
@@ -83,12 +84,13 @@ def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: 
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
-    """The policy, told what the first engine has measured."""
+    """The policy, told what the first instance that prefills has measured."""
     from headway.router.client import Rules
     from headway.router.live import DecisionLog
 
-    surroundings = surroundings_of(file, model, infos[0].latency)
-    about = {"placement": file.placement, "options": file.options, "latency": infos[0].latency}
+    lead = infos[next(first for pool, first in zip(file.pools, first_of(file), strict=True) if pool.role != "decode")]
+    about = {"placement": file.placement, "options": file.options, "latency": lead.latency, "layout": lead.layout}
+    surroundings = surroundings_of(file, model, about)
     return Rules(
         policy=policies_of(file, surroundings),
         latency=surroundings.latency,
@@ -105,15 +107,16 @@ def policies_of(file: ClusterFile, surroundings: Surroundings) -> Callable[[], P
     return lambda: make_placement(file.placement, surroundings, file.options)
 
 
-def surroundings_of(file: ClusterFile, model: str, latency: Mapping[str, Any] | None) -> Surroundings:
-    """What policies are told of the model, of one instance's latencies and of what connects instances."""
+def surroundings_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> Surroundings:
+    """What policies are told of the model, of one instance's latencies and layout, and of what connects instances."""
+    from headway.latency.layout import Layout
     from headway.latency.recorded import restore
     from headway.latency.ring import RingLatency
     from headway.placement.registry import Surroundings
 
     shape, between = shape_of(model), links(file)
-    table, _ = restore(latency)
-    spans = RingLatency(table, shape, between.inside, between.across)
+    table, _ = restore(about["latency"])
+    spans = RingLatency(table, shape, between.inside, between.across, Layout.named(about["layout"]).tp)
     return Surroundings(latency=spans, shape=shape, rows=file.span_rows)
 
 
@@ -128,7 +131,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
         about = replay.about or {}
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"{path} is of placement {about.get('placement')!r} with options {about.get('options')}")
-        made.append(Policies(policies_of(file, surroundings_of(file, model, about["latency"])), may_of(replay.machine)))
+        made.append(Policies(policies_of(file, surroundings_of(file, model, about)), may_of(replay.machine)))
         return made[0]
 
     def noted(word: str) -> None:

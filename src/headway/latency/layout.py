@@ -7,6 +7,8 @@ KV parallelism copies weights and cuts a request's cache, so it changes no shape
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from headway.core.errors import ConfigError
@@ -33,6 +35,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """As profiles are marked: tp8-pp2-kvp1."""
         return f"tp{self.tp}-pp{self.stages}-kvp{self.kvp}"
+
+    @classmethod
+    def named(cls, name: str) -> Layout:
+        """The layout of a `name`, with the accelerator's links. ConfigError for anything else."""
+        found = re.fullmatch(r"tp(\d+)-pp(\d+)-kvp(\d+)", name)
+        if found is None:
+            raise ConfigError(f"layout {name!r}: must look like tp2-pp1-kvp1")
+        tp, stages, kvp = map(int, found.groups())
+        return cls(tp=tp, stages=stages, kvp=kvp)
 
     @property
     def accelerators(self) -> int:

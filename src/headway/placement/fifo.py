@@ -24,8 +24,8 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.long_sp < 1:
-            raise ValueError("`long_sp` must be at least 1")
+        if self.long_sp < 1 or self.long_tokens < 0:
+            raise ValueError("`long_sp` must be at least 1 and `long_tokens` at least 0")
 
 
 class Fifo:

@@ -20,6 +20,11 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 
     sp: int = 8
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sp < 0:
+            raise ValueError(f"`sp` must be at least 1, or 0 for all instances, not {self.sp}")
+
 
 class FixedSp:
     """See the module."""

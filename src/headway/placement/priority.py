@@ -28,8 +28,8 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.long_sp < 1 or not self.retry_s > 0:
-            raise ValueError("`long_sp` must be at least 1 and `retry_s` above 0 seconds")
+        if self.long_sp < 1 or self.long_tokens < 0 or not self.retry_s > 0:
+            raise ValueError("`long_sp` must be at least 1, `long_tokens` at least 0 and `retry_s` above 0 seconds")
 
 
 class Priority:

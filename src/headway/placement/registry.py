@@ -82,6 +82,12 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     _options(name, options)
 
 
+def options_of(name: str) -> type[PolicyOptions]:
+    """The policy's settings, with their defaults."""
+    kind: type[PolicyOptions] = import_module(_load(name).__module__).Options
+    return kind
+
+
 def _load(name: str) -> Any:
     if name not in POLICIES:
         raise ConfigError(f"unknown placement {name!r}; known are {', '.join(POLICIES)}")
@@ -90,7 +96,7 @@ def _load(name: str) -> Any:
 
 
 def _options(name: str, options: Mapping[str, Any]) -> Any:
-    kind = import_module(_load(name).__module__).Options
+    kind = options_of(name)
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:

@@ -31,6 +31,8 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
         super().__post_init__()
         if self.long_sp < 1 or (self.reserved is not None and self.reserved < self.long_sp):
             raise ValueError("`long_sp` must be at least 1, and `reserved` at least `long_sp`")
+        if self.long_tokens < 0:
+            raise ValueError("`long_tokens` must be at least 0")
 
 
 class Reservation:

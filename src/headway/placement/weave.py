@@ -70,8 +70,9 @@ class Options(tetris.Options, frozen=True, kw_only=True):
         super().__post_init__()
         if not 0 <= self.rho_min <= self.rho_max < 1:
             raise ValueError("`rho_min` must lie between 0 and `rho_max`, and `rho_max` below 1")
-        if min(self.yields_to, self.batch_s, self.lost_s) < 0:
-            raise ValueError("`yields_to`, `batch_s` and `lost_s` must be at least 0")
+        for name in ("yields_to", "batch_s", "lost_s", "deadline_base_s", "deadline_factor"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must be at least 0")
         if not self.anchored:
             raise ValueError("`anchored: false` is for tetris alone: weave's schedulers do not keep to a plan")
 
