@@ -129,7 +129,7 @@ def test_peers_commit_anew_when_they_are_refused(name: str) -> None:
     ("options", "message"),
     [
         ({"rho_min": 0.8}, "`rho_min` must lie"),
-        ({"yields_to": -1.0}, "`yields_to`, `batch_s` and"),
+        ({"yields_to": -1.0}, "`yields_to` must be at least 0"),
         ({"anchored": False}, "for tetris alone"),
         ({"speed": 1}, "its options: mode, sizes"),
     ],
