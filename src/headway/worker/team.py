@@ -38,8 +38,10 @@ class Team:
         self._bound = False
 
     def begin(self, now: float) -> None:
-        """Before an iteration. Not the first of all: threads that are started in it would be bound with this one."""
-        if self._shares and self._ended_s is not None and now - self._ended_s >= PAUSE_S:
+        """Before an iteration. Not the first of all: threads that are started in it would be bound with this one. Nor
+        where somebody has bound the calling thread meanwhile (`taskset -p`)."""
+        paused = self._ended_s is not None and now - self._ended_s >= PAUSE_S
+        if self._shares and paused and os.sched_getaffinity(0) == set(CORES):
             self._bound = True
             self._place(self._shares)
 
