@@ -88,13 +88,17 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
     from headway.router.client import Rules
     from headway.router.live import DecisionLog
 
+    def surroundings(info: EngineInfo) -> Surroundings:
+        return surroundings_of(file, model, {"latency": info.latency, "layout": info.layout})
+
     lead = infos[next(first for pool, first in zip(file.pools, first_of(file), strict=True) if pool.role != "decode")]
     about = {"placement": file.placement, "options": file.options, "latency": lead.latency, "layout": lead.layout}
-    surroundings = surroundings_of(file, model, about)
+    told = surroundings(lead)
     return Rules(
-        policy=policies_of(file, surroundings),
-        latency=surroundings.latency,
-        shape=surroundings.shape,
+        policy=policies_of(file, told),
+        latency=told.latency,
+        latency_of=lambda info: told.latency if info is None or info.latency is None else surroundings(info).latency,
+        shape=told.shape,
         rows=file.span_rows,
         log=None if log is None else DecisionLog(sink(log), about),
     )

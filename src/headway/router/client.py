@@ -24,6 +24,7 @@ from headway.placement.base import Placement
 from headway.placement.view import Links
 from headway.router.asked import Asked
 from headway.router.fleet import Fleet
+from headway.router.hands import LatencyOf
 from headway.router.instance import LiveInstance
 from headway.router.listing import ClusterReport, InstanceReport
 from headway.router.live import DecisionLog, Live
@@ -35,11 +36,13 @@ log = logging.getLogger("headway.router")
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
-    are predicted by; rows: most of a span that an instance computes at once (`Run.rows`); log: of all decisions."""
+    are predicted by, latency_of: on an instance, where that is not the same; rows: most of a span that an instance
+    computes at once (`Run.rows`); log: of all decisions."""
 
     policy: Callable[[], Placement]
     latency: GroupLatency
     shape: ModelShape
+    latency_of: LatencyOf | None = None
     rows: int = 0
     log: DecisionLog | None = None
 
@@ -147,7 +150,7 @@ class ClusterClient:
                 self.fleet,
                 self._links,
                 rules.policy,
-                rules.latency,
+                rules.latency_of or (lambda info: rules.latency),
                 rules.shape,
                 self._backends,
                 losses,

@@ -14,6 +14,7 @@ from headway.cluster.journey import Journey
 from headway.cluster.transfers import Piece
 from headway.core.request import Request
 from headway.core.span import Span
+from headway.engine.protocol import EngineInfo
 from headway.hardware.shapes import ModelShape
 from headway.latency.edges import edges_of
 from headway.latency.groups import GroupLatency, GroupShape, batch_s
@@ -27,6 +28,8 @@ from headway.router.stays import Stays
 from headway.router.steps import Steps
 
 _ALONE = GroupShape(1)
+LatencyOf = Callable[[EngineInfo | None], GroupLatency]
+"""By what an instance has said of itself; None: it is not there now."""
 
 
 class LiveHands:
@@ -38,7 +41,7 @@ class LiveHands:
         self,
         fleet: Fleet,
         attempts: Attempts,
-        latency: GroupLatency,
+        latency_of: LatencyOf,
         shape: ModelShape,
         in_place: bool,
         rows: int,
@@ -46,10 +49,12 @@ class LiveHands:
         cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """in_place: groups decode where KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for
+        """latency_of: what an instance, and a group that begins with it, is predicted by. in_place: groups decode where
+        KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for
         outside of it only."""
         self.fleet, self.attempts = fleet, attempts
-        self.latency, self._sent, self._cancel, self._clock = latency, sent, cancel, clock
+        self._latency_of, self._sent, self._cancel, self._clock = latency_of, sent, cancel, clock
+        self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
         self._layers = shape.layers
         self.loads: dict[int, Load] = {}
         self.moves = Moves(fleet, sent)
@@ -67,11 +72,11 @@ class LiveHands:
             if any(self.fleet.get(i) is None for i in span.group):
                 raise Impossible(f"{span.group} are not all there")
         shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
-        return batch_s(self.latency, ((span.start, span.end - span.start) for span in spans), shape)
+        return batch_s(self._latency(spans[0].group[0]), ((span.start, span.end - span.start) for span in spans), shape)
 
     def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         tokens = request.prompt_tokens - request.cached_tokens
-        return tokens, self.latency.prefill_s(request.cached_tokens, tokens, _ALONE)
+        return tokens, self._latency(group[0]).prefill_s(request.cached_tokens, tokens, _ALONE)
 
     def busy_s(self, group: tuple[int, ...]) -> float:
         left_s = max(self.load(i).left_s for i in group)
@@ -166,13 +171,22 @@ class LiveHands:
         said, attempt = entry.driver.paused, entry.journey.driver
         run = attempt.runs[-1]
         shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
-        edges = edges_of(self.latency, run.start, run.end, shape, run.rows, self._layers)
+        edges = edges_of(self._latency(run.group[0]), run.start, run.end, shape, run.rows, self._layers)
         return said.layer, said.tokens, edges.over(said.tokens, said.layer)
 
     def expecting(self) -> list[int]:
         """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""
         return [number for number, load in self.loads.items() if load.expects]
 
+    def _latency(self, number: int) -> GroupLatency:
+        """Of an instance, as it is now."""
+        one = self.fleet.get(number)
+        info = None if one is None else one.info
+        known = self._latencies.get(number)
+        if known is None or known[0] is not info:
+            known = self._latencies[number] = info, self._latency_of(info)
+        return known[1]
+
     def _placed(self, attempt: Attempt, number: int) -> None:
         tokens = attempt.request.prompt_tokens + attempt.said
-        self.load(number).add(attempt.request.id, tokens, self.latency.prefill_s(0, tokens, _ALONE))
+        self.load(number).add(attempt.request.id, tokens, self._latency(number).prefill_s(0, tokens, _ALONE))

@@ -21,14 +21,13 @@ from headway.core.request import Request
 from headway.engine.cluster_messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
 from headway.engine.protocol import Delta
 from headway.hardware.shapes import ModelShape
-from headway.latency.groups import GroupLatency
 from headway.placement import base
 from headway.placement.base import Placement
 from headway.placement.view import ClusterBook, ClusterView, Links
 from headway.router.asked import Asked
 from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
-from headway.router.hands import LiveHands
+from headway.router.hands import LatencyOf, LiveHands
 from headway.router.knots import EVERY_S, Knots
 from headway.router.policies import Policies, may_of
 from headway.router.retries import Retries
@@ -51,7 +50,7 @@ class Live:
         fleet: Fleet,
         links: Links,
         make: Callable[[], Placement],
-        latency: GroupLatency,
+        latency_of: LatencyOf,
         shape: ModelShape,
         backends: int = 16,
         most_losses: int = 3,
@@ -80,7 +79,7 @@ class Live:
         self.hands = LiveHands(
             fleet,
             self.attempts,
-            latency,
+            latency_of,
             shape,
             in_place,
             rows,

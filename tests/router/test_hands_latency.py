@@ -1,0 +1,51 @@
+"""What is predicted of an instance is by what that instance has measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+from routers import SHAPE, PerToken
+
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.engine.protocol import EngineInfo
+from headway.latency.groups import GroupLatency, GroupShape
+from headway.router.fleet import Fleet
+from headway.router.hands import LiveHands
+from server.fake_engine import INFO
+
+
+class _Slower(PerToken):
+    def __init__(self, times: float) -> None:
+        self._times = times
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        return self._times * super().prefill_s(past, tokens, group)
+
+
+def test_each_instance_is_predicted_by_its_own_table_as_it_is_now() -> None:
+    infos = [msgspec.structs.replace(INFO, latency={"times": times}) for times in (2.0, 3.0, 4.0)]
+    fleet: dict[int, Any] = {number: SimpleNamespace(info=infos[number]) for number in (0, 1)}
+    asked: list[EngineInfo | None] = []
+
+    def latency_of(info: EngineInfo | None) -> GroupLatency:
+        asked.append(info)
+        return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
+
+    nobody: Any = None
+    hands = LiveHands(
+        cast(Fleet, fleet), nobody, latency_of, SHAPE, False, 0, nobody, nobody, lambda: 0.0
+    )  # fmt: skip
+    request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
+    alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))
+    assert hands.stay_s(request, (0,)) == (1000, 2.0 * alone_s)
+    assert hands.stay_s(request, (1,)) == (1000, 3.0 * alone_s)
+    span = Span(request=request, start=0, end=1000, group=(1, 0))
+    assert hands.span_s([span], 1, ()) == 3.0 * PerToken().prefill_s(0, 1000, GroupShape(2))
+    assert len(asked) == 2
+    fleet[1] = SimpleNamespace(info=infos[2])  # started again
+    assert hands.stay_s(request, (1,)) == (1000, 4.0 * alone_s)
+    del fleet[1]
+    assert hands.stay_s(request, (1,)) == (1000, alone_s)
