@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,6 @@ from headway.transfer.ends import named
 from headway.transfer.frames import INLINE, Frame, Kind, head
 from headway.transfer.peer import PeerLostError
 from headway.transfer.ring import Reader, Ring, Taken, most
-
-_STEP = 1 << 20
-"""Bytes that are copied out of an arena at a time: `forget` waits for so many."""
 
 SMALL = 8 << 10
 """Bodies below this travel with their heads."""
@@ -66,10 +63,12 @@ class Ticket:
 
 
 class Place(NamedTuple):
-    """Where the body of a pushed message is read to, in this order, and what is called once it is all there."""
+    """Where the body of a pushed message is read to, in this order, and what is called once it is all there. `write`
+    puts a body that is there into its place; without `views` any is read aside first, and then written."""
 
     views: Sequence[memoryview]
     complete: Callable[[], None]
+    write: Callable[[Memory], None] | None = None
 
 
 Handler = Callable[[int, str, bytes, int], Place | None]
@@ -106,6 +105,15 @@ class _Box:
         self.kept: deque[_Kept] = deque()
 
 
+class _Into(NamedTuple):
+    """Where the body under way goes: see `Place`. `aside`: what is written when it is there."""
+
+    scope: str
+    views: Sequence[memoryview]
+    write: Callable[[Memory], None] | None = None
+    aside: Memory | None = None
+
+
 class _Leaving(NamedTuple):
     scope: str
     views: list[memoryview]
@@ -135,7 +143,7 @@ class Connection:
         self._in = threading.Condition(threading.Lock())
         self._filling = False
         self._boxes: dict[tuple[str, int], _Box] = {}
-        self._reads: tuple[str, Sequence[memoryview]] | None = None
+        self._reads: _Into | None = None
         self._ended: str | None = None
         self._arena: Memory | None = None
         self._ring = Ring(0)
@@ -243,7 +251,7 @@ class Connection:
     def forget(self, scope: str, why: str) -> None:
         """Tickets of a scope end; what is to leave stays here, and no place of its is written to any more."""
         with self._in:
-            if self._reads is not None and self._reads[0] == scope:
+            if self._reads is not None and self._reads.scope == scope:
                 self._divert()
             for key in [key for key in self._boxes if key[0] == scope]:
                 _empty(self._boxes.pop(key), why)
@@ -344,7 +352,9 @@ class Connection:
                 self._given_back(frame.at)
                 continue
             done = self._place(frame)
-            if not (self._body(ahead, frame) if frame.at == INLINE else self._fetch(frame)):
+            if frame.at != INLINE:
+                self._fetch(frame)
+            elif not self._body(ahead, frame):
                 return
             done()
 
@@ -358,12 +368,16 @@ class Connection:
             )
             if place is None:
                 return _nothing
-            if sum(view.nbytes for view in place.views) != frame.length:
-                self.end(f"{frame.length} bytes were pushed for a place of {sum(v.nbytes for v in place.views)}")
+            views, aside = [view.cast("B") for view in place.views], None
+            if place.write is not None and not views and frame.at == INLINE:
+                aside = np.empty(frame.length, dtype=np.uint8)
+                views = [aside.data]
+            elif place.write is None and (room := sum(view.nbytes for view in views)) != frame.length:
+                self.end(f"{frame.length} bytes were pushed for a place of {room}")
                 return _nothing
             with self._in:
                 if self._ended is None and not self._forgotten(frame.scope):
-                    self._reads = (frame.scope, [view.cast("B") for view in place.views])
+                    self._reads = _Into(frame.scope, views, place.write, aside)
             return lambda: self._completed(place.complete)
         with self._in:
             if self._ended is not None or self._forgotten(frame.scope):
@@ -374,14 +388,14 @@ class Connection:
                 if into.nbytes != frame.length:
                     ticket.finish(f"{frame.length} bytes came for {into.nbytes}")
                     return _nothing
-                self._reads = (frame.scope, [into])
+                self._reads = _Into(frame.scope, [into])
                 kept = _Kept(0)
                 kept.ticket = ticket
                 box.kept.append(kept)
                 return lambda: self._filled(box, kept)
             kept = _Kept(frame.length)
             box.kept.append(kept)
-            self._reads = (frame.scope, [memoryview(kept.body)])
+            self._reads = _Into(frame.scope, [memoryview(kept.body)])
             return lambda: self._filled(box, kept)
 
     def _body(self, ahead: Ahead, frame: Frame) -> bool:
@@ -391,7 +405,7 @@ class Connection:
             with self._in:
                 if self._ended is not None:
                     return False
-                views = [self._scratch[:left]] if self._reads is None else rest(self._reads[1], done)
+                views = [self._scratch[:left]] if self._reads is None else rest(self._reads.views, done)
                 self._filling = True
             try:
                 got = ahead.into(views, left)
@@ -406,35 +420,19 @@ class Connection:
             left, done = left - max(got, 0), done + max(got, 0)
         return True
 
-    def _fetch(self, frame: Frame) -> bool:
-        """Copy a body out of the other side's arena to where it goes, as `_body` reads one."""
-        theirs = self._theirs
-        if (
-            theirs is None
-            or frame.at < 0
-            or frame.length > most(theirs.nbytes)
-            or frame.at + frame.length > theirs.nbytes
-        ):
+    def _fetch(self, frame: Frame) -> None:
+        """Copy a body out of the other side's arena to where it goes."""
+        theirs, end = self._theirs, frame.at + frame.length
+        if theirs is None or frame.at < 0 or frame.length > most(theirs.nbytes) or end > theirs.nbytes:
             raise OSError(f"{frame.length} bytes at {frame.at} are in no arena")
-        done = 0
-        while done < frame.length:
-            with self._in:
-                if self._ended is not None:
-                    return False
-                if self._reads is None:
-                    break
-                views, self._filling = rest(self._reads[1], done), True
-            try:
-                done += _copy(theirs[frame.at + done : frame.at + min(done + _STEP, frame.length)], views)
-            finally:
-                with self._in:
-                    self._filling = False
-                    self._in.notify_all()
+        with self._writing() as into:
+            if into is not None and into.write is not None:
+                into.write(theirs[frame.at : end])
+            elif into is not None:
+                _copy(theirs[frame.at : end], into.views)
         if self._reader.read(frame.length):
-            self._leave(
-                _Leaving("", [memoryview(head(Kind.READ, 0, "", b"", 0, self._reader.messages))], Ticket(), None)
-            )
-        return True
+            said = head(Kind.READ, 0, "", b"", 0, self._reader.messages)
+            self._leave(_Leaving("", [memoryview(said)], Ticket(), None))
 
     def _given_back(self, messages: int) -> None:
         with self._out:
@@ -444,6 +442,18 @@ class Connection:
                 raise OSError(str(error)) from None
         self._rouse()
 
+    @contextmanager
+    def _writing(self) -> Iterator[_Into | None]:
+        """Where a body goes; it is not forgotten before this is left."""
+        with self._in:
+            into, self._filling = self._reads, self._reads is not None
+        try:
+            yield into
+        finally:
+            with self._in:
+                self._filling = False
+                self._in.notify_all()
+
     def _divert(self) -> None:
         """The rest of the body that is being read goes nowhere; what is under way is waited for (it does not wait)."""
         self._reads = None
@@ -451,6 +461,9 @@ class Connection:
             self._in.wait()
 
     def _completed(self, complete: Callable[[], None]) -> None:
+        with self._writing() as into:
+            if into is not None and into.write is not None and into.aside is not None:
+                into.write(into.aside)
         with self._in:
             there, self._reads = self._reads is not None, None
         if there:
@@ -474,16 +487,12 @@ def _nothing() -> None:
     """What follows a body that was dropped."""
 
 
-def _copy(source: Memory, views: Sequence[memoryview]) -> int:
-    """Fill buffers one after another, as far as it goes; other threads run meanwhile. How many bytes."""
+def _copy(source: Memory, views: Sequence[memoryview]) -> None:
+    """Fill buffers one after another; other threads run meanwhile."""
     at = 0
     for view in views:
-        some = source[at : at + view.nbytes]
-        if not some.nbytes:
-            break
-        np.copyto(np.frombuffer(view, dtype=np.uint8)[: some.nbytes], some)
-        at += some.nbytes
-    return at
+        np.copyto(np.frombuffer(view, dtype=np.uint8), source[at : at + view.nbytes])
+        at += view.nbytes
 
 
 def _deliver(body: bytearray, into: memoryview, ticket: Ticket) -> None:

@@ -6,16 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from headway.kv.runs import cut_runs, slots_of
 from headway.transfer.connector import KvPlace, Lost, Received
 from headway.transfer.ends import named
 from headway.transfer.notes import END, Note, lengthen
+from headway.transfer.packing import by_runs, scatter, spread
 from headway.transfer.peers import Place
-
-_FEW = 16
-"""Tokens a run below which one scatter beats reading to each run."""
 
 
 class _Coming:
@@ -125,22 +121,16 @@ class Inbox:
 
         ranges = [(start, start + size) for start, size, step in note.tokens if step == 1]
         found = [run for start, end in ranges for run in cut_runs(place.runs, start, end)]
-        if sum(size for _, size in found) == len(positions) and len(positions) >= _FEW * len(found):
+        if sum(size for _, size in found) == len(positions) and by_runs(len(positions), len(found)):
             views = [
                 heads[plane, head, slot : slot + size].reshape(-1).data
                 for plane in range(2)
                 for head in range(stop - first)
                 for slot, size in found
             ]
-            return Place(views, self._counted(request, box, count))
-        body = np.empty((*heads.shape[:2], len(positions), heads.shape[3]), dtype=np.uint8)
+            return Place(views, self._counted(request, box, count), lambda body: spread(body, heads, found))
         slots = slots_of(place.runs, positions)
-
-        def scatter() -> None:
-            heads[:, :, slots] = body
-            count()
-
-        return Place((body.reshape(-1).data,), self._counted(request, box, scatter))
+        return Place((), self._counted(request, box, count), lambda body: scatter(body, heads, slots))
 
     def _counted(self, request: str, box: _Box, then: Callable[[], None]) -> Callable[[], None]:
         """`then`, unless the request was forgotten meanwhile: its slots may be others' now."""

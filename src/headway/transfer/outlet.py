@@ -13,17 +13,14 @@ from typing import Protocol
 
 import numpy as np
 
-from headway.kv.runs import Indices, runs_of
 from headway.transfer.connector import Bytes, KvPart, Save
 from headway.transfer.notes import Note, encode, packets
+from headway.transfer.packing import gather
 from headway.transfer.peers import PeerLostError, Room, Ticket
 
 PACKET_BYTES = 1 << 20
 WINDOW_BYTES = 8 << 20
 """How much may have been copied for a socket and not have left. What an arena holds is bounded by its size."""
-
-_FEW = 16
-"""Tokens a run below which one gather beats a copy for each run."""
 
 
 class Way(Protocol):
@@ -33,7 +30,7 @@ class Way(Protocol):
     """Set once a body has not got there: what follows is of no use."""
 
     def room(self, size: int, again: Callable[[], None]) -> Room | None:
-        """Where a body is put together, for `push` or `drop`. None: nowhere now; `again` is called when to ask again."""
+        """Where a body is put together, for `push` or `drop`. None: nowhere now; `again`: it may be asked again."""
 
     def push(self, note: bytes, room: Room) -> Ticket:
         """The ticket: the body has left. It raises PeerLostError where it will not."""
@@ -85,19 +82,6 @@ def packets_of(save: Save, way: Way, layer: int, part: KvPart) -> Iterator[Packe
     heads = (part.heads.start, part.heads.stop)
     for chosen, tokens in packets(part.positions, max(1, PACKET_BYTES // token_bytes)):
         yield Packet(save.request, way, Note(save.piece, layer, heads, tokens), part, chosen)
-
-
-def gather(heads: Bytes, slots: Indices, into: Bytes) -> None:
-    """(2, heads, slots, vector) of chosen slots."""
-    body = into.reshape(*heads.shape[:2], len(slots), heads.shape[-1])
-    found = runs_of(slots)
-    if len(slots) < _FEW * len(found):
-        body[:] = heads[:, :, slots]
-        return
-    at = 0
-    for first, count in found:
-        body[:, :, at : at + count] = heads[:, :, first : first + count]
-        at += count
 
 
 class Outlet:

@@ -183,16 +183,14 @@ class _Here(_Own):
 
     def push(self, note: bytes, room: Room) -> Ticket:
         """See `Way.push`."""
-        ticket, body = Ticket(), room.view.data
+        ticket = Ticket()
         with self._gate:
             place = None
             if not self.dead:
-                place = self._inbox.handle(self._number, self._request, decode(note), body.nbytes)
+                place = self._inbox.handle(self._number, self._request, decode(note), room.view.nbytes)
             if place is not None:
-                at = 0
-                for view in place.views:
-                    view[:] = body[at : at + view.nbytes]
-                    at += view.nbytes
+                if place.write is not None:
+                    place.write(room.view)
                 place.complete()
         ticket.finish()
         return ticket

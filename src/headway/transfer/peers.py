@@ -37,8 +37,8 @@ class Peers:
     where it is found.
 
     Made before others are told of it; `meet` says who they are. `secret`: what all instances of a cluster share; over
-    sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory through which bodies go
-    to each end on this host; 0: all through sockets. Raises ConfigError. Any thread may call anything.
+    sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory through which bodies
+    go to each end on this host; 0: all through sockets. Raises ConfigError. Any thread may call anything.
     """
 
     def __init__(
