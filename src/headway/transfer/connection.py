@@ -369,12 +369,13 @@ class Connection:
             if place is None:
                 return _nothing
             views, aside = [view.cast("B") for view in place.views], None
-            if place.write is not None and not views and frame.at == INLINE:
+            if views or place.write is None:
+                if (room := sum(view.nbytes for view in views)) != frame.length:
+                    self.end(f"{frame.length} bytes were pushed for a place of {room}")
+                    return _nothing
+            elif frame.at == INLINE:
                 aside = np.empty(frame.length, dtype=np.uint8)
                 views = [aside.data]
-            elif place.write is None and (room := sum(view.nbytes for view in views)) != frame.length:
-                self.end(f"{frame.length} bytes were pushed for a place of {room}")
-                return _nothing
             with self._in:
                 if self._ended is None and not self._forgotten(frame.scope):
                     self._reads = _Into(frame.scope, views, place.write, aside)
