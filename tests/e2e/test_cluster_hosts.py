@@ -103,6 +103,8 @@ def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable
     with clustered(hosts, path) as pair:
         assert [(each["host"], each["node"]) for each in instances(URL)] == [(0, 0), (1, 1)]
         assert [streamed_ids(URL, each, COUNT, ignore_eos=True) for each in (PROMPT, OTHER)] == wanted
+        for number in (0, 1):  # though it is one machine: what is between hosts goes over the cable
+            assert "headway-kv" not in Path(f"/proc/{pid_of(URL, number)}/maps").read_text()
 
         with hosts.slow(SLOW_MBIT_S):
             one, other = Stream(URL, PROMPT), Stream(URL, OTHER)

@@ -20,11 +20,18 @@ LAYERS, SLOTS, VECTOR = 3, 96, 8
 class End:
     """One instance or rank: heads [first, stop) of the model, filled with bytes of its own."""
 
-    def __init__(self, number: int, folder: Path, heads: range = range(2), arena_bytes: int = ARENA_BYTES) -> None:
+    def __init__(
+        self,
+        number: int,
+        folder: Path,
+        heads: range = range(2),
+        arena_bytes: int = ARENA_BYTES,
+        connector: str = "peers",
+    ) -> None:
         self.number, self.heads = number, heads
         self.peers = Peers(number, 0, f"unix:{folder / f'{number}'}", arena_bytes=arena_bytes)
         self.rung = threading.Event()
-        self.connector = make_connector("peers", self.peers, self.rung.set)
+        self.connector = make_connector(connector, self.peers, self.rung.set)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
         self.received: list[Received] = []

@@ -254,8 +254,8 @@ def test_what_does_not_fit_the_place_is_lost_and_harms_nobody(make: Make, fault:
 
 def test_connectors_are_found_by_name(make: Make) -> None:
     (end,) = make(range(2))
-    with pytest.raises(ConfigError, match=r"kv_connector 'nixl': must be one of peers"):
-        make_connector("nixl", end.peers, end.rung.set)
+    with pytest.raises(ConfigError, match=r"kv_connector 'mooncake': must be one of nixl, peers"):
+        make_connector("mooncake", end.peers, end.rung.set)
     made: list[object] = []
 
     def factory(peers: object, ring: Callable[[], None]) -> KvConnector:

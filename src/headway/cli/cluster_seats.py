@@ -62,9 +62,10 @@ class Seats:
         return LiveInstance(number, role, node, pool, config, self._launcher(number), incarnation, host)
 
     def _launcher(self, number: int) -> Launch:
+        connector = self._file.kv_connector
         if self._meeting is None:
-            return launcher(number, self._folder)
-        return host_launcher(number, self._folder, self._meeting, peers_secret(self._token))
+            return launcher(number, self._folder, kv_connector=connector)
+        return host_launcher(number, self._folder, self._meeting, peers_secret(self._token), connector)
 
 
 def first_of(file: ClusterFile) -> list[int]:

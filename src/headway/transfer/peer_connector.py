@@ -122,6 +122,10 @@ class PeerConnector(KvConnector):
             self._outlets[to] = Outlet(f"KV to {to}", self._inbox.fail)
         return self._outlets[to]
 
+    def _there(self, request: str, to: int) -> Way:
+        """To another end. Raises PeerLostError."""
+        return There(self._peers.line(request, (to,)), to)
+
     def _way(self, save: Save) -> tuple[Way, list[int]]:
         """How a movement travels, and how many messages it has had. One connection for all of it: what a cut one has
         swallowed would be missing."""
@@ -131,7 +135,7 @@ class PeerConnector(KvConnector):
                 way = self._heres.setdefault(save.request, _Here(self._inbox, save.to, save.request))
             else:
                 try:
-                    way = _There(self._peers.line(save.request, (save.to,)), save.to)
+                    way = self._there(save.request, save.to)
                 except PeerLostError as error:
                     way = _Nowhere(str(error))
             self._ways[save] = (way, [0])
@@ -140,7 +144,7 @@ class PeerConnector(KvConnector):
         return self._ways[save]
 
 
-class _There:
+class There:
     """To another instance."""
 
     dead = False
