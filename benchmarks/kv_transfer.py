@@ -2,7 +2,7 @@
 the memory allows.
 
 Run: python benchmarks/kv_transfer.py [--mib 256] [--repeats 7] [--vector 256] [--heads 8] [--packet-kib 1024]
-[--arena-mib 8]. Two processes with the connector `peers`, pools of `--heads` KV heads of `--vector` bytes; no model and
+[--arena-mib 8] [--ways shared socket]. Two processes with the connector `peers` (way `nixl`: that one), pools of `--heads` KV heads of `--vector` bytes; no model and
 no router, nothing is computed meanwhile. Shared memory and socket take turns in one run, for tokens in one run of
 slots, in blocks of 16 that lie anywhere, and every second one (what a stripe of two sends; packets are scattered).
 
@@ -32,7 +32,7 @@ from headway.transfer.connector import KvPart, KvPlace, Save, make_connector
 from headway.transfer.peers import Peer, Peers
 
 LAYERS = 8
-WAYS = ("shared", "socket")
+WAYS = ("shared", "socket", "nixl")
 LAYOUTS = ("run", "blocks", "stripes")
 _RING = 8 << 20
 
@@ -63,11 +63,13 @@ class Side:
         shape = (LAYERS, 2, options.heads, 2 * tokens_of(options), options.vector)
         self.pool = np.full(shape, 1 + number, dtype=np.uint8)
         self.peers, self.connectors, self.rung = {}, {}, {}
-        for way in WAYS:
+        for way in options.ways:
             arena = options.arena_mib << 20 if way == "shared" else 0
             self.peers[way] = Peers(number, 0, f"unix:{folder}/{way}{number}", arena_bytes=arena)
             self.rung[way] = threading.Event()
-            self.connectors[way] = make_connector("peers", self.peers[way], self.rung[way].set)
+            self.connectors[way] = make_connector(
+                "nixl" if way == "nixl" else "peers", self.peers[way], self.rung[way].set
+            )
             self.peers[way].meet([Peer(n, 0, f"unix:{folder}/{way}{n}") for n in (0, 1)])
 
     def send(self, name: str, way: str, layout: str) -> tuple[float, float]:
@@ -117,7 +119,7 @@ def serve(number: int, folder: str, options: argparse.Namespace, pipe: Connectio
     pipe.send(None)
     while (said := pipe.recv()) is not None:
         pipe.send(getattr(side, said[0])(*said[1:]))
-    for way in WAYS:
+    for way in options.ways:
         side.connectors[way].shutdown()
         side.peers[way].close()
 
@@ -133,7 +135,7 @@ def measure(pipes: list[Connection], options: argparse.Namespace) -> None:
     for turn in range(options.repeats + 1):
         for layout in LAYOUTS:
             moved = size // 2 if layout == "stripes" else size
-            for way in WAYS if turn % 2 else WAYS[::-1]:
+            for way in options.ways if turn % 2 else options.ways[::-1]:
                 name = f"{way}{layout}{turn}"
                 ask(1, "open", name, way, layout)
                 pipes[1].recv()
@@ -154,17 +156,17 @@ def measure(pipes: list[Connection], options: argparse.Namespace) -> None:
         f"{options.repeats} repeats"
     )
     print(f"memory: {limit:.2f} GB/s ({min(limits):.2f} to {max(limits):.2f})")
-    print(
-        "tokens     shared GB/s (range)      socket GB/s (range)      ratio  of memory  CPU s/GB: shared  socket  ratio"
-    )
+    print("tokens    way      GB/s (range)           of memory   CPU s/GB   to the last way: rate   CPU")
     for layout in LAYOUTS:
-        fast, slow = (statistics.median(rates[layout, way]) for way in WAYS)
-        cheap, dear = (statistics.median(used[layout, way]) for way in WAYS)
-        ranges = [f"({min(rates[layout, way]):.2f} to {max(rates[layout, way]):.2f})" for way in WAYS]
-        print(
-            f"{layout:<8}{fast:>14.2f} {ranges[0]:<16}{slow:>9.2f} {ranges[1]:<16}{fast / slow:>8.2f}"
-            f"{fast / limit:>11.2f}{cheap:>18.3f}{dear:>8.3f}{cheap / dear:>7.2f}"
-        )
+        base = layout, options.ways[-1]
+        for way in options.ways:
+            found = rates[layout, way]
+            rate, cost = statistics.median(found), statistics.median(used[layout, way])
+            span = f"({min(found):.2f} to {max(found):.2f})"
+            print(
+                f"{layout:<10}{way:<8}{rate:>5.2f} {span:<17}{rate / limit:>9.2f}{cost:>11.3f}"
+                f"{rate / statistics.median(rates[base]):>24.2f}{cost / statistics.median(used[base]):>6.2f}"
+            )
 
 
 def cpu() -> str:
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--packet-kib", type=int, default=1024)
     parser.add_argument("--arena-mib", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["shared", "socket"])
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="hw-") as folder:

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.transfer import arena
+from headway.transfer import arena, outlet
 from headway.transfer.arena import Arena, Memory, at_home, exchange, find
 from headway.transfer.peer import PeerLostError
+from headway.transfer.ring import most
 
 SIZE = 1 << 16
 Both = tuple[tuple[Arena | None, Memory | None], tuple[Arena | None, Memory | None]]
@@ -172,3 +173,7 @@ def test_memory_stays_when_its_owner_is_killed(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert np.all(theirs == 7)
     near.close()
+
+
+def test_a_packet_finds_room_in_an_arena() -> None:
+    assert outlet.PACKET_BYTES <= most(arena.ARENA_BYTES)

@@ -42,8 +42,9 @@ threading.Event().wait()
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[End] = []
+    monkeypatch.setattr("headway.transfer.outlet.PACKET_BYTES", 1 << 20)
 
     def make(count: int, arena_bytes: int = ARENA) -> list[End]:
         for number in range(count):
