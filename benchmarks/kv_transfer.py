@@ -1,10 +1,10 @@
 """How fast KV gets from one process's pool to another's: through shared memory and through a Unix socket, beside what
 the memory allows.
 
-Run: python benchmarks/kv_transfer.py [--mib 256] [--repeats 7] [--vector 256] [--heads 8] [--packet-kib 1024]
-[--arena-mib 8] [--ways shared socket]. Two processes with the connector `peers` (way `nixl`: that one), pools of `--heads` KV heads of `--vector` bytes; no model and
-no router, nothing is computed meanwhile. Shared memory and socket take turns in one run, for tokens in one run of
-slots, in blocks of 16 that lie anywhere, and every second one (what a stripe of two sends; packets are scattered).
+Run: python benchmarks/kv_transfer.py [--mib 256] [--repeats 7] [--vector 256] [--heads 8] [--packet-kib 2048]
+[--arena-mib 8] [--ways shared socket]. Two processes with the connector `peers` (way `nixl`: with that one), pools of
+`--heads` KV heads of `--vector` bytes; no model and no router, nothing is computed meanwhile. The ways take turns in
+one run, for tokens in one run of slots, in blocks of 16 that lie anywhere, and every second one (a stripe of two).
 
 Rate: from the first `save_kv_layer` to the last byte in its slot. CPU: of both processes, all threads. `memory`: what
 two processes copy at once, each its own bytes, one from a pool into 8 MiB and the other from 8 MiB into a pool, in
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--vector", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--packet-kib", type=int, default=1024)
+    parser.add_argument("--packet-kib", type=int, default=2048)
     parser.add_argument("--arena-mib", type=int, default=8)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["shared", "socket"])
     options = parser.parse_args()
