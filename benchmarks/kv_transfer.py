@@ -8,7 +8,8 @@ one run, for tokens in one run of slots, in blocks of 16 that lie anywhere, and 
 
 Rate: from the first `save_kv_layer` to the last byte in its slot. CPU: of both processes, all threads. `memory`: what
 two processes copy at once, each its own bytes, one from a pool into 8 MiB and the other from 8 MiB into a pool, in
-pieces of a packet: no way with two copies of each byte is faster. Medians.
+pieces of a packet: no way with two copies of each byte is faster. And in pieces as they lie in a pool that has each
+head's tokens together, as ours do. Medians.
 """
 
 from __future__ import annotations
@@ -100,10 +101,9 @@ class Side:
                 self.connectors[way].forget(name)
                 return received[0].ended_s, time.process_time() - used_s
 
-    def copy(self, other: bool, barrier: float) -> float:
-        """Bytes per second of copies by this process while the other one copies too."""
+    def copy(self, other: bool, step: int, barrier: float) -> float:
+        """Bytes per second of copies by this process, `step` bytes each, while the other one copies too."""
         ring, pool = np.ones(_RING, dtype=np.uint8), self.pool.reshape(-1)[: self.options.mib << 20]
-        step = self.options.packet_kib << 10
         time.sleep(max(0.0, barrier - time.monotonic()))
         began_s = time.perf_counter()
         for _ in range(3):
@@ -131,7 +131,8 @@ def measure(pipes: list[Connection], options: argparse.Namespace) -> None:
     size = LAYERS * 2 * options.heads * options.vector * tokens_of(options)
     rates: dict[tuple[str, str], list[float]] = {}
     used: dict[tuple[str, str], list[float]] = {}
-    limits = []
+    packet = options.packet_kib << 10
+    limits: dict[int, list[float]] = {packet: [], packet // (2 * options.heads): []}
     for turn in range(options.repeats + 1):
         for layout in LAYOUTS:
             moved = size // 2 if layout == "stripes" else size
@@ -145,17 +146,20 @@ def measure(pipes: list[Connection], options: argparse.Namespace) -> None:
                 if turn:
                     rates.setdefault((layout, way), []).append(moved / (ended_s - began_s) / 1e9)
                     used.setdefault((layout, way), []).append((sent + came) / moved * 1e9)
-        barrier = time.monotonic() + 0.05
-        for side in (0, 1):
-            ask(side, "copy", bool(side), barrier)
-        limits.append(min(pipe.recv() for pipe in pipes) / 1e9)
-    limit = statistics.median(limits[1:])
+        for step in limits:
+            barrier = time.monotonic() + 0.05
+            for side in (0, 1):
+                ask(side, "copy", bool(side), step, barrier)
+            limits[step].append(min(pipe.recv() for pipe in pipes) / 1e9)
+    limit = statistics.median(limits[packet][1:])
     print(
         f"{cpu()}, {os.cpu_count()} cores; {size / 2**20:.0f} MiB, {LAYERS} layers, {options.heads} heads of "
         f"{options.vector} bytes, packets of {options.packet_kib} KiB, arena {options.arena_mib} MiB, "
         f"{options.repeats} repeats"
     )
-    print(f"memory: {limit:.2f} GB/s ({min(limits):.2f} to {max(limits):.2f})")
+    for step, found in limits.items():
+        span = f"({min(found):.2f} to {max(found):.2f})"
+        print(f"memory, in pieces of {step >> 10} KiB: {statistics.median(found[1:]):.2f} GB/s {span}")
     print("tokens    way      GB/s (range)           of memory   CPU s/GB   to the last way: rate   CPU")
     for layout in LAYOUTS:
         base = layout, options.ways[-1]
