@@ -125,6 +125,17 @@ class Custody:
             self.release(name)
         return request in self._held
 
+    def lend(self, request: str) -> bool:
+        """The reverse of `adopt`: what is held under the request's own name is its runs' from now on. False: nothing
+        is, or runs have something already."""
+        name, lease = runs_of(request), self._held.get(request)
+        if lease is None or name in self._held:
+            return False
+        del self._held[request]
+        self._ledger.rename(lease, name)
+        self._held[name] = lease
+        return True
+
     def release(self, name: str) -> bool:
         """Give back what is held under a name, and leave the line. False: neither was so."""
         waited = self._line.pop(name, None) is not None

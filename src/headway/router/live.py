@@ -251,7 +251,7 @@ class Live:
         now = time.monotonic()
         match message:
             case RunDone() if attempt.step is not None:
-                if self.hands.steps.done(number, attempt, message) and attempt.journey.staying:
+                if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
                     self.machine.stayed(attempt.journey, attempt.said, True, now)
             case RunDone():
                 self.hands.count(number, attempt)
@@ -269,7 +269,9 @@ class Live:
             case Arrived():
                 self.hands.moves.arrived(attempt, message)
             case Staged():
-                if attempt.at == number:
+                if attempt.at == number and attempt.halts:
+                    self.hands.stays.staged(attempt, number)
+                elif attempt.at == number:
                     attempt.at, attempt.whole = None, {number}
                     self.hands.load(number).left(attempt.request.id)
                     if attempt.entry is None:

@@ -55,14 +55,17 @@ class Run(Protocol):
     def in_place(self) -> bool: ...
     @property
     def rows(self) -> int: ...
+    @property
+    def keepers(self) -> tuple[int, ...]: ...
 
 
 def chunks_of(run: Run, preemptible: bool = False) -> tuple[ChunkSpec, ...]:
-    """What a run's group computes, in order: the same for all who know the run. `striped` is placed so, everything else
-    in zigzag, which for one member is the order of tokens."""
-    order: Order = "striped" if run.strategy.attn == "striped" else "zigzag"
+    """What a run's group computes, in order: the same for all who know the run. `striped` is placed so, tokens that are
+    decoded in place on the first, everything else in zigzag, which for one member is the order of tokens."""
+    order: Order = "first" if run.in_place else "striped" if run.strategy.attn == "striped" else "zigzag"
     group = SpGroup(run.group, node=run.node)
-    return pieces(ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place), run.rows)
+    spec = ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place, run.keepers)
+    return pieces(spec, run.rows)
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,9 @@ class _Part:
         if not held:
             for one in before:
                 held = layout_after(chunks_of(one), held, self._config)
+        own = held.get(transport.rank)
+        if self._shard is None and own is not None and len(own.positions):  # a scheduler has left it
+            self._prefill.adopt(held, self._place(len(own.heads), len(own.positions)))
         resident, start, end = self._resident, chunks[0].start, chunks[-1].end
         if drawn and resident.known >= end - len(drawn):
             resident.hear(end - len(drawn), drawn)
