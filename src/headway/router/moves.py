@@ -48,7 +48,8 @@ class Moves:
         if entry is not None and not attempt.room[piece.target]:  # another run may begin before there is room
             attempt.late.append(piece)
             return
-        end = min(piece.end, attempt.kv_tokens, attempt.space[piece.target])
+        known = attempt.kv_tokens  # a decode has said more than it had when its piece was announced
+        end = min(known if entry is None else min(piece.end, known), attempt.space[piece.target])
         self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
 
     def _of_group(self, attempt: Attempt, piece: Piece) -> None:
