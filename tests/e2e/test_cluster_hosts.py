@@ -20,7 +20,7 @@ from test_serving_failures import gone
 
 from checkpoints import make_tiny
 from headway.cli.main import main
-from namespaces import NODE0, Hosts, Running, inside, two_hosts
+from namespaces import NODE0, Hosts, Running, inside
 
 PROMPT = prompt_of(5, 3000)
 OTHER = prompt_of(6, 300)
@@ -29,12 +29,6 @@ URL = "http://127.0.0.1:8000"
 SLOW_MBIT_S = 4
 """What a long prompt's KV takes seconds for."""
 LONG = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from test_runs import check, prompt_of
 from headway.core.sampling import SamplingParams
 from headway.engine.cluster_messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
 from headway.engine.protocol import Delta
-from instance.world import Part, World, frame
+from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}

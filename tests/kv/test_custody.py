@@ -114,6 +114,19 @@ class CustodyMachine(RuleBasedStateMachine):
         self.kept.setdefault(request, blocks)
         assert self.custody.adopt(request)
 
+    @precondition(lambda self: any(not name.endswith("/runs") for name in self.kept))
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(name for name in self.kept if not name.endswith("/runs"))))
+        runs = runs_of(request)
+        if runs in self.kept:
+            assert not self.custody.lend(request)
+            return
+        assert self.custody.lend(request)
+        assert not self.custody.lend(request)
+        self.line = [ask for ask in self.line if ask[0] != request]
+        self.kept[runs] = self.kept.pop(request)
+
     @rule()
     def carry_out(self) -> None:
         replay(self.replica, self.ledger.take_ops())

@@ -35,9 +35,10 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Run(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a request on a group: what `parallel.sequence.ChunkSpec` needs. `group`: instances.
     in_place: KV of earlier runs stays where it lies, the run's own goes to the group's first. So the whole group
-    decodes: one token a run, each `last`; several in `before` stand for as many. keepers: of such a run, those of the
-    group that keep KV; what the others hold is brought to them with it. (): all do. rows: the group computes it piece by
-    piece, with at most so many rows of an instance at once (`core.span.cut`); 0: at once. All of the group, and who joins later, know from here how it is cut, and so where its KV lies."""
+    decodes: one token a run, each `last`; several in `before` stand for as many. keepers: of such a run, those of
+    the group that keep KV; what the others hold is brought to them with it. (): all do. rows: the group computes it
+    piece by piece, with at most so many rows of an instance at once (`core.span.cut`); 0: at once. All of the
+    group, and who joins later, know from here how it is cut, and so where its KV lies."""
 
     start: int
     end: int

@@ -131,6 +131,7 @@ class Custody:
         name, lease = runs_of(request), self._held.get(request)
         if lease is None or name in self._held:
             return False
+        self._line.pop(request, None)
         del self._held[request]
         self._ledger.rename(lease, name)
         self._held[name] = lease
