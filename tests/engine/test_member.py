@@ -253,7 +253,7 @@ def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) ->
 def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tuple[Computing, Turning]) -> None:
     _, loop = world
     core = loop.core
-    core.submit(submit("a", 40, 20), frame([5] * 40))
+    assert submit(core, "a", [5] * 40, max_tokens=20) is None
     while not core.scheduler.ready.members:  # type: ignore[attr-defined]
         core.step()
     loop.member.take(Halt("a"), None)
