@@ -234,6 +234,8 @@ class Live:
         now = time.monotonic()
         if delta.finish in ("stop", "length"):
             attempt.finished = True
+            if attempt.stopping:  # with the token under way: nothing is left to be sent
+                self.hands.moves.begun(attempt)
         elif delta.finish is not None:
             self.machine.drop(attempt.journey, delta.error or delta.finish, now)
             self._over(attempt)
