@@ -88,6 +88,7 @@ def test_groups_shrink_and_grow_and_one_of_them_dies(
 
 
 @LONG
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "decode"),
     [

@@ -102,7 +102,8 @@ class Steps:
             self._fleet.leave(attempt, but=kept)
 
     def _master(self, attempt: Attempt, group: tuple[int, ...]) -> int:
-        """Who computes the token, and gets its KV: who did, while its group is the same and it has room."""
+        """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that joins,
+        where it has any; else the roomiest."""
         before, run = set(attempt.spread), attempt.token
         if (
             run is not None
@@ -111,4 +112,5 @@ class Steps:
             and self._fleet.room(run.group[0]) > _LOW
         ):
             return run.group[0]
-        return self._fleet.roomiest(set(group) - before or group)
+        fresh = [number for number in group if number not in before and self._fleet.room(number) > _LOW]
+        return self._fleet.roomiest(fresh or group)
