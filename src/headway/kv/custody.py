@@ -15,7 +15,6 @@ from typing import NamedTuple
 from headway.core.errors import InvariantError, RequestError
 from headway.kv.ledger import Lease, Ledger
 
-
 _RUNS = "/runs"
 
 

@@ -102,8 +102,8 @@ class Steps:
             self._fleet.leave(attempt, but=kept)
 
     def _master(self, attempt: Attempt, group: tuple[int, ...]) -> int:
-        """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that joins,
-        where it has any; else the roomiest."""
+        """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that
+        joins, where it has any; else the roomiest."""
         before, run = set(attempt.spread), attempt.token
         if (
             run is not None
