@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fake_instances import FakeCluster, answer
-from routers import ask, prompt, running
+from routers import ask, prompt, running, until
 
 from headway.cluster.transfers import Piece
 from headway.core.sampling import SamplingParams
@@ -191,6 +191,20 @@ def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
     assert attempt.wire != before
     assert world.fleet.take(Reserve) == [(2, Reserve(attempt.wire, 100))]
     assert not attempt.room[2], "what was kept under the old name is not there any more"
+
+
+def test_a_decode_that_an_instance_has_not_all_kv_of_begins_anew() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.002, token_s=0.002)
+        async with running(fake, ("prefill", "decode"), "tetris", {"sizes": [1]}) as client:
+            asked = asyncio.create_task(ask(client, "r", prompt(1, 60), 20))
+            await until(lambda: fake.processes[1].scheduled)
+            (name,) = fake.processes[1].scheduled
+            fake.processes[1]._leave(name)
+            fake.processes[1]._delta(Delta(id=name, finish="error", error="KV of it has not all come", param="id"))
+            assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
+
+    asyncio.run(run())
 
 
 def test_groups_grow_while_they_decode_and_answers_stay() -> None:

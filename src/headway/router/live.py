@@ -221,7 +221,9 @@ class Live:
         attempt = self.attempts.get(delta.id)
         if attempt is None or attempt.at != number or attempt.finished:
             return False
-        if delta.finish == "error" and delta.param == "unavailable":  # it is draining
+        drains = delta.param == "unavailable"
+        lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"  # a move that was overtaken came on top
+        if delta.finish == "error" and (drains or lacks_kv):
             self._retry(attempt, delta.error or "refused")
             return True
         first = not attempt.said and bool(delta.tokens or delta.finish)
