@@ -56,7 +56,9 @@ class Computing:
         anew = self.moves and bool(self.slots[name])
         self.slots[name].append(room(run.end, anew))
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+    def go(
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+    ) -> bool:
         while self.layers[name] < LAYERS:
             self.at.get((name, self.layers[name]), lambda: None)()
             stops = pause is not None and pause()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from headway.core.sampling import SamplingParams
-from headway.core.span import Strategy
+from headway.core.span import Run as Run
 from headway.engine.protocol import Delta
 from headway.transfer.peer import Peer as Peer
 
@@ -30,21 +30,6 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int
     params: SamplingParams
     output: tuple[int, ...] = ()
-
-
-class Run(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a request on a group: what `parallel.sequence.ChunkSpec` needs. `group`: instances.
-    in_place: KV of earlier runs stays where it lies. So the whole group decodes: one token a run, each `last`. rows:
-    the group computes it piece by piece, with at most so many rows of an instance at once (`core.span.cut`); 0: at
-    once. All of the group, and who joins later, know from here how it is cut, and so where its KV lies."""
-
-    start: int
-    end: int
-    group: tuple[int, ...]
-    strategy: Strategy = Strategy()
-    node: int | None = None
-    in_place: bool = False
-    rows: int = 0
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):

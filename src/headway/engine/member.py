@@ -58,7 +58,8 @@ class _Saved(Protocol):
 
 
 class Computes(Protocol):
-    """Who computes runs: `worker.runs.Runs`, and doubles in tests. What it does not say of a method is said there."""
+    """Who computes runs: `worker.runs.Runs`, or who leads the ranks that do (`worker.run_ranks`), and doubles in tests.
+    What it does not say of a method is said there."""
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None: ...
 
@@ -73,7 +74,7 @@ class Computes(Protocol):
         look: Callable[[], None],
     ) -> None: ...
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool: ...
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool) -> bool: ...
 
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]: ...
 
@@ -322,7 +323,7 @@ class Member:
                 live.first_scheduled_s = job.began_s
             self._computes.begin(name, compute.run, compute.before, compute.preemptible, compute.drawn, room, look)
             job.begun = True
-        return self._computes.go(name, lambda: job.pause, behind)
+        return self._computes.go(name, lambda: job.pause, behind, beside)
 
     def _room(self, job: _Job, tokens: int, anew: bool, loop: Loop) -> Slots:
         """Slots of the pool for a run that is about to begin, of this request's own place or of another one. The

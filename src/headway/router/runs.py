@@ -170,16 +170,20 @@ class Runs:
 
     def _run(self, span: Span, group: tuple[int, ...]) -> Run:
         """The span as instances compute it. Where its nodes are uneven they count as one, and where the model's heads
-        cannot be cut for Ulysses it is a ring: what is computed is the same."""
+        cannot be cut for Ulysses, or each of an instance's processes keeps its own, it is a ring: what is computed is
+        the same."""
         size, nodes = len(group), len({self._fleet[i].node for i in group})
         node = size // nodes if nodes > 1 and size % nodes == 0 else None
         strategy, width = span.strategy, node or size
-        if "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
+        if max(self._fleet[i].ranks for i in group) > 1:
+            if strategy.attn == "ulysses":
+                strategy = Strategy("ring", strategy.mlp)
+        elif "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
             strategy = Strategy("ring" if size > 1 else "local")
         return Run(span.start, span.end, group, strategy, node, rows=self._rows)
 
     def _runs(self, entry: SpanEntry) -> bool:
-        return all((one := self._fleet.get(i)) is not None and one.computes_runs for i in entry.group)
+        return all((one := self._fleet.get(i)) is not None and one.moves_kv for i in entry.group)
 
 
 def _divides(shape: ModelShape, ranks: int) -> bool:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from headway.core.errors import ConfigError
 from headway.transfer.connection import Buffer, Connection, Handler, Place, Ticket
-from headway.transfer.ends import instance_of, named
+from headway.transfer.ends import named
 from headway.transfer.frames import Kind, greet
 from headway.transfer.peer import Peer, PeerLostError, listen, prepare, reach
 
@@ -54,12 +54,12 @@ class Peers:
         self._start(self._accept, "peers")
 
     def meet(self, peers: Iterable[Peer]) -> None:
-        """All instances that are there now (this one may be among them). Connections to lives that are not named any
-        more end; those to new ones are made."""
-        others = [peer for peer in peers if peer.instance != instance_of(self.number)]
-        table = {end.instance: end for peer in others for end in peer.ends()}
+        """All instances that are there now (this one may be among them: its other ranks are met too). Connections to
+        lives that are not named any more end; those to new ones are made."""
+        peers = tuple(peers)
+        table = {end.instance: end for peer in peers for end in peer.ends() if end.instance != self.number}
         with self._lock:
-            self._ranks = {peer.instance: 1 + len(peer.others) for peer in others}
+            self._ranks = {peer.instance: 1 + len(peer.others) for peer in peers}
             known, self._table = self._table, table
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
         for connection in gone:
