@@ -317,7 +317,7 @@ def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
 
 
 @LONG
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5, 17))
 def test_whatever_is_told_at_once(world: World, expected: Expected, seed: int) -> None:
     """Runs of overlapping groups, pauses, chats beside them, and requests that are forgotten in the midst."""
     chance = random.Random(seed)

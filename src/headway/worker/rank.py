@@ -77,10 +77,15 @@ class Rank:
         would be waited for."""
         while not self.stopped and (frames := self._channel.receive(wait=False)) is not None:
             self._hear(_decoder.decode(frames[0]), frames[1:])
-        while self._queue and not (self._queue[0][1].tokens or self._queue[0][1].assists):
+        self._attend()
+        while self._queue and not (self._queue[0][1].tokens or self._queue[0][1].assists or self._leaves):
             self._carry_out(*self._queue.popleft())
             self._attend()
-        self._attend()
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether the run under way is to end: what comes behind that word waits until it has."""
+        return self._kv is not None and self._kv.runs.over
 
     def _hear(self, message: ToRank, frames: list[memoryview]) -> None:
         if isinstance(message, Plan):
@@ -163,7 +168,7 @@ class Rank:
 
     def _attend(self) -> None:
         """What concerns KV that moves, as far as the plans before it have been followed."""
-        while self._kv is not None and self._asides and self._asides[0].after <= self._followed:
+        while self._kv is not None and self._asides and self._asides[0].after <= self._followed and not self._leaves:
             self._kv.hear(self._asides.popleft().body)
 
     def _halt(self, seq: int, why: str) -> None:

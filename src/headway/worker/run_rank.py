@@ -63,7 +63,9 @@ class RunRank:
     def __init__(self, runs: Runs, port: KvPort, say: Callable[[RunFromRank], None]) -> None:
         self._runs, self._port, self._say = runs, port, say
         self._name = ""
-        self._over = self._hold = self._on = False
+        self._hold = self._on = False
+        self.over = False
+        """Whether nobody wants the run under way any more: it ends before anything else is heard."""
         self._given: list[Sequence[tuple[int, int]]] = []
 
     def hear(self, said: RunToRank) -> None:
@@ -92,11 +94,11 @@ class RunRank:
 
     def forget(self, name: str) -> None:
         """Drop a request; a run of it that is under way ends as soon as this has returned to it."""
-        self._over = self._over or name == self._name
+        self.over = self.over or name == self._name
         self._runs.forget(name)
 
     def _carry_out(self, name: str, body: Callable[[], None]) -> None:
-        self._name, self._over = name, False
+        self._name = name
         try:
             body()
         except _OverError:
@@ -107,7 +109,7 @@ class RunRank:
             log.exception("a run of %s failed", name)
             self._say(Broken(name, f"it failed: {error}"))
         finally:
-            self._name = ""
+            self._name, self.over = "", False
 
     def _begin(self, said: Begin) -> None:
         name = said.name
@@ -164,5 +166,5 @@ class RunRank:
         self._check()
 
     def _check(self) -> None:
-        if self._over or self.loop.stopped:
+        if self.over or self.loop.stopped:
             raise _OverError
