@@ -114,8 +114,8 @@ def _disaggregates(file: ClusterFile) -> bool:
 
 
 def moves_kv(file: ClusterFile) -> bool:
-    """Whether the policy spreads prompts over several instances, or moves KV between them: it needs instances that are
-    one process each."""
+    """Whether the policy spreads prompts over several instances, or moves KV between them: it needs instances without
+    pipeline stages and KV groups."""
     if file.placement == "jsq":
         return False
     return file.placement not in _WHOLE or file.options.get("long_sp") != 1
@@ -137,8 +137,8 @@ def check_hosts(file: ClusterFile, where: str, count: int) -> None:
 
 
 def computes_alone(file: ClusterFile) -> bool:
-    """Whether each prompt is computed by one instance alone, though its KV may go on to another: that one may be
-    several processes."""
+    """Whether each prompt is computed by one instance alone, though its KV may go on to another: they may then be of
+    different tensor-parallel sizes."""
     options = file.options
     if file.placement in ("tetris", "weave"):
         return list(options.get("sizes", ())) == [1]
