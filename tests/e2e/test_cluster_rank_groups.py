@@ -1,4 +1,4 @@
-"""Groups of instances that are several processes each, under the policies that make them: exact answers, pauses, losses."""
+"""Groups of instances that are several processes each, under the policies that make them: answers, pauses, losses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ LONG = pytest.mark.long
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((1500, 20, 3, 700, 60, 333, 1900, 100))]
 TWO = {"tensor_parallel_size": 2}
 SHORT = {"long_tokens": 500}
+GROUPS = {**SHORT, "long_sp": 2, "long_replicas": "fixed"}
+"""All long prompts on two instances."""
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("rank-groups-llama"), max_position_embeddings=4096)
+    return make_tiny("llama", tmp_path_factory.mktemp("rank-groups-llama"), max_position_embeddings=16384)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,9 @@ MIXED = [{"count": 2, "serve": TWO}]
         ("tetris", {"sizes": [1, 2]}, apart()),
         pytest.param("tetris", {"sizes": [2]}, apart(2), marks=LONG),
         pytest.param("tetris", {"sizes": [1, 2]}, MIXED, marks=LONG),
-        pytest.param("pecsched", {**SHORT, "long_sp": 2}, apart(), marks=LONG),
-        pytest.param("pecsched", {**SHORT, "long_sp": 2}, apart(2), marks=LONG),
-        pytest.param("pecsched in-place", {**SHORT, "disaggregate": False}, MIXED, marks=LONG),
+        pytest.param("pecsched", GROUPS, apart(), marks=LONG),
+        pytest.param("pecsched", GROUPS, apart(2), marks=LONG),
+        pytest.param("pecsched in-place", {**GROUPS, "disaggregate": False}, MIXED, marks=LONG),
         pytest.param("weave", {"sizes": [1, 2]}, apart(), marks=LONG),
         pytest.param("weave", {"sizes": [1, 2]}, apart(4), marks=LONG),
         pytest.param("loongserve", {}, MIXED, marks=LONG),
@@ -64,7 +66,6 @@ MIXED = [{"count": 2, "serve": TWO}]
         pytest.param("fixed-sp", {"sp": 2}, apart(), marks=LONG),
         pytest.param("context-parallel", {}, apart(2), marks=LONG),
         pytest.param("fifo", SHORT, MIXED, marks=LONG),
-        pytest.param("reservation", {**SHORT, "long_sp": 2}, apart(), marks=LONG),
     ],
 )
 def test_greedy_tokens_equal_transformers(
@@ -88,8 +89,8 @@ def test_greedy_tokens_equal_transformers(
 def test_chats_go_before_a_prompt_that_pauses_within_itself(tmp_path: Path, llama: Path, reference: Reference) -> None:
     """PecSched: a long prompt on two instances of two processes is paused for short ones, between layers."""
     log = tmp_path / "log"
-    path = write(tmp_path, llama, "pecsched", {"long_tokens": 1000, "long_sp": 2}, apart(), event_log=str(log))
-    long, chats = prompt_of(1, 4000), [prompt_of(seed, 90) for seed in range(2, 6)]
+    path = write(tmp_path, llama, "pecsched", {**GROUPS, "long_tokens": 1000}, apart(), event_log=str(log))
+    long, chats = prompt_of(1, 8000), [prompt_of(seed, 90) for seed in range(2, 6)]
     with cluster(path) as running, ThreadPoolExecutor(8) as pool:
         url = running.url
         streamed_ids(url, prompt_of(7, 50), 2, ignore_eos=True)
@@ -103,12 +104,14 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(tmp_path: Path, llam
     assert main(["cluster", path, "--replay", str(log)]) == 0
 
 
+@LONG
 @pytest.mark.parametrize(
     ("placement", "options"),
     [
         ("tetris", {"sizes": [2]}),
-        pytest.param("pecsched", {"long_tokens": 200, "long_sp": 2}, marks=LONG),
-        pytest.param("weave", {"sizes": [2]}, marks=LONG),
+        ("tetris", {"sizes": [1, 2]}),
+        ("pecsched", {**GROUPS, "long_tokens": 200}),
+        ("weave", {"sizes": [2]}),
     ],
 )
 def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
