@@ -55,6 +55,7 @@ MIXED = [{"count": 2, "serve": TWO}]
         ("tetris", {"sizes": [1, 2]}, apart()),
         pytest.param("tetris", {"sizes": [2]}, apart(2), marks=LONG),
         pytest.param("tetris", {"sizes": [1, 2]}, MIXED, marks=LONG),
+        pytest.param("tetris", {"sizes": [1, 2]}, apart(2, tensor_parallel_size=4), marks=LONG),
         pytest.param("pecsched", GROUPS, apart(), marks=LONG),
         pytest.param("pecsched", GROUPS, apart(2), marks=LONG),
         pytest.param("pecsched in-place", {**GROUPS, "disaggregate": False}, MIXED, marks=LONG),

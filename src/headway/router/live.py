@@ -274,7 +274,6 @@ class Live:
                     self.hands.load(number).left(attempt.request.id)
                     if attempt.entry is None:
                         self.machine.stayed(attempt.journey, attempt.said, False, now)
-                    self._complete(self.hands.runs.kept(attempt))
         return True
 
     def measured(self, number: int) -> None:
