@@ -105,8 +105,12 @@ def test_a_pause_is_told_once_and_what_is_kept_is_that_of_all_ranks() -> None:
 
 
 def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
-    edges: Answers = {Go: [both(Edge("r", 1))], On: [both(Edge("r", 2)), both(Through("r"))]}
-    ranks = Ranks(READY | {Begin: [both(Begun("r"))]} | edges)
+    answers: Answers = {
+        Begin: [both(Begun("r"))],
+        Go: [both(Edge("r", 1))],
+        On: [both(Edge("r", 2)), both(Through("r"))],
+    }
+    ranks = Ranks(answers)
     ranks.begin()
     layers: list[int] = []
     assert ranks.runs.go("r", None, layers.append, True)
