@@ -119,7 +119,7 @@ def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
 
 def test_kv_that_becomes_the_request_s_own_is_told_before_its_decode() -> None:
     first = Emitted("r", 7, None)
-    ended = [Ended("r", first, False, 50), Ended("r", None, False, 50)]
+    ended: list[RunFromRank] = [Ended("r", first, False, 50), Ended("r", None, False, 50)]
     ranks = Ranks(READY | {Begin: [both(Begun("r"))], Finish: [ended]})
     ranks.begin()
     assert ranks.runs.finish("r", True) == (first, False)
