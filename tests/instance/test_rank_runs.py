@@ -372,6 +372,7 @@ def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
     world[2].tell(word)
     time.sleep(0.1)
     world[2].tell(Pause("late"))
+    time.sleep(0.5)  # it has come to the rank by then
     world[1].tell(word)
     assert {word.layer for word in world.paused("late", part)} in ({1}, {2})
     world.forget("late")
