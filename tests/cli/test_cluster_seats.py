@@ -76,3 +76,13 @@ def test_yaml_merges_what_merges_itself_deeper_than_where_it_is_named() -> None:
     assert load(text) == {"base": {"x": 1}, "outer": {"inner": {"x": 2}}, "c": {"x": 2}}
     with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 3, column 25"):
         load("base: &a {x: 1}\nc:\n  inner: {<<: *a, x: 2, x: 3}\n")
+
+
+def test_kv_moves_by_a_connector_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"file: kv_connector 'mooncake': must be one of nixl, peers"):
+        file_of({}, kv_connector="mooncake")
+    monkeypatch.setattr("headway.transfer.connector.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"kv_connector 'nixl': .* pip install 'headway\[nixl\]'"):
+        file_of({}, kv_connector="nixl")
+    monkeypatch.undo()
+    assert file_of({}).kv_connector == "peers"

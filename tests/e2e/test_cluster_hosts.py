@@ -20,7 +20,7 @@ from test_serving_failures import gone
 
 from checkpoints import make_tiny
 from headway.cli.main import main
-from namespaces import NODE0, Hosts, Running, inside, two_hosts
+from namespaces import NODE0, Hosts, Running, inside
 
 PROMPT = prompt_of(5, 3000)
 OTHER = prompt_of(6, 300)
@@ -29,12 +29,6 @@ URL = "http://127.0.0.1:8000"
 SLOW_MBIT_S = 4
 """What a long prompt's KV takes seconds for."""
 LONG = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +97,8 @@ def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable
     with clustered(hosts, path) as pair:
         assert [(each["host"], each["node"]) for each in instances(URL)] == [(0, 0), (1, 1)]
         assert [streamed_ids(URL, each, COUNT, ignore_eos=True) for each in (PROMPT, OTHER)] == wanted
+        for number in (0, 1):  # though it is one machine: what is between hosts goes over the cable
+            assert "headway-kv" not in Path(f"/proc/{pid_of(URL, number)}/maps").read_text()
 
         with hosts.slow(SLOW_MBIT_S):
             one, other = Stream(URL, PROMPT), Stream(URL, OTHER)

@@ -121,11 +121,10 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
         ("pools: [{role: decode}]\nplacement: tetris", "somebody has to prefill"),
         ("pools: [{}]\nplacement: weave", "weave decodes elsewhere than it prefills: give a pool the role decode"),
         ("pools: [{}]\nplacement: pecsched", "or say `disaggregate: false`"),
-        ("pools: [{serve: {tensor_parallel_size: 2}}]\nplacement: tetris", "under tetris or weave with `sizes: .1.`"),
         ("pools: [{serve: {kv_parallel_size: 2}}]\nplacement: fifo", "with `long_sp: 1`"),
         (
-            "pools: [{role: prefill, serve: {tensor_parallel_size: 2}}, {role: decode}]\nplacement: pecsched",
-            r"pools\[0\] .* compute no prompt together with others: .* or in a pool of role decode",
+            "pools: [{serve: {tensor_parallel_size: 2}}, {}, {role: decode}]\nplacement: pecsched",
+            r"size is 2 in pools\[0\] and 1 in pools\[1\]: instances that compute a prompt together .* `sizes: \[1\]`",
         ),
         (
             "pools: [{}, {role: decode, serve: {pipeline_parallel_size: 2}}]\nplacement: tetris",

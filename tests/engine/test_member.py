@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_fixtures import frame, make_core
+from engine_fixtures import frame, make_core, submit
 from fake_executor import FakeExecutor
 
 from headway.core.clock import ManualClock
@@ -21,6 +22,7 @@ from headway.engine.cluster_messages import (
     Compute,
     Forget,
     FromInstance,
+    Halt,
     Pause,
     Proceed,
     Run,
@@ -56,7 +58,9 @@ class Computing:
         anew = self.moves and bool(self.slots[name])
         self.slots[name].append(room(run.end, anew))
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+    def go(
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+    ) -> bool:
         while self.layers[name] < LAYERS:
             self.at.get((name, self.layers[name]), lambda: None)()
             stops = pause is not None and pause()
@@ -246,6 +250,43 @@ def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) ->
     assert not np.intersect1d(*places).size
     loop.member.take(Forget("a"), None)
     assert used(loop) == 0
+
+
+def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tuple[Computing, Turning]) -> None:
+    _, loop = world
+    core = loop.core
+    assert submit(core, "a", [5] * 40, max_tokens=20) is None
+    while not core.scheduler.ready.members:  # type: ignore[attr-defined]
+        core.step()
+    loop.member.take(Halt("a"), None)
+    loop.member.take(Halt("nobody"), None)
+    while not core.staged:
+        core.step()
+    (staged,) = core.staged
+    lease = core.scheduler.custody.lease("a")  # type: ignore[union-attr]
+    assert lease is not None
+    assert staged.tokens >= 40
+    admit(loop, "a")
+    run = Run(staged.tokens, staged.tokens + 1, (0,), in_place=True)
+    loop.member.take(Compute(id="a", index=1, run=run, home=0), None)
+    assert loop.work() == ["RunDone a"]
+    assert lease.request == runs_of("a"), "its KV is where it was"
+    loop.member.take(Compute(id="a", index=2, run=Run(staged.tokens + 1, staged.tokens + 2, (0,)), home=0), None)
+    assert loop.work()[1:] == ["RunLost a"], "there is nothing to take up any more"
+    assert used(loop) == 0
+
+
+def test_who_is_forgotten_for_now_may_come_again(world: tuple[Computing, Turning], monkeypatch: Any) -> None:
+    _, loop = world
+    gone: list[str] = []
+    monkeypatch.setattr(loop.member._peers, "forget", gone.append)
+    for for_good in (False, True):
+        admit(loop, "a")
+        compute(loop, "a")
+        loop.work()
+        loop.member.take(Forget("a", for_good=for_good), None)
+        assert used(loop) == 0
+        assert gone == (["a"] if for_good else [])
 
 
 def test_a_run_ends_when_the_server_is_gone(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ class Part:
     node: int | None = None
     in_place: bool = False
     rows: int = 0
+    keepers: tuple[int, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -177,7 +178,7 @@ def runs(parts: Sequence[Part]) -> list[Run]:
     found, at = [], 0
     for part in parts:
         strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
-        found.append(Run(at, at + part.tokens, part.group, strategy, part.node, part.in_place, part.rows))
+        found.append(Run(at, at + part.tokens, part.group, strategy, part.node, part.in_place, part.rows, part.keepers))
         at += part.tokens
     return found
 

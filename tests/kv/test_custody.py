@@ -54,7 +54,7 @@ class CustodyMachine(RuleBasedStateMachine):
     @rule()
     def grant(self) -> None:
         expected = []
-        for name, blocks in sorted(self.line, key=lambda item: item[0] not in self.kept):
+        for name, blocks in sorted(self.line, key=lambda item: (item[0] not in self.kept, "/runs" not in item[0])):
             more = max(0, blocks - self.kept.get(name, 0))
             if more > self.free():
                 break
@@ -113,6 +113,19 @@ class CustodyMachine(RuleBasedStateMachine):
         assert self.custody.adopt(request)
         self.kept.setdefault(request, blocks)
         assert self.custody.adopt(request)
+
+    @precondition(lambda self: any(not name.endswith("/runs") for name in self.kept))
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(name for name in self.kept if not name.endswith("/runs"))))
+        runs = runs_of(request)
+        if runs in self.kept:
+            assert not self.custody.lend(request)
+            return
+        assert self.custody.lend(request)
+        assert not self.custody.lend(request)
+        self.line = [ask for ask in self.line if ask[0] != request]
+        self.kept[runs] = self.kept.pop(request)
 
     @rule()
     def carry_out(self) -> None:

@@ -87,6 +87,20 @@ def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() ->
     assert plan.ops == ((1, 0, 0), (2, 3, 0))
 
 
+def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
+    """Those of runs, of which nobody was told by a name; ranks hear nothing of it."""
+    numbers: dict[str, int] = {}
+    writer = PlanWriter(8, numbers)
+    (reserved,) = writer.write(Part(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
+    assert writer.write(Part(0, DecodeGroup(), (), (KvOp("rename", "a", 0, before="a/runs"),))).ops == ()
+    number = writer.holder("a")
+    assert number == reserved[0] < 0
+    numbers["a"] = number
+    assert writer.holder("a/runs") is None
+    ops = (KvOp("grow", "a", 1), KvOp("free", "a", 0))
+    assert writer.write(Part(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0), (number, 0, 0))
+
+
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import pytest
 from serving import greedy, prompt_of
 
 from checkpoints import make_tiny
-from namespaces import Hosts, Running, two_hosts
+from namespaces import Hosts, Running
 
 HEADWAY = (sys.executable, "-m", "headway.cli.main")
 PORT = 8000
@@ -35,12 +35,6 @@ except urllib.error.HTTPError as error:
     answer = error
 sys.stdout.buffer.write(answer.read())
 """
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

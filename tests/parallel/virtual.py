@@ -198,10 +198,10 @@ class VirtualWorld:
         self.executor = ParallelExecutor(self.wire, layout, kv_blocks)
         self.kvs: list[KvRank] = []
         if peer is not None:
-            kv_heads = read_config(read_json(folder / "config.json"), None, str(folder)).kv_heads
+            config = read_config(read_json(folder / "config.json"), None, str(folder))
             for worker, place in zip(self.workers, places(layout), strict=True):
                 say = self._says(place)
-                self.kvs.append(KvRank(worker, kv_heads, block_tokens, peer, say, say))
+                self.kvs.append(KvRank(worker, config, eos, block_tokens, peer, say, say))
             self.executor.peer_addresses = tuple(kv.address for kv in self.kvs)
 
     def _says(self, place: Place) -> Callable[[bytes], None]:

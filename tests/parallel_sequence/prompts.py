@@ -29,7 +29,7 @@ SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, 
 
 @dataclass(frozen=True)
 class Part:
-    """A chunk of `tokens` on the first `ranks` ranks."""
+    """A chunk of `tokens` on the first `ranks` ranks. keepers: the first so many of them keep KV; 0: all."""
 
     tokens: int
     ranks: int
@@ -39,6 +39,7 @@ class Part:
     node: int | None = None
     preemptible: bool = False
     in_place: bool = False
+    keepers: int = 0
 
 
 def route(parts: Sequence[Part], tp: int = 1) -> list[ChunkSpec]:
@@ -46,7 +47,10 @@ def route(parts: Sequence[Part], tp: int = 1) -> list[ChunkSpec]:
     for part in parts:
         group = SpGroup(tuple(range(part.ranks)), tp, part.node)
         strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
-        specs.append(ChunkSpec(at, at + part.tokens, group, strategy, part.order, part.preemptible, part.in_place))
+        keepers = tuple(range(part.keepers))
+        specs.append(
+            ChunkSpec(at, at + part.tokens, group, strategy, part.order, part.preemptible, part.in_place, keepers)
+        )
         at += part.tokens
     return specs
 

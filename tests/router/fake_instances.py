@@ -20,6 +20,7 @@ from headway.engine.cluster_messages import (
     Compute,
     Forget,
     FromInstance,
+    Halt,
     Meet,
     Pause,
     Proceed,
@@ -122,6 +123,7 @@ class FakeProcess:
         self.requests: dict[str, Known] = {}
         self.scheduled: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, Compute] = {}
+        self.decoding: dict[str, Known] = {}
         self.paused: dict[str, int] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.counted = 0
@@ -221,6 +223,8 @@ class FakeProcess:
                 self.cluster.kv.get(name, {}).pop(self.number, None)
                 self.line.pop(name, None)
                 self._grant()
+            case Halt(id=name):
+                self._halt(name)
             case Meet():
                 pass
 
@@ -256,6 +260,7 @@ class FakeProcess:
             missing = set(range(len(known.tokens) - 1)) - self.cluster.kv.get(submit.id, {}).get(self.number, set())
             if missing:
                 self._complain(f"{submit.id} decodes on {self.number} without KV of {len(missing)} tokens")
+        self.decoding[submit.id] = known
         self.scheduled[submit.id] = asyncio.get_running_loop().create_task(self._stay(submit.id, known, phase))
 
     async def _stay(self, name: str, known: Known, phase: str) -> None:
@@ -277,6 +282,15 @@ class FakeProcess:
         self.scheduled.pop(name, None)
         self.cluster.kv.get(name, {}).pop(self.number, None)
         self._grant()
+
+    def _halt(self, name: str) -> None:
+        """Between two tokens."""
+        task = self.scheduled.pop(name, None)
+        if task is not None:
+            task.cancel()
+            tokens = len(self.decoding[name].tokens) - 1
+            self.cluster.kv[name] = {self.number: set(range(tokens))}
+            self._say(Staged(name, tokens))
 
     def _leave(self, name: str) -> None:
         task = self.scheduled.pop(name, None)
@@ -327,13 +341,13 @@ class FakeProcess:
         before = set().union(*held.values()) if held else set()
         if before != set(range(run.start)):
             self._complain(f"{name}: a run from {run.start} on with KV of {len(before)} tokens")
-        if run.in_place:
-            if not set(run.group) <= set(held):
-                self._complain(f"{name}: a token on {run.group} though {sorted(held)} hold KV")
-            held[run.group[0]] |= set(range(run.start, run.end))
-            return
-        if not set(held) <= set(run.group):
+        if not {i for i, tokens in held.items() if tokens} <= set(run.group):
             self._complain(f"{name}: a run on {run.group} though {sorted(held)} hold KV")
+        if run.in_place:
+            gone = set(run.group) - set(run.keepers) if run.keepers else set()
+            fresh = set(range(run.start, run.end)).union(*(held.pop(i, set()) for i in gone))
+            held.setdefault(run.group[0], set()).update(fresh)
+            return
         size = len(run.group)
         self.cluster.kv[name] = {i: set(range(k, run.end, size)) for k, i in enumerate(run.group)}
 

@@ -17,6 +17,7 @@ from headway.router.attempt import Attempt
 from headway.router.fleet import Fleet
 from headway.router.moves import Moves
 from headway.router.stays import Stays
+from headway.router.steps import Steps
 
 
 class _Fleet:
@@ -31,7 +32,7 @@ class _Fleet:
     def tell(self, numbers: Sequence[int], message: Any) -> None:
         self.told.append(message)
 
-    def forget(self, attempt: Attempt, but: Iterable[int] = ()) -> None:
+    def leave(self, attempt: Attempt, but: Iterable[int]) -> None:
         attempt.admitted &= set(but)
 
     def __getitem__(self, number: int) -> Any:
@@ -108,7 +109,9 @@ def test_who_decodes_waits_for_no_room_elsewhere() -> None:
     moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 100))
     assert moves.waiting
     nobody: Any = None
-    Stays(cast(Fleet, fleet), nobody, moves, nobody, False, nobody, nobody).enter(attempt, (1,), "decode")
+    Stays(cast(Fleet, fleet), nobody, moves, Steps(cast(Fleet, fleet)), False, nobody, nobody).enter(
+        attempt, (1,), "decode"
+    )
     assert attempt.at == 1
     assert not moves.waiting
     moves.reserved(attempt, 2)  # it had answered already

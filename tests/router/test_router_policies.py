@@ -34,6 +34,8 @@ WAYS: list[tuple[str, tuple[Role, ...], dict[str, object]]] = [
     ("pecsched", MIXED, {"long_tokens": 100, "disaggregate": False}),
     ("fifo-in-place", MIXED, {"long_tokens": 100, "long_sp": 2}),
     ("loongserve-in-place", MIXED, {}),
+    ("loongserve-in-place", MIXED, {"decode_batch": 1}),
+    ("loongserve", MIXED, {"decode_batch": 1}),
 ]
 
 

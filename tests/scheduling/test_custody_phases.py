@@ -143,6 +143,67 @@ def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> No
     assert chunks(step(scheduler))[0][:2] == ("new", 0)
 
 
+@pytest.mark.parametrize("flying", [False, True])
+def test_a_decode_that_is_to_go_on_elsewhere_leaves_its_kv(flying: bool) -> None:
+    scheduler = make()
+    add(scheduler, "stays", 20, 20)
+    add(scheduler, "goes", 40, 20)
+    for _ in range(4):
+        step(scheduler)
+    batch = scheduler.schedule(0.0) if flying else None
+    events = scheduler.stage("goes", 0.0)
+    assert scheduler.stage("goes", 0.0) == scheduler.stage("nobody", 0.0) == []
+    assert bool(events) is not flying
+    if batch is not None:
+        events = scheduler.complete(batch.id, [], 0.0)
+    scheduler.check()
+    assert [(event.kind, event.request) for event in events] == [("staged", "goes")]
+    known = events[0].tokens + 1
+    assert known == 40 + 4 + flying
+    assert list(scheduler.custody.names()) == ["goes"]
+    assert step(scheduler).parts[0].decodes.members == ("stays",)
+    add_phase(scheduler, "goes", known, "decode", cached=known - 1)
+    assert set(step(scheduler).parts[0].decodes.members) == {"stays", "goes"}
+    step(scheduler, 0.0, "goes", "stays")
+    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+
+
+@pytest.mark.parametrize("end", ["finished", "aborted"])
+def test_a_decode_that_ends_with_the_token_under_way_leaves_nothing(end: str) -> None:
+    scheduler = make()
+    add(scheduler, "a", 20, 20)
+    step(scheduler)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert scheduler.stage("a", 0.0) == []
+    if end == "aborted":
+        assert scheduler.abort("a", 0.0) == []
+    events = scheduler.complete(batch.id, [Progress("a", 1, True)] if end == "finished" else [], 0.0)
+    assert [event.kind for event in events] == [end]
+    assert scheduler.idle
+    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+
+
+def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
+    scheduler = make(pool=128)
+    add(scheduler, "old", 60, 60)
+    step(scheduler)
+    scheduler.custody.ask("new", 50, 0.0)
+    scheduler.custody.grant()
+    add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
+    while "new" in scheduler.holders:
+        step(scheduler)
+    assert scheduler.stage("new", 0.0) == []
+    while "old" in scheduler.holders:
+        step(scheduler, 0.0, "old")
+    while "new" in scheduler:
+        step(scheduler)
+    lease = scheduler.custody.lease("new")
+    assert lease is not None
+    assert lease.tokens > 51
+    scheduler.check()
+
+
 def test_a_loss_empties_custody() -> None:
     scheduler = make(pool=160)
     prefill(scheduler, "a", 40)

@@ -1,4 +1,4 @@
-"""Connectors in one process: peers over Unix sockets, pools of plain bytes."""
+"""Connectors in one process: peers over Unix sockets and shared memory, pools of plain bytes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.kv.runs import slots_of
+from headway.transfer.arena import ARENA_BYTES
 from headway.transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
 from headway.transfer.peers import Peer, Peers
 
@@ -19,11 +20,18 @@ LAYERS, SLOTS, VECTOR = 3, 96, 8
 class End:
     """One instance or rank: heads [first, stop) of the model, filled with bytes of its own."""
 
-    def __init__(self, number: int, folder: Path, heads: range = range(2)) -> None:
+    def __init__(
+        self,
+        number: int,
+        folder: Path,
+        heads: range = range(2),
+        arena_bytes: int = ARENA_BYTES,
+        connector: str = "peers",
+    ) -> None:
         self.number, self.heads = number, heads
-        self.peers = Peers(number, 0, f"unix:{folder / f'{number}'}")
+        self.peers = Peers(number, 0, f"unix:{folder / f'{number}'}", arena_bytes=arena_bytes)
         self.rung = threading.Event()
-        self.connector = make_connector("peers", self.peers, self.rung.set)
+        self.connector = make_connector(connector, self.peers, self.rung.set)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
         self.received: list[Received] = []

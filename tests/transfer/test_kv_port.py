@@ -24,7 +24,8 @@ from headway.kv.ledger import Ledger
 from headway.model.random_weights import random_decoder, reference_config
 from headway.scheduling.config import SchedulerConfig
 from headway.scheduling.scheduler import Scheduler
-from headway.transfer.peer_connector import _There
+from headway.transfer.peer_connector import There
+from headway.transfer.peers import Room
 from headway.worker.kv_port import KvPort
 from headway.worker.local import LocalExecutor
 from headway.worker.runs import Runs
@@ -94,13 +95,13 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     receiver.cache = np.zeros(engine.pool.data.view(torch.uint8).shape, dtype=np.uint8)
     receiver.open("p", 80, ((0, 80),))
     gate = threading.Event()
-    push = _There.push
+    push = There.push
 
-    def held(self: _There, note: bytes, body: memoryview) -> object:
+    def held(self: There, note: bytes, room: Room) -> object:
         gate.wait()
-        return push(self, note, body)
+        return push(self, note, room)
 
-    monkeypatch.setattr(_There, "push", held)
+    monkeypatch.setattr(There, "push", held)
     engine.submit("old", 100, 80, "all")
     while engine.core.scheduler.waiting or engine.core.scheduler.progress("old") < 100:
         engine.step()

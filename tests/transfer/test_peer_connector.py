@@ -13,19 +13,21 @@ from kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.core.errors import ConfigError
 from headway.parallel.sequence.layout import Held, moves
-from headway.transfer import outlet
+from headway.transfer import connection, outlet
+from headway.transfer.arena import ARENA_BYTES
 from headway.transfer.connector import KvConnector, Save, make_connector, register
 from headway.transfer.peers import Peer
 
 Make = Callable[..., list[End]]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+@pytest.fixture(params=[0, 1 << 14, ARENA_BYTES], ids=["socket", "small arena", "arena"])
+def make(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[End] = []
+    monkeypatch.setattr(connection, "SMALL", 1)
 
     def make(*heads: range) -> list[End]:
-        made.extend(End(number, tmp_path, part) for number, part in enumerate(heads))
+        made.extend(End(number, tmp_path, part, request.param) for number, part in enumerate(heads))
         meet(*made)
         return made
 
@@ -252,8 +254,8 @@ def test_what_does_not_fit_the_place_is_lost_and_harms_nobody(make: Make, fault:
 
 def test_connectors_are_found_by_name(make: Make) -> None:
     (end,) = make(range(2))
-    with pytest.raises(ConfigError, match=r"kv_connector 'nixl': must be one of peers"):
-        make_connector("nixl", end.peers, end.rung.set)
+    with pytest.raises(ConfigError, match=r"kv_connector 'mooncake': must be one of nixl, peers"):
+        make_connector("mooncake", end.peers, end.rung.set)
     made: list[object] = []
 
     def factory(peers: object, ring: Callable[[], None]) -> KvConnector:

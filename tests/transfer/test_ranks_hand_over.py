@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.engine.cluster_messages import Admit, Compute, Forget, Reserve, Reserved, RunLost, Staged
+from headway.engine.cluster_messages import Forget, Reserve, Reserved, Staged
 from headway.engine.protocol import Submit
-from instance.world import Part, World, frame, runs
+from instance.world import Part, World, frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1
@@ -119,14 +119,6 @@ def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expect
         world.clean()
         world[source].deltas.clear()
         world[target].said.clear()
-
-
-def test_runs_of_a_group_are_refused_by_an_instance_of_several_processes(world: World) -> None:
-    prompt = prompt_of(40)
-    world[TWO].tell(Admit(id="run", prompt_tokens=40, params=params()), frame(prompt))
-    world[TWO].tell(Compute(id="run", index=0, run=runs([Part(40, (TWO,))])[0], last=True))
-    assert "takes no part in runs" in world[TWO].wait(RunLost, "run").why
-    end(world, "run")
 
 
 def test_a_decode_before_its_kv_has_come_is_refused(world: World) -> None:

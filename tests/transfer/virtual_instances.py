@@ -20,7 +20,6 @@ from headway.latency.layout import Layout
 from headway.parallel.rank_config import RankPeer
 from headway.transfer.peer import Peer
 from headway.worker.kv_ranks import KvRanks, RankPeers
-from headway.worker.no_runs import NoRuns
 from parallel.serving import make_core
 from parallel.virtual import VirtualWorld
 
@@ -36,7 +35,7 @@ class VirtualInstance:
         self.core = make_core(self.executor, BLOCKS, BLOCK, **scheduler)
         port = KvRanks(self.executor, self.core.scheduler.ledgers[0].take_ops)
         desk = Desk(self.core, port, self.executor.replay, ManualClock())
-        self.member = Member(self.core, NoRuns(), RankPeers(number, port), ManualClock(), 5.0, desk)
+        self.member = Member(self.core, port.computes, RankPeers(number, port), ManualClock(), 5.0, desk)
         self.words: list[FromInstance] = []
         self.deltas: dict[str, list[Delta]] = {}
         self.world.__enter__()

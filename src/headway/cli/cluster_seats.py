@@ -62,9 +62,10 @@ class Seats:
         return LiveInstance(number, role, node, pool, config, self._launcher(number), incarnation, host)
 
     def _launcher(self, number: int) -> Launch:
+        connector = self._file.kv_connector
         if self._meeting is None:
-            return launcher(number, self._folder)
-        return host_launcher(number, self._folder, self._meeting, peers_secret(self._token))
+            return launcher(number, self._folder, kv_connector=connector)
+        return host_launcher(number, self._folder, self._meeting, peers_secret(self._token), connector)
 
 
 def first_of(file: ClusterFile) -> list[int]:
@@ -79,6 +80,7 @@ def instance_configs(
     """One engine's settings for each instance. A host's cores and memory that nobody has shared out are shared equally.
     cores: of each host; left out: as many as this one has."""
     configs: list[EngineConfig] = []
+    sizes: dict[int, int] = {}
     for i, pool in enumerate(file.pools):
         own, named = combine(serve_options.ALL, argparse.Namespace(), {}, pool.serve, f"{where}: pools[{i}].serve")
         for name in _OF_ALL:
@@ -94,18 +96,20 @@ def instance_configs(
                 "above 1): these serve whole requests, of role mixed, under jsq, or under fifo, priority or "
                 "reservation with `long_sp: 1`"
             )
-        if workers > 1 and pool.role != "decode" and not computes_alone(file):
-            raise ConfigError(
-                f"{where}: pools[{i}] is of instances of several processes (tensor-parallel-size above 1): these "
-                "compute no prompt together with others: under jsq, under fifo, priority or reservation with "
-                "`long_sp: 1`, under fixed-sp with `sp: 1`, under tetris or weave with `sizes: [1]`, or in a pool of "
-                "role decode"
-            )
+        if pool.role != "decode":
+            sizes.setdefault(made.tensor_parallel_size, i)
         beside = sum(other.count for other in file.pools if other.host == pool.host)
         threads = made.threads or max(1, (cores[pool.host] if cores else len(CORES)) // (beside * workers))
         for _ in range(pool.count):
             log = made.event_log and f"{made.event_log}.{len(configs)}"
             configs.append(msgspec.structs.replace(made, threads=threads, memory_share=1.0 / beside, event_log=log))
+    if len(sizes) > 1 and not computes_alone(file):
+        (one, first), (other, second), *_ = sizes.items()
+        raise ConfigError(
+            f"{where}: tensor-parallel-size is {one} in pools[{first}] and {other} in pools[{second}]: instances that "
+            "compute a prompt together must be of the same. Others go under jsq, under fifo, priority or reservation "
+            "with `long_sp: 1`, under fixed-sp with `sp: 1`, and under tetris or weave with `sizes: [1]`"
+        )
     return configs
 
 

@@ -52,7 +52,6 @@ def _join_ranks(own: InstanceConfig, core: EngineCore, clock: Clock) -> Member |
     """Its ranks listen, if they do: `many_processes` has them told."""
     from headway.parallel.executor import ParallelExecutor
     from headway.worker.kv_ranks import KvRanks, RankPeers
-    from headway.worker.no_runs import NoRuns
 
     executor = core.executor
     assert isinstance(executor, ParallelExecutor)
@@ -62,4 +61,4 @@ def _join_ranks(own: InstanceConfig, core: EngineCore, clock: Clock) -> Member |
     core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
     port = KvRanks(executor, core.scheduler.ledgers[0].take_ops)
     peers = RankPeers(own.number, port)
-    return Member(core, NoRuns(), peers, clock, own.room_s, Desk(core, port, executor.replay, clock))
+    return Member(core, port.computes, peers, clock, own.room_s, Desk(core, port, executor.replay, clock))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from headway.core.sampling import SamplingParams
-from headway.core.span import Strategy
+from headway.core.span import Run as Run
 from headway.engine.protocol import Delta
 from headway.transfer.peer import Peer as Peer
 
@@ -32,27 +32,13 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     output: tuple[int, ...] = ()
 
 
-class Run(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a request on a group: what `parallel.sequence.ChunkSpec` needs. `group`: instances.
-    in_place: KV of earlier runs stays where it lies. So the whole group decodes: one token a run, each `last`. rows:
-    the group computes it piece by piece, with at most so many rows of an instance at once (`core.span.cut`); 0: at
-    once. All of the group, and who joins later, know from here how it is cut, and so where its KV lies."""
-
-    start: int
-    end: int
-    group: tuple[int, ...]
-    strategy: Strategy = Strategy()
-    node: int | None = None
-    in_place: bool = False
-    rows: int = 0
-
-
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute a run of a request, together with the rest of its group, to each of which this is sent. `before`: the
     runs that were computed before it, in order: where the KV lies follows from them. `last`: the prompt ends with it,
     and the group's first instance draws a token. `beside`: the scheduler's iterations go on meanwhile, between layers;
     otherwise they stop until the run has ended or paused. `drawn`: tokens of the request that end with the run's last
-    one, so many as may be unknown here: those drawn by other instances since `Admit`."""
+    one, so many as may be unknown here: those drawn by other instances since `Admit`. `home`: the instance where a
+    scheduler has left KV of all tokens before the run, which is the run's from now on; `before` says so too."""
 
     id: str
     index: int
@@ -61,6 +47,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     before: tuple[Run, ...] = ()
     last: bool = False
     beside: bool = False
+    home: int | None = None
     preemptible: bool = False
 
 
@@ -98,7 +85,16 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Drop all that is here of a request: its runs, its stay in the scheduler, its KV, what is sent and awaited."""
+    """Drop all that is here of a request: its runs, its stay in the scheduler, its KV, what is sent and awaited.
+    for_good: nothing of it comes again, so that what is still on its way may be refused. Otherwise nothing is."""
+
+    id: str
+    for_good: bool = True
+
+
+class Halt(msgspec.Struct, frozen=True, tag=True):
+    """Take a request that decodes out of the scheduler behind the token under way: `Staged` follows, and it goes on
+    elsewhere; or its last delta, where it ends with that token."""
 
     id: str
 
@@ -142,8 +138,9 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """A request of phase "prefill" has its first token (told as a delta before this) and left the scheduler; its KV of
-    `tokens` tokens stays until `Forget` or a stay of phase "decode"."""
+    """A request of phase "prefill" has its first token (told as a delta before this), or one that decodes was told to
+    `Halt`, and it has left the scheduler; its KV of `tokens` tokens stays until `Forget`, a stay of phase "decode" or a
+    run of which this is the `home`."""
 
     id: str
     tokens: int
@@ -159,5 +156,5 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     ended_s: float
 
 
-ToInstance = Meet | Admit | Compute | Pause | Proceed | Reserve | Send | Forget
+ToInstance = Meet | Admit | Compute | Pause | Proceed | Reserve | Send | Forget | Halt
 FromInstance = RunDone | RunPaused | RunLost | Reserved | Staged | Arrived

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from headway.core.batch import Batch, Progress
 from headway.core.clock import Clock
 from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
+from headway.core.events import Event
 from headway.core.executor import Emitted, Executor, StepResult
 from headway.core.request import Request
 from headway.core.span import Span
@@ -64,8 +65,8 @@ class EngineCore:
         self.awaits: Callable[[str], bool] = lambda request_id: False
         """Whether KV of a request is to come that has not come yet; told by who brings it."""
         self.staged: list[Staged] = []
-        """Requests of phase "prefill" that have been done since whoever tells of them emptied this, after the deltas of
-        the step."""
+        """Requests of phase "prefill" that have been done, and decodes that have stopped for others to go on, since
+        whoever tells of them emptied this, after the deltas of the step."""
         self._clock = clock
         self._log = log
         self._live: dict[str, _Scheduled] = {}
@@ -174,6 +175,18 @@ class EngineCore:
         self._note("abort", request=request_id, at_s=now)
         return Delta(id=request_id, finish=reason, emitted_s=now)
 
+    def stage(self, request_id: str) -> None:
+        """A request that decodes goes on elsewhere: `staged` will tell of it, with its KV left here, unless it ends
+        before. Ids that are unknown are ignored."""
+        if request_id in self._live:
+            self._staged(self.scheduler.stage(request_id, self._clock.now()))
+
+    def _staged(self, events: Iterable[Event]) -> None:
+        for event in events:
+            del self._live[event.request]
+            self.executor.forget(event.request)
+            self.staged.append(Staged(event.request, event.tokens))
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self, wait_s: float | None = None) -> list[Delta]:
@@ -253,9 +266,7 @@ class EngineCore:
             elif event.kind in ("finished", "aborted"):
                 self.executor.forget(event.request)
             elif event.kind == "staged":
-                del self._live[event.request]
-                self.executor.forget(event.request)
-                self.staged.append(Staged(event.request, event.tokens))
+                self._staged((event,))
             elif event.kind == "preempted":
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)

@@ -24,6 +24,7 @@ from headway.engine.cluster_messages import (
     Compute,
     Forget,
     FromInstance,
+    Halt,
     Meet,
     Pause,
     Peer,
@@ -58,7 +59,8 @@ class _Saved(Protocol):
 
 
 class Computes(Protocol):
-    """Who computes runs: `worker.runs.Runs`, and doubles in tests. What it does not say of a method is said there."""
+    """Who computes runs: `worker.runs.Runs`, or who leads the ranks that do (`worker.run_ranks`), and doubles in tests.
+    What it does not say of a method is said there."""
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None: ...
 
@@ -73,7 +75,7 @@ class Computes(Protocol):
         look: Callable[[], None],
     ) -> None: ...
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool: ...
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool) -> bool: ...
 
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]: ...
 
@@ -122,6 +124,8 @@ class Others(Protocol):
     def meet(self, peers: Iterable[Peer]) -> None: ...
 
     def forget(self, scope: str) -> None: ...
+
+    def cease(self, scope: str) -> None: ...
 
 
 class Loop(Protocol):
@@ -209,7 +213,9 @@ class Member:
                 self._jobs[message.id].pause = False  # one that came too late meant what is paused already
                 self._line.append(self._jobs[message.id])
         elif isinstance(message, Forget):
-            self.forget(message.id)
+            self.forget(message.id, message.for_good)
+        elif isinstance(message, Halt):
+            self._core.stage(message.id)
         elif self._moves is not None:
             self._moves.take(message)
 
@@ -224,16 +230,19 @@ class Member:
         self._give_back(name)
         self._drop(name)
 
-    def forget(self, name: str) -> None:
+    def forget(self, name: str, for_good: bool = True) -> None:
         """Drop all that is here of a request, its stay in the scheduler included. One that is being computed ends as
-        soon as the computation asks."""
+        soon as the computation asks. for_good: see the message."""
         if name in self._jobs:
             for job in (self._jobs[name], *self._line):
                 job.forgotten = job.forgotten or job.compute.id == name
         self._core.abort(name)
-        self._peers.forget(name)
+        if for_good:
+            self._peers.forget(name)
         if self._moves is not None:
             self._moves.forget(name)
+        if not for_good:
+            self._peers.cease(name)
         self._give_back(name)
         self._custody.release(name)
         self._drop(name)
@@ -317,12 +326,21 @@ class Member:
             job.began_s = self._clock.now()
             if self._moves is not None:
                 self._moves.settle(name)
+            if compute.home == self._peers.number:
+                self._take_up(name)
             live = self._requests[name].live
             if live.first_scheduled_s is None:
                 live.first_scheduled_s = job.began_s
             self._computes.begin(name, compute.run, compute.before, compute.preemptible, compute.drawn, room, look)
             job.begun = True
-        return self._computes.go(name, lambda: job.pause, behind)
+        return self._computes.go(name, lambda: job.pause, behind, beside)
+
+    def _take_up(self, name: str) -> None:
+        """What a scheduler has left here is the run's."""
+        if name in self._places or not self._custody.lend(name):
+            raise HeadwayError("its KV is not here")
+        self._places[name] = [runs_of(name)]
+        self._asked.add(runs_of(name))
 
     def _room(self, job: _Job, tokens: int, anew: bool, loop: Loop) -> Slots:
         """Slots of the pool for a run that is about to begin, of this request's own place or of another one. The

@@ -3,7 +3,8 @@
 Custody is a set of leases by name, and a line of those who wait for room. The line is served in order of asking, each
 whole or not at all: nobody holds part of what it needs, and nobody overtakes (Tetris §4.2 asks both of a receiver; the
 order there is that of the first handshake). Who holds something already and asks for more goes before those who hold
-nothing: what it holds is no use to anybody until it has the rest.
+nothing: what it holds is no use to anybody until it has the rest. Of the others runs go first: one that waits keeps its
+whole group from computing, and so those who will give room back.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import NamedTuple
 from headway.core.errors import InvariantError, RequestError
 from headway.kv.ledger import Lease, Ledger
 
+_RUNS = "/runs"
+
 
 def runs_of(request: str) -> str:
     """The name under which a request's KV is kept while runs of a group compute it.
 
     Such KV lies in the order of a layout. What is kept under the request's own id lies in the order of its tokens, and
     only that may become a sequence's. An instance that computes runs may so receive the whole beside its share."""
-    return f"{request}/runs"
+    return request + _RUNS
 
 
 class _Ask(NamedTuple):
@@ -78,12 +81,15 @@ class Custody:
         if not self._line:
             return []
         granted: list[str] = []
-        for name in sorted(self._line, key=lambda name: name not in self._held):  # stable: first comers stay first
+        for name in sorted(self._line, key=self._turn):  # stable: first comers stay first
             if not self._give(name, self._line[name].tokens):
                 break
             del self._line[name]
             granted.append(name)
         return granted
+
+    def _turn(self, name: str) -> int:
+        return 0 if name in self._held else 1 if _RUNS in name else 2
 
     def _give(self, name: str, tokens: int) -> bool:
         lease = self._held.get(name)
@@ -124,6 +130,18 @@ class Custody:
         else:
             self.release(name)
         return request in self._held
+
+    def lend(self, request: str) -> bool:
+        """The reverse of `adopt`: what is held under the request's own name is its runs' from now on. False: nothing
+        is, or runs have something already."""
+        name, lease = runs_of(request), self._held.get(request)
+        if lease is None or name in self._held:
+            return False
+        self._line.pop(request, None)
+        del self._held[request]
+        self._ledger.rename(lease, name)
+        self._held[name] = lease
+        return True
 
     def release(self, name: str) -> bool:
         """Give back what is held under a name, and leave the line. False: neither was so."""

@@ -28,13 +28,24 @@ def cut_runs(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tupl
     return cut
 
 
+class Slots:
+    """Runs of which the slots of some tokens are asked again and again."""
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        firsts = np.array([first for first, _ in runs], dtype=np.int64)
+        counts = np.array([count for _, count in runs], dtype=np.int64)
+        self._ends = np.cumsum(counts)
+        self._shifts = firsts - (self._ends - counts)
+
+    def of(self, tokens: Indices) -> Indices:
+        """The slot of each of these tokens, all of which the runs hold."""
+        run = np.searchsorted(self._ends, tokens, side="right")
+        return np.asarray(self._shifts[run] + tokens, dtype=np.int64)
+
+
 def slots_of(runs: Sequence[tuple[int, int]], tokens: Indices) -> Indices:
     """The slot of each of these tokens, all of which the runs hold."""
-    firsts = np.array([first for first, _ in runs], dtype=np.int64)
-    counts = np.array([count for _, count in runs], dtype=np.int64)
-    ends = np.cumsum(counts)
-    run = np.searchsorted(ends, tokens, side="right")
-    return np.asarray(firsts[run] + tokens - (ends - counts)[run], dtype=np.int64)
+    return Slots(runs).of(tokens)
 
 
 def runs_of(numbers: Indices) -> list[tuple[int, int]]:

@@ -257,15 +257,30 @@ class ParallelExecutor:
             if self._lost is not None:
                 raise self._lost
             left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
-            message = self._wire.receive(left_s)
-            if message is not None:
-                group = self._groups[self._places[message[0]].group]
-                group.heard_s = group.moved_s = time.monotonic()
-                self._hear(*message)
-                continue
-            self._probe()
-            if until_s is not None and time.monotonic() >= until_s:
+            if not self._receive(left_s) and until_s is not None and time.monotonic() >= until_s:
                 return None
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Hear a rank's message, or ask after those who are silent."""
+        message = self._wire.receive(timeout_s)
+        if message is None:
+            self._probe()
+            return False
+        group = self._groups[self._places[message[0]].group]
+        group.heard_s = group.moved_s = time.monotonic()
+        self._hear(*message)
+        return True
+
+    def attend(self, timeout_s: float) -> None:
+        """Hear what a rank says within so many seconds, while no result is asked for. Raises LostError, as `result`
+        does then too."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._receive(timeout_s)
+        except LostError as error:
+            self._lost = error
+            raise
 
     def forget(self, request_id: str) -> None:
         """See `Executor.forget`."""

@@ -97,7 +97,7 @@ class PlanWriter:
         plan = Plan(
             seq=self.seq,
             forget=tuple(self._forget),
-            ops=tuple(self._numbered(op) for op in part.kv_ops),
+            ops=tuple(said for op in part.kv_ops if (said := self._numbered(op)) is not None),
             epoch=epoch,
             base=base,
             joined=joined,
@@ -131,9 +131,13 @@ class PlanWriter:
         epochs.use(epoch, members)
         return epoch, base, joined, left
 
-    def _numbered(self, op: KvOp) -> tuple[int, int, int]:
+    def _numbered(self, op: KvOp) -> tuple[int, int, int] | None:
         """An id may be in use again before the blocks of who had it before are freed. Who has ended before its blocks
-        could be given has a number of its own, below 0."""
+        could be given, or was never submitted, has a number of its own, below 0. Who takes over the blocks of another
+        has their number, of which ranks need not hear."""
+        if op.verb == "rename":
+            self._holders[op.request] = self._holders.pop(op.before)
+            return None
         if op.verb == "free":
             return self._holders.pop(op.request), 0, 0
         if op.verb == "reserve":

@@ -26,16 +26,19 @@ class Attempt:
     scheduler begins with it anew).
 
     admitted: instances that have its prompt. runs: spans that were begun, in order; running: who has not yet told the
-    end, or a pause, of the one under way, which is `entry`. spread: the group over which its KV lies; whole: instances
-    that have all of it, ready to decode. at: the instance in whose scheduler it is. gathers: its KV is being brought
-    together, to be decoded there. step: the number of the run that computes its next token, where a group decodes.
-    room: instances that were asked to keep room, and whether they do, `space` for how many tokens; unsent: what waits
-    for that, with its senders; late: pieces that wait until its last span is computed; early: pieces that are there
-    before their span is."""
+    end, or a pause, of the one under way, which is `entry`. spread: the group over which its KV lies; whole:
+    instances that have all of it, ready to decode. at: the instance in whose scheduler it is. gathers: its KV is
+    being brought together, to be decoded there. wanted: the group that is to decode it; (): none now. stopping:
+    nobody may, and it has not stopped yet; halts: its scheduler was told so. step: the number of the run that
+    computes its next token, where a group decodes, `count` of all runs; token: that run; steps: runs that say where
+    KV lies then; home: the instance where a scheduler has left it, until a run has taken it up. left: instances
+    that have nothing of it any more. room: instances that were asked to keep room, and whether they do, `space` for
+    how many tokens; unsent: what waits for that, with its senders; late: pieces that wait until its last span is
+    computed; early: pieces that are there before their span is."""
 
-    __slots__ = ("admitted", "asked", "at", "base", "early", "entry", "finished", "gathers", "journey", "late",
-                 "moving", "request", "room", "running", "runs", "space", "spread", "step",
-                 "unsent", "whole", "wire")  # fmt: skip
+    __slots__ = ("admitted", "asked", "at", "base", "count", "early", "entry", "finished", "gathers", "halts",
+                 "home", "journey", "late", "left", "moving", "request", "room", "running", "runs", "space", "spread",
+                 "step", "steps", "stopping", "token", "unsent", "wanted", "whole", "wire")  # fmt: skip
 
     journey: Journey
 
@@ -51,7 +54,14 @@ class Attempt:
         self.whole: set[int] = set()
         self.at: int | None = None
         self.gathers = False
+        self.wanted: tuple[int, ...] = ()
+        self.stopping = self.halts = False
         self.step: int | None = None
+        self.count = 0
+        self.token: Run | None = None
+        self.steps: list[Run] = []
+        self.home: int | None = None
+        self.left: set[int] = set()
         self.finished = False
         self.room: dict[int, bool] = {}
         self.space: dict[int, int] = {}
@@ -113,4 +123,5 @@ class Attempts:
         del self._of[attempt.wire]
         attempt.wire += "'"
         attempt.admitted.clear()
+        attempt.left.clear()
         self._of[attempt.wire] = attempt

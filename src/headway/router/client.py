@@ -315,6 +315,9 @@ class ClusterClient:
             requests=0 if live is None else len(live.asked),
             waiting=0 if live is None else live.waiting,
             transfers=0 if live is None else live.hands.moves.under_way,
+            decodes_moved=0 if live is None else live.hands.stays.halted,
+            groups_grown=0 if live is None else live.hands.steps.grown,
+            groups_shrunk=0 if live is None else live.hands.steps.shrunk,
             instances=[self._roster.report(each, live) for each in self.fleet],
         )
 

@@ -11,6 +11,7 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.placement.registry import check_options, names
 from headway.placement.view import Role
+from headway.transfer.connector import check_connector
 
 SPAN_ROWS = 512
 _LARGEST = 1024
@@ -36,8 +37,9 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """model: a checkpoint's folder, None for the embedded one; serve: settings of `headway serve` for everybody;
     backends: pieces of KV that an instance receives at a time; span_rows: most rows of a span that an instance computes
-    at once, 0 for all (`core.span.cut`); group_decode: whether a decode on several instances is
-    gathered on one, or goes on in place; network_gbit_s: between two hosts, one way, for policies to reckon with."""
+    at once, 0 for all (`core.span.cut`); group_decode: whether a decode on several instances is gathered on one, or
+    goes on in place; kv_connector: how KV moves (`transfer.connector`); network_gbit_s: between two hosts, one way, for
+    policies to reckon with."""
 
     pools: tuple[Pool, ...]
     model: str | None = None
@@ -47,6 +49,7 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends: int = 16
     span_rows: int = SPAN_ROWS
     group_decode: Literal["gather", "in-place"] = "gather"
+    kv_connector: str = "peers"
     network_gbit_s: float = 10.0
 
     @property
@@ -72,6 +75,10 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
             raise ConfigError(f"{where}: pools[{i}].per_node must be between 1 and its count, not {pool.per_node}")
     if made.backends < 1:
         raise ConfigError(f"{where}: backends must be at least 1, not {made.backends}")
+    try:
+        check_connector(made.kv_connector)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     if not 0 < made.network_gbit_s < math.inf:
         raise ConfigError(f"{where}: network_gbit_s must be more than 0, not {made.network_gbit_s:g}")
     if made.span_rows < 0:
@@ -114,8 +121,8 @@ def _disaggregates(file: ClusterFile) -> bool:
 
 
 def moves_kv(file: ClusterFile) -> bool:
-    """Whether the policy spreads prompts over several instances, or moves KV between them: it needs instances that are
-    one process each."""
+    """Whether the policy spreads prompts over several instances, or moves KV between them: it needs instances without
+    pipeline stages and KV groups."""
     if file.placement == "jsq":
         return False
     return file.placement not in _WHOLE or file.options.get("long_sp") != 1
@@ -137,8 +144,8 @@ def check_hosts(file: ClusterFile, where: str, count: int) -> None:
 
 
 def computes_alone(file: ClusterFile) -> bool:
-    """Whether each prompt is computed by one instance alone, though its KV may go on to another: that one may be
-    several processes."""
+    """Whether each prompt is computed by one instance alone, though its KV may go on to another: they may then be of
+    different tensor-parallel sizes."""
     options = file.options
     if file.placement in ("tetris", "weave"):
         return list(options.get("sizes", ())) == [1]

@@ -66,13 +66,12 @@ class Fleet:
         attempt.admitted.update(new)
         self.tell(new, admit, asked.prompt)
 
-    def forget(self, attempt: Attempt, but: Iterable[int] = ()) -> None:
-        """A request has nothing to do any more with the instances that know it, but for some."""
-        kept = set(but)
-        known = attempt.admitted | attempt.whole
+    def forget(self, attempt: Attempt) -> None:
+        """A request has nothing to do any more with the instances that know it."""
+        known = attempt.admitted | attempt.whole | attempt.left
         if attempt.at is not None:
             known.add(attempt.at)
-        for number in sorted(known - kept):
+        for number in sorted(known):
             instance = self._of.get(number)
             if instance is None:
                 continue
@@ -80,4 +79,24 @@ class Fleet:
                 instance.abort(attempt.wire)
             if instance.moves_kv:
                 instance.tell(Forget(attempt.wire))
-        attempt.admitted &= kept
+        attempt.admitted.clear()
+
+    def leave(self, attempt: Attempt, but: Iterable[int]) -> None:
+        """A request that goes on has nothing now on the instances that know it, but for some. It may come again."""
+        known = (attempt.admitted | attempt.whole) - set(but)
+        self.tell(
+            [number for number in sorted(known) if (one := self._of.get(number)) is not None and one.moves_kv],
+            Forget(attempt.wire, for_good=False),
+        )
+        attempt.left |= known
+        attempt.admitted -= known
+
+    def room(self, number: int) -> int:
+        """KV tokens that are free on an instance."""
+        instance = self._of[number]
+        total = 0 if instance.info is None else instance.info.kv_tokens_total
+        return total - instance.stats.kv_tokens_used
+
+    def roomiest(self, group: Iterable[int]) -> int:
+        """The instance with the most room for KV; of equals the first."""
+        return max(sorted(group), key=self.room)

@@ -120,7 +120,7 @@ class LiveHands:
         return attempt.said
 
     def announced(self, journey: Journey, target: int, now: float) -> None:
-        self.moves.reserve(journey.driver, target)
+        self.moves.announced(journey.driver, target)
 
     def send(self, piece: Piece, now: float) -> None:
         attempt = self.attempts.named(piece.request)
@@ -144,7 +144,8 @@ class LiveHands:
         self._cancel(name)
 
     def pump(self, now: float) -> None:
-        """Schedulers go on by themselves."""
+        """Schedulers go on by themselves. Decodes that nobody is to compute stop."""
+        self.stays.pump()
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         """Nothing is to be done: what is not begun does not run."""

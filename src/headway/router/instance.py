@@ -137,14 +137,15 @@ class LiveInstance:
         return self.state in ("ready", "draining")
 
     @property
-    def computes_runs(self) -> bool:
-        """Whether it can take part in runs, or only compute whole prompts."""
-        return self.moves_kv and self.info is not None and not self.info.peer_others
+    def moves_kv(self) -> bool:
+        """Whether KV can come from it and to it. It can then take part in runs as well, with others of as many
+        processes; else it computes whole prompts only, in its scheduler."""
+        return self.info is not None and self.info.peer_address is not None
 
     @property
-    def moves_kv(self) -> bool:
-        """Whether KV can come from it and to it."""
-        return self.info is not None and self.info.peer_address is not None
+    def ranks(self) -> int:
+        """How many processes take part in a run for it."""
+        return 1 if self.info is None else 1 + len(self.info.peer_others)
 
     @property
     def pid(self) -> int:

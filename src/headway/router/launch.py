@@ -14,26 +14,32 @@ from headway.router.instance import Launch
 from headway.worker.rendezvous import Rendezvous
 
 
-def launcher(number: int, folder: Path, module: str = ENGINE) -> Launch:
+def launcher(number: int, folder: Path, module: str = ENGINE, kv_connector: str = "peers") -> Launch:
     """Starts processes of instance `number`, one after another. `folder`: of the cluster, short enough for sockets."""
     own = folder / str(number)
 
     def launch(config: EngineConfig, incarnation: int) -> EngineChild:
         own.mkdir(exist_ok=True)
-        instance = InstanceConfig(number=number, incarnation=incarnation, listen=f"unix:{own}/p{incarnation}")
+        instance = InstanceConfig(
+            number=number, incarnation=incarnation, listen=f"unix:{own}/p{incarnation}", kv_connector=kv_connector
+        )
         return EngineChild(msgspec.structs.replace(config, instance=instance), module, own, incarnation)
 
     return launch
 
 
-def host_launcher(number: int, folder: Path, meeting: Rendezvous, secret: str) -> Launch:
+def host_launcher(number: int, folder: Path, meeting: Rendezvous, secret: str, kv_connector: str = "peers") -> Launch:
     """The same in a cluster of several hosts: on that one of them which `meeting` has for the number. Instances then
     speak to each other over TCP, and show that they know `secret`."""
     own = folder / str(number)
 
     def launch(config: EngineConfig, incarnation: int) -> EngineChild | RemoteEngine:
         instance = InstanceConfig(
-            number=number, incarnation=incarnation, listen=f"tcp:{meeting.address}:0", secret=secret
+            number=number,
+            incarnation=incarnation,
+            listen=f"tcp:{meeting.address}:0",
+            secret=secret,
+            kv_connector=kv_connector,
         )
         config = msgspec.structs.replace(config, instance=instance)
         if meeting.node_of(number):

@@ -38,7 +38,9 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster now. waiting: requests that have not begun anywhere; transfers: pieces of KV under way or due."""
+    """A cluster now. waiting: requests that have not begun anywhere; transfers: pieces of KV under way or due. Of
+    decodes under way, how often so far: one left a scheduler to go on elsewhere (decodes_moved), the group of one that
+    decodes in place grew, shrank."""
 
     schema: Literal["headway.cluster/1"] = "headway.cluster/1"
     placement: str
@@ -46,6 +48,9 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     waiting: int
     transfers: int
+    decodes_moved: int = 0
+    groups_grown: int = 0
+    groups_shrunk: int = 0
     instances: Sequence[InstanceReport]
 
 

@@ -221,7 +221,9 @@ class Live:
         attempt = self.attempts.get(delta.id)
         if attempt is None or attempt.at != number or attempt.finished:
             return False
-        if delta.finish == "error" and delta.param == "unavailable":  # it is draining
+        drains = delta.param == "unavailable"
+        lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"  # a move that was overtaken came on top
+        if delta.finish == "error" and (drains or lacks_kv):
             self._retry(attempt, delta.error or "refused")
             return True
         first = not attempt.said and bool(delta.tokens or delta.finish)
@@ -234,6 +236,8 @@ class Live:
         now = time.monotonic()
         if delta.finish in ("stop", "length"):
             attempt.finished = True
+            if attempt.stopping:  # with the token under way: nothing is left to be sent
+                self.hands.moves.begun(attempt)
         elif delta.finish is not None:
             self.machine.drop(attempt.journey, delta.error or delta.finish, now)
             self._over(attempt)
@@ -251,7 +255,7 @@ class Live:
         now = time.monotonic()
         match message:
             case RunDone() if attempt.step is not None:
-                if self.hands.steps.done(number, attempt, message) and attempt.journey.staying:
+                if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
                     self.machine.stayed(attempt.journey, attempt.said, True, now)
             case RunDone():
                 self.hands.count(number, attempt)
@@ -269,12 +273,13 @@ class Live:
             case Arrived():
                 self.hands.moves.arrived(attempt, message)
             case Staged():
-                if attempt.at == number:
+                if attempt.at == number and attempt.halts:
+                    self.hands.stays.staged(attempt, number)
+                elif attempt.at == number:
                     attempt.at, attempt.whole = None, {number}
                     self.hands.load(number).left(attempt.request.id)
                     if attempt.entry is None:
                         self.machine.stayed(attempt.journey, attempt.said, False, now)
-                    self._complete(self.hands.runs.kept(attempt))
         return True
 
     def measured(self, number: int) -> None:

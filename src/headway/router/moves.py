@@ -28,9 +28,18 @@ class Moves:
         """Requests that wait for room somewhere."""
 
     def send(self, attempt: Attempt, piece: Piece) -> None:
-        """The machine grants a piece. A decode that a policy moves goes on where it is (`stays`), and may have said
-        more since the piece was announced: what there is no room for stays."""
+        """The machine grants a piece. Of a decode that is to stop it waits until that has (`stays`). Where one goes on
+        it may have said more since room was asked for: what there is no room for stays."""
         entry = piece.entry
+        if entry is None and attempt.finished:
+            self._sent(piece)
+            return
+        if entry is None and attempt.stopping:
+            attempt.late.append(piece)
+            return
+        if entry is None and attempt.step is not None:
+            self._of_group(attempt, piece)
+            return
         if entry is not None and len(attempt.runs) != entry.index + 1:
             attempt.late.append(piece)
             self.computed(attempt)
@@ -39,8 +48,19 @@ class Moves:
         if entry is not None and not attempt.room[piece.target]:  # another run may begin before there is room
             attempt.late.append(piece)
             return
-        end = min(piece.end, attempt.kv_tokens, attempt.space[piece.target])
+        known = attempt.kv_tokens  # a decode has said more than it had when its piece was announced
+        end = min(known if entry is None else min(piece.end, known), attempt.space[piece.target])
         self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
+
+    def _of_group(self, attempt: Attempt, piece: Piece) -> None:
+        """Of a decode of a group, all who hold anything send with the first of the pieces, whatever the policy thinks
+        of who that is."""
+        if piece.target in attempt.room:
+            self._sent(piece)
+        else:
+            self.bring(
+                attempt, piece.target, attempt.spread, 0, attempt.kv_tokens, partial(self._there, attempt, piece)
+            )
 
     def begun(self, attempt: Attempt) -> None:
         """A run was begun, later than its span where others of a batch came first, or there is room: pieces may go."""
@@ -77,6 +97,11 @@ class Moves:
         for source in holders:
             attempt.unsent.append((source, Send(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)))
         self._flush(attempt)
+
+    def announced(self, attempt: Attempt, target: int) -> None:
+        """KV of it will be sent there: see to room at once, unless there will be more of it by then."""
+        if not attempt.stopping and not attempt.finished and attempt.step is None:
+            self.reserve(attempt, target)
 
     def reserve(self, attempt: Attempt, target: int) -> None:
         """Have room kept for a request's KV, if that was not asked for: as soon as it is known where that goes, so that

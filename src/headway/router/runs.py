@@ -3,8 +3,8 @@
 A batch (`placement.base.Commit.along`) is computed one run after the other, on the group that it has for itself, and
 its end is told for all of it at the last one's.
 
-Where an instance can only compute whole prompts (several processes of its own), a span that is a whole prompt is a
-stay in its scheduler, which ends as a span with the first token, or once its KV is kept for others.
+Where an instance can only compute whole prompts (of which no KV moves), a span that is a whole prompt is a stay in its
+scheduler, which ends as a span with the first token.
 """
 
 from __future__ import annotations
@@ -98,17 +98,13 @@ class Runs:
         return None if attempt.running else entry
 
     def first_token(self, attempt: Attempt, delta: Delta) -> SpanEntry | None:
-        """A whole prompt has its first token: the span that it was is complete, unless its KV is still to be `kept`."""
+        """A whole prompt has its first token: the span that it was is complete."""
         entry = attempt.entry
-        if entry is None or (attempt.runs and delta.finish is None):
+        if entry is None:
             return None
         if delta.finish is not None:
             (entry.lead or entry).driver.over.add(entry.owner)
         return self._complete(attempt, entry)
-
-    def kept(self, attempt: Attempt) -> SpanEntry | None:
-        """A whole prompt's KV waits to go on: the span that it was is complete."""
-        return None if attempt.entry is None else self._complete(attempt, attempt.entry)
 
     def left(self, attempt: Attempt) -> SpanEntry | None:
         """A request has ended while its run was under way; the entry that is complete with that, of a batch."""
@@ -140,10 +136,10 @@ class Runs:
     def _start(self, entry: SpanEntry) -> None:
         attempt, span = _attempt(entry.journey), entry.span
         attempt.entry = entry
-        run = self._run(span, entry.group)
         if not self._runs(entry):
-            self._stay(attempt, entry.group[0], run)
+            self._submit(attempt, entry.group[0], "all")
             return
+        run = self._run(span, entry.group)
         compute = Compute(
             id=attempt.wire,
             index=entry.index,
@@ -159,27 +155,22 @@ class Runs:
         self._fleet.tell(entry.group, compute)
         self._begun(attempt)
 
-    def _stay(self, attempt: Attempt, number: int, run: Run) -> None:
-        """A whole prompt, in an instance's scheduler; where there are others to decode it, up to its first token."""
-        if not (self._fleet[number].moves_kv and any(one.role == "decode" for one in self._fleet)):
-            self._submit(attempt, number, "all")
-            return
-        attempt.runs.append(run)
-        self._submit(attempt, number, "prefill")
-        self._begun(attempt)
-
     def _run(self, span: Span, group: tuple[int, ...]) -> Run:
         """The span as instances compute it. Where its nodes are uneven they count as one, and where the model's heads
-        cannot be cut for Ulysses it is a ring: what is computed is the same."""
+        cannot be cut for Ulysses, or each of an instance's processes keeps its own, it is a ring: what is computed is
+        the same."""
         size, nodes = len(group), len({self._fleet[i].node for i in group})
         node = size // nodes if nodes > 1 and size % nodes == 0 else None
         strategy, width = span.strategy, node or size
-        if "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
+        if max(self._fleet[i].ranks for i in group) > 1:
+            if strategy.attn == "ulysses":
+                strategy = Strategy("ring", strategy.mlp)
+        elif "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
             strategy = Strategy("ring" if size > 1 else "local")
         return Run(span.start, span.end, group, strategy, node, rows=self._rows)
 
     def _runs(self, entry: SpanEntry) -> bool:
-        return all((one := self._fleet.get(i)) is not None and one.computes_runs for i in entry.group)
+        return all((one := self._fleet.get(i)) is not None and one.moves_kv for i in entry.group)
 
 
 def _divides(shape: ModelShape, ranks: int) -> bool:

@@ -1,28 +1,73 @@
 """Decodes in place: a group goes on, token by token, over the KV that it holds together (LoongServe §4.2).
 
 Each token is a run of its own, which the router begins when the group has told the end of the one before: a round trip
-a token, which the paper, whose instances have a scheduler in common, has not.
+a token, which the paper, whose instances have a scheduler in common, has not. A group changes between two tokens. It
+grows without moving anything: who joins holds nothing, and gets the KV of what is decoded from then on, being the
+master. It shrinks with a token: while the layers of that are computed, KV of those that leave is brought to those that
+stay, evenly. (The paper scales down while a prompt is computed, and so needs no movement; a decode it never does.)
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from headway.core.span import Strategy
 from headway.engine.cluster_messages import Compute, Run, RunDone
 from headway.router.attempt import Attempt
 from headway.router.fleet import Fleet
 
+_LOW = 64
+"""KV tokens: with less room than that on the master, the roomiest of the group is the next one."""
+
 
 class Steps:
+    """grown, shrunk: how often a group has changed while it decoded."""
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.grown = self.shrunk = 0
 
     def begin(self, attempt: Attempt) -> None:
-        """Its prompt is computed, and its first token known."""
-        attempt.step = len(attempt.runs)
-        self._next(attempt)
+        """From now on its group decodes it, over the KV that its runs have left. `next` follows."""
+        attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
+        attempt.steps = list(attempt.runs)
+
+    def take_up(self, attempt: Attempt, home: int) -> None:
+        """From now on a group decodes it, over the KV that a scheduler has left on one instance. `next` follows."""
+        attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
+        attempt.steps = [Run(0, attempt.kv_tokens, (home,))]
+        attempt.spread, attempt.whole, attempt.home = (home,), set(), home
+
+    def end(self, attempt: Attempt) -> None:
+        """Its KV is on one instance, in whose scheduler it goes on."""
+        attempt.step = attempt.home = attempt.token = None
+        attempt.steps.clear()
+
+    def next(self, attempt: Attempt, group: tuple[int, ...]) -> None:
+        """Compute a token; these instances have all KV with that, whoever has it before."""
+        assert attempt.step is not None
+        asked, held = attempt.asked, set(attempt.spread)
+        known = asked.submit.prompt_tokens + len(asked.told)
+        master, everybody = self._master(attempt, group), held.union(group)
+        order = (master, *sorted(everybody - {master}))
+        keepers = tuple(sorted(group)) if held.difference(group) else ()
+        run = attempt.token = Run(known - 1, known, order, Strategy("ring"), None, True, keepers=keepers)
+        begins = attempt.home is not None or bool(everybody - held)  # some know nothing of what was
+        self._fleet.admit(attempt, order)
+        attempt.running = everybody
+        message = Compute(
+            id=attempt.wire,
+            index=attempt.step,
+            run=run,
+            drawn=tuple(asked.told[attempt.base :]) if begins else (asked.told[-1],),
+            before=tuple(attempt.steps) if begins else (),
+            last=True,
+            home=attempt.home,
+        )
+        self._fleet.tell(order, message)
 
     def done(self, number: int, attempt: Attempt, message: RunDone) -> bool:
-        """An instance has done its part of a token; True when the answer is whole with that."""
+        """An instance has done its part of a token; True when all have."""
         if message.index != attempt.step or number not in attempt.running:
             return False
         if message.delta is not None:
@@ -31,16 +76,41 @@ class Steps:
         attempt.running.discard(number)
         if attempt.running:
             return False
-        if not attempt.finished:
-            attempt.step += 1
-            self._next(attempt)
-        return attempt.finished
+        self._computed(attempt)
+        return True
 
-    def _next(self, attempt: Attempt) -> None:
+    def _computed(self, attempt: Attempt) -> None:
+        run, held = attempt.token, set(attempt.spread)
+        assert run is not None
         assert attempt.step is not None
-        asked = attempt.asked
-        known = asked.submit.prompt_tokens + len(asked.told)
-        run = Run(known - 1, known, attempt.spread, Strategy("ring"), None, True)
-        attempt.running = set(attempt.spread)
-        message = Compute(id=attempt.wire, index=attempt.step, run=run, drawn=(asked.told[-1],), last=True)
-        self._fleet.tell(attempt.spread, message)
+        attempt.step = attempt.count = attempt.step + 1
+        attempt.home = None
+        last = attempt.steps[-1]
+        if (
+            last.in_place
+            and last.end == run.start
+            and (last.group, last.keepers) == (run.group, ()) == (last.group, run.keepers)
+        ):
+            attempt.steps[-1] = msgspec.structs.replace(last, end=run.end)
+        else:
+            attempt.steps.append(run)
+        kept = set(run.keepers or run.group)
+        attempt.spread = tuple(sorted(kept))
+        self.grown += bool(kept - held)
+        self.shrunk += bool(held - kept)
+        if held - kept:
+            self._fleet.leave(attempt, but=kept)
+
+    def _master(self, attempt: Attempt, group: tuple[int, ...]) -> int:
+        """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that
+        joins, where it has any; else the roomiest."""
+        before, run = set(attempt.spread), attempt.token
+        if (
+            run is not None
+            and before == set(group)
+            and run.group[0] in before
+            and self._fleet.room(run.group[0]) > _LOW
+        ):
+            return run.group[0]
+        fresh = [number for number in group if number not in before and self._fleet.room(number) > _LOW]
+        return self._fleet.roomiest(fresh or group)

@@ -87,6 +87,10 @@ class InstanceScheduler(Protocol):
     def abort(self, request_id: str, now: float) -> list[Event]:
         """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
 
+    def stage(self, request_id: str, now: float) -> list[Event]:
+        """A request that decodes is to go on elsewhere: its KV goes into custody (`staged`), at once, or when the batch
+        that it is in completes. Unknown ids (ended) are ignored, as is all of it where `custody` is None."""
+
     def lost(self, instance: int, now: float) -> list[Event]:
         """The instance has lost its KV, in all groups: everything in flight is void, all progress must be made again.
 

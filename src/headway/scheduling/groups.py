@@ -209,6 +209,10 @@ class GroupedScheduler:
         """See `InstanceScheduler`."""
         return self._heard(self._home(request_id).abort(request_id, now)) if request_id in self else []
 
+    def stage(self, request_id: str, now: float) -> list[Event]:
+        """See `InstanceScheduler`: KV of several groups is given to nobody."""
+        return []
+
     def lost(self, instance: int, now: float) -> list[Event]:
         """See `InstanceScheduler`. All groups of the instance have lost their KV."""
         self._flights.clear()

@@ -84,6 +84,7 @@ class Scheduler:
         self._rules = rules_of(config)
         self._parked: dict[str, Sequence] = {}
         self._aborting: dict[str, Sequence] = {}
+        self._staging: dict[str, Sequence] = {}
         self._flights: dict[int, _Flight] = {}
         self._untold: list[Event] = []
         self._arrivals = 0
@@ -250,7 +251,11 @@ class Scheduler:
         for name, sequence in ended.items():
             if name in decodes.members:
                 decodes.remove(sequence)
+        staging = [s for name, s in self._staging.items() if name in decodes.members] if self._staging else []
+        for sequence in staging:
+            decodes.remove(sequence)
         self._rejoin(decodes)
+        events += [self._stage(sequence, now) for sequence in staging]
         for name, sequence in yielding.items():
             if name not in ended:
                 if sequence.hands_over:
@@ -303,6 +308,21 @@ class Scheduler:
             self.ready.remove(sequence)
         return [self._end(sequence, now)]
 
+    def stage(self, request_id: str, now: float) -> list[Event]:
+        """See `InstanceScheduler`."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.aborted:
+            return []
+        if request_id in self.ready.members:
+            self.ready.remove(sequence)
+            return [self._stage(sequence, now)]
+        if request_id in self._parked:
+            return [self._stage(sequence, now)]
+        sequence.hands_over = True  # where its KV is not all here, it goes with its next token
+        if any(request_id in flight.decodes.members for flight in self._flights.values()):
+            self._staging[request_id] = sequence
+        return []
+
     def landed(self, now: float) -> list[Event]:
         """End aborted requests whose last chunk was in flight in another group."""
         return [self._end(s, now) for s in list(self._aborting.values()) if not self.flying(s)]
@@ -317,6 +337,7 @@ class Scheduler:
         self._flights.clear()
         self.ready.settle_all()
         self.ready, self._parked = DecodeSet(), {}
+        self._staging.clear()
         events, self._untold = self._untold, []
         for sequence in list(self._sequences.values()):
             sequence.in_flight = 0
@@ -468,6 +489,7 @@ class Scheduler:
             self._queue.remove(sequence)
         self._parked.pop(name, None)
         self._aborting.pop(name, None)
+        self._staging.pop(name, None)
         self.promises.end(sequence)
         if sequence is self.urgency.incumbent:
             self.urgency.incumbent = None
@@ -476,9 +498,12 @@ class Scheduler:
         return Event("aborted" if sequence.aborted else "finished", name, now)
 
     def _stage(self, sequence: Sequence, now: float) -> Event:
-        """A request that hands over has its first token: its KV stays, and it goes."""
+        """A request that hands over has its token: its KV stays, and it goes."""
         name, lease = sequence.request.id, sequence.lease
         assert lease is not None
+        self._parked.pop(name, None)
+        self._staging.pop(name, None)
+        self.promises.end(sequence)
         if sequence is self.urgency.incumbent:
             self.urgency.incumbent = None
         sequence.lease = None

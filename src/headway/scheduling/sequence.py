@@ -21,7 +21,7 @@ class Sequence:
 
     A request may have more groups than this one (KVP): this group holds its tokens from `base` on, at most `limit` of
     them, and computes its rows; `shards` are the earlier tokens, in other groups, in order. One that `hands_over` ends
-    with its first token, and its KV goes into custody.
+    with its next token, and its KV goes into custody.
     """
 
     __slots__ = (

@@ -6,20 +6,25 @@ all that waits on it is told.
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from headway.transfer.ends import named
-from headway.transfer.frames import HEAD, Frame, Kind, head
-from headway.transfer.peer import PeerLostError
+import numpy as np
 
-_PIECES = 512
-_AHEAD = 1 << 16
+from headway.transfer.ahead import AHEAD, PIECES, Ahead, advance, rest
+from headway.transfer.arena import Arena, Memory
+from headway.transfer.ends import named
+from headway.transfer.frames import INLINE, Frame, Kind, head
+from headway.transfer.peer import PeerLostError
+from headway.transfer.ring import Reader, Ring, Taken, most
+
+SMALL = 8 << 10
+"""Bodies below this travel with their heads."""
+
 Buffer = memoryview | bytes | bytearray
 
 
@@ -58,15 +63,24 @@ class Ticket:
 
 
 class Place(NamedTuple):
-    """Where the body of a pushed message is read to, in this order, and what is called once it is all there."""
+    """Where the body of a pushed message is read to, in this order, and what is called once it is all there. `write`
+    puts a body that is there into its place; without `views` any is read aside first, and then written."""
 
     views: Sequence[memoryview]
     complete: Callable[[], None]
+    write: Callable[[Memory], None] | None = None
 
 
 Handler = Callable[[int, str, bytes, int], Place | None]
 """(source, scope, note, length): called in a reader's thread, as is `complete`; None: the body is dropped. Must not
 block. `complete` may still be called just after `forget`; nothing is written to `views` any more then."""
+
+
+class Room(NamedTuple):
+    """Where a body is put together that is to be pushed; `taken`: it is there that the other side reads it."""
+
+    view: Memory
+    taken: Taken | None = None
 
 
 class _Kept:
@@ -91,10 +105,22 @@ class _Box:
         self.kept: deque[_Kept] = deque()
 
 
+class _Into(NamedTuple):
+    """Where the body under way goes: see `Place`. `aside`: what is written when it is there; `pushed`: a handler has
+    said where."""
+
+    scope: str
+    views: Sequence[memoryview]
+    write: Callable[[Memory], None] | None = None
+    aside: Memory | None = None
+    pushed: bool = False
+
+
 class _Leaving(NamedTuple):
     scope: str
     views: list[memoryview]
     ticket: Ticket
+    taken: Taken | None
 
 
 class Connection:
@@ -119,9 +145,14 @@ class Connection:
         self._in = threading.Condition(threading.Lock())
         self._filling = False
         self._boxes: dict[tuple[str, int], _Box] = {}
-        self._reads: tuple[str, Sequence[memoryview]] | None = None
+        self._reads: _Into | None = None
         self._ended: str | None = None
-        self._scratch = memoryview(bytearray(_AHEAD))
+        self._arena: Memory | None = None
+        self._ring = Ring(0)
+        self._again: set[Callable[[], None]] = set()
+        self._theirs: Memory | None = None
+        self._reader = Reader(0)
+        self._scratch = memoryview(bytearray(AHEAD))
 
     @property
     def ended(self) -> str | None:
@@ -143,16 +174,63 @@ class Connection:
         """One frame. The ticket: its buffers may be changed. What fits in the socket is written at once."""
         views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
         views.insert(0, memoryview(head(kind, lane, scope, note, sum(view.nbytes for view in views))))
-        leaving = _Leaving(scope, views, Ticket())
+        return self._leave(_Leaving(scope, views, Ticket(), None))
+
+    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+        """Where a body of so many bytes is put together for `push` or `drop`, in an arena that the other side reads if
+        there is one. None: there is no room now, and `again` will be called once, in some thread, when to ask again."""
         with self._out:
-            if (why := self._closed(scope)) is not None:
-                leaving.ticket.finish(why)
-            elif self._socket is not None and not self._queue and self._try(views):
-                leaving.ticket.finish()
-            else:
-                self._queue.append(leaving)
-                self._out.notify()
+            if self._ended is None:
+                if self._socket is None:
+                    self._again.add(again)
+                    return None
+                if self._arena is not None and SMALL <= size <= most(self._arena.nbytes):
+                    taken = self._ring.take(size)
+                    if taken is None:
+                        self._again.add(again)
+                        return None
+                    return Room(self._arena[taken.at : taken.at + size], taken)
+        return Room(np.empty(size, dtype=np.uint8))
+
+    def push(self, scope: str, note: bytes, room: Room) -> Ticket:
+        """One pushed message. The ticket: it has left, and the room's memory may be changed if it is not of an arena
+        (that is the other side's now)."""
+        if room.taken is None:
+            return self.send(Kind.PUSH, 0, scope, note, (room.view.data,))
+        said = head(Kind.PUSH, 0, scope, note, room.view.nbytes, room.taken.at)
+        return self._leave(_Leaving(scope, [memoryview(said)], Ticket(), room.taken))
+
+    def drop(self, room: Room) -> None:
+        """Nothing is pushed from there."""
+        if room.taken is not None:
+            with self._out:
+                self._ring.drop(room.taken)
+            self._rouse()
+
+    def _leave(self, leaving: _Leaving) -> Ticket:
+        with self._out:
+            why = self._closed(leaving.scope)
+            if why is None:
+                if leaving.taken is not None:
+                    self._ring.leave(leaving.taken)
+                if self._socket is not None and not self._queue and self._try(leaving.views):
+                    leaving.ticket.finish()
+                else:
+                    self._queue.append(leaving)
+                    self._out.notify()
+                return leaving.ticket
+            if leaving.taken is not None:
+                self._ring.drop(leaving.taken)
+        leaving.ticket.finish(why)
+        self._rouse()
         return leaving.ticket
+
+    def _rouse(self) -> None:
+        """There may be room again."""
+        with self._out:
+            waiting, self._again = self._again, set()
+        for again in waiting:
+            again()
 
     def expect(self, lane: int, scope: str, into: memoryview) -> Ticket:
         """The next message of a lane, into `into`, which has its size."""
@@ -175,16 +253,27 @@ class Connection:
     def forget(self, scope: str, why: str) -> None:
         """Tickets of a scope end; what is to leave stays here, and no place of its is written to any more."""
         with self._in:
-            if self._reads is not None and self._reads[0] == scope:
+            if self._reads is not None and self._reads.scope == scope:
                 self._divert()
             for key in [key for key in self._boxes if key[0] == scope]:
                 _empty(self._boxes.pop(key), why)
         with self._out:
+            kept: deque[_Leaving] = deque()
             for leaving in self._queue:
                 if leaving.scope == scope:
                     leaving.ticket.finish(why)
-            kept = [one for index, one in enumerate(self._queue) if index == 0 or one.scope != scope]
-            self._queue = deque(kept)  # the first may have begun: what follows would not be understood
+                if not kept or leaving.scope != scope:  # the first may have begun: what follows would not be understood
+                    kept.append(leaving)
+                elif leaving.taken is not None:
+                    self._ring.drop(leaving.taken)
+            self._queue = kept
+        self._rouse()
+
+    def cease(self, scope: str) -> None:
+        """What was pushed of a scope and is being read is written to its place no more once this has returned."""
+        with self._in:
+            if self._reads is not None and self._reads.scope == scope and self._reads.pushed:
+                self._divert()
 
     def end(self, why: str) -> None:
         """Close it, and tell all that wait. Harmless when repeated."""
@@ -203,6 +292,7 @@ class Connection:
             if self._socket is not None:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
+        self._rouse()
         self._lost(self, why)
 
     def _closed(self, scope: str) -> str | None:
@@ -211,12 +301,18 @@ class Connection:
 
     # -- its two threads ----------------------------------------------------------------------------------------------
 
-    def serve(self, peer: socket.socket) -> None:
-        """Read until the connection ends; the caller's thread is the reader's. The socket is closed."""
+    def serve(self, peer: socket.socket, arena: Arena | None = None, theirs: Memory | None = None) -> None:
+        """Read until the connection ends; the caller's thread is the reader's. The socket is closed. `arena`: it is
+        read by the other side; `theirs` is read here."""
+        if theirs is not None:
+            self._theirs, self._reader = theirs, Reader(theirs.nbytes)
         with self._out:
             if self._ended is None:
+                if arena is not None:
+                    self._arena, self._ring = arena.memory, Ring(arena.memory.nbytes)
                 self._socket = peer
                 self._out.notify_all()
+        self._rouse()
         writer = threading.Thread(target=self._write, name=f"to peer {self.instance}", daemon=True)
         writer.start()
         why = f"{named(self.instance)} has closed the connection"
@@ -234,7 +330,7 @@ class Connection:
         """Write what goes without waiting; `views` are cut to what is left. Whether nothing is."""
         assert self._socket is not None
         with suppress(OSError):  # it is full, or gone: the reader will know
-            _advance(views, self._socket.sendmsg(views[:_PIECES], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+            advance(views, self._socket.sendmsg(views[:PIECES], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
         return not views
 
     def _write(self) -> None:
@@ -248,7 +344,7 @@ class Connection:
             assert peer is not None
             try:
                 while leaving.views:
-                    _advance(leaving.views, peer.sendmsg(leaving.views[:_PIECES], (), socket.MSG_NOSIGNAL))
+                    advance(leaving.views, peer.sendmsg(leaving.views[:PIECES], (), socket.MSG_NOSIGNAL))
             except OSError as error:
                 self.end(f"{named(self.instance)}: {error}")
                 return
@@ -258,10 +354,15 @@ class Connection:
                 leaving.ticket.finish()
 
     def _read(self, peer: socket.socket) -> None:
-        ahead = _Ahead(peer)
+        ahead = Ahead(peer)
         while (frame := ahead.frame()) is not None:
+            if frame.kind == Kind.READ:
+                self._given_back(frame.at)
+                continue
             done = self._place(frame)
-            if not self._body(ahead, frame):
+            if frame.at != INLINE:
+                self._fetch(frame)
+            elif not self._body(ahead, frame):
                 return
             done()
 
@@ -275,12 +376,17 @@ class Connection:
             )
             if place is None:
                 return _nothing
-            if sum(view.nbytes for view in place.views) != frame.length:
-                self.end(f"{frame.length} bytes were pushed for a place of {sum(v.nbytes for v in place.views)}")
-                return _nothing
+            views, aside = [view.cast("B") for view in place.views], None
+            if views or place.write is None:
+                if (room := sum(view.nbytes for view in views)) != frame.length:
+                    self.end(f"{frame.length} bytes were pushed for a place of {room}")
+                    return _nothing
+            elif frame.at == INLINE:
+                aside = np.empty(frame.length, dtype=np.uint8)
+                views = [aside.data]
             with self._in:
                 if self._ended is None and not self._forgotten(frame.scope):
-                    self._reads = (frame.scope, [view.cast("B") for view in place.views])
+                    self._reads = _Into(frame.scope, views, place.write, aside, True)
             return lambda: self._completed(place.complete)
         with self._in:
             if self._ended is not None or self._forgotten(frame.scope):
@@ -291,24 +397,24 @@ class Connection:
                 if into.nbytes != frame.length:
                     ticket.finish(f"{frame.length} bytes came for {into.nbytes}")
                     return _nothing
-                self._reads = (frame.scope, [into])
+                self._reads = _Into(frame.scope, [into])
                 kept = _Kept(0)
                 kept.ticket = ticket
                 box.kept.append(kept)
                 return lambda: self._filled(box, kept)
             kept = _Kept(frame.length)
             box.kept.append(kept)
-            self._reads = (frame.scope, [memoryview(kept.body)])
+            self._reads = _Into(frame.scope, [memoryview(kept.body)])
             return lambda: self._filled(box, kept)
 
-    def _body(self, ahead: _Ahead, frame: Frame) -> bool:
+    def _body(self, ahead: Ahead, frame: Frame) -> bool:
         """Read a body to where it goes at the time: a scope may be forgotten meanwhile. False: the connection ended."""
         left, done = frame.length, 0
         while left:
             with self._in:
                 if self._ended is not None:
                     return False
-                views = [self._scratch[:left]] if self._reads is None else _from(self._reads[1], done)
+                views = [self._scratch[:left]] if self._reads is None else rest(self._reads.views, done)
                 self._filling = True
             try:
                 got = ahead.into(views, left)
@@ -323,6 +429,40 @@ class Connection:
             left, done = left - max(got, 0), done + max(got, 0)
         return True
 
+    def _fetch(self, frame: Frame) -> None:
+        """Copy a body out of the other side's arena to where it goes."""
+        theirs, end = self._theirs, frame.at + frame.length
+        if theirs is None or frame.at < 0 or frame.length > most(theirs.nbytes) or end > theirs.nbytes:
+            raise OSError(f"{frame.length} bytes at {frame.at} are in no arena")
+        with self._writing() as into:
+            if into is not None and into.write is not None:
+                into.write(theirs[frame.at : end])
+            elif into is not None:
+                _copy(theirs[frame.at : end], into.views)
+        if self._reader.read(frame.length):
+            said = head(Kind.READ, 0, "", b"", 0, self._reader.messages)
+            self._leave(_Leaving("", [memoryview(said)], Ticket(), None))
+
+    def _given_back(self, messages: int) -> None:
+        with self._out:
+            try:
+                self._ring.read(messages)
+            except ValueError as error:
+                raise OSError(str(error)) from None
+        self._rouse()
+
+    @contextmanager
+    def _writing(self) -> Iterator[_Into | None]:
+        """Where a body goes; it is not forgotten before this is left."""
+        with self._in:
+            into, self._filling = self._reads, self._reads is not None
+        try:
+            yield into
+        finally:
+            with self._in:
+                self._filling = False
+                self._in.notify_all()
+
     def _divert(self) -> None:
         """The rest of the body that is being read goes nowhere; what is under way is waited for (it does not wait)."""
         self._reads = None
@@ -330,6 +470,9 @@ class Connection:
             self._in.wait()
 
     def _completed(self, complete: Callable[[], None]) -> None:
+        with self._writing() as into:
+            if into is not None and into.write is not None and into.aside is not None:
+                into.write(into.aside)
         with self._in:
             there, self._reads = self._reads is not None, None
         if there:
@@ -349,83 +492,16 @@ class Connection:
                     _deliver(kept.body, kept.into, kept.ticket)
 
 
-class _Ahead:
-    """A socket with what was read of it and not used: a frame's head and a small body come in one call."""
-
-    def __init__(self, peer: socket.socket) -> None:
-        self._peer = peer
-        self._poll = select.poll()
-        self._poll.register(peer, select.POLLIN)
-        self._buffer = memoryview(bytearray(_AHEAD))
-        self._low = self._high = 0
-
-    def frame(self) -> Frame | None:
-        """The next frame's head, however long that takes; None at the end of the connection."""
-        if not self._have(HEAD.size):
-            return None
-        kind, lane, name, note, length = HEAD.unpack_from(self._buffer, self._low)
-        if HEAD.size + name + note > _AHEAD:
-            raise OSError(f"a frame's note has {note} bytes, and may have {_AHEAD - HEAD.size - name}")
-        if not self._have(HEAD.size + name + note):
-            return None
-        at = self._low + HEAD.size
-        scope, said = bytes(self._buffer[at : at + name]).decode(), bytes(self._buffer[at + name : at + name + note])
-        self._low = at + name + note
-        return Frame(kind, lane, scope, said, length)
-
-    def into(self, views: list[memoryview], most: int) -> int:
-        """Read up to `most` bytes without waiting: how many, 0 at the end of the connection, -1: none are there."""
-        here = min(self._high - self._low, most)
-        if here:
-            here = min(here, views[0].nbytes)
-            views[0][:here] = self._buffer[self._low : self._low + here]
-            self._low += here
-            return here
-        try:
-            return self._peer.recvmsg_into(views[:_PIECES], 0, socket.MSG_DONTWAIT)[0]
-        except BlockingIOError:
-            return -1
-
-    def sleep(self) -> None:
-        """Until something is there, or the socket is shut."""
-        self._poll.poll()
-
-    def _have(self, size: int) -> bool:
-        """Bring so many bytes into the buffer."""
-        if self._low + size > _AHEAD:
-            rest = bytes(self._buffer[self._low : self._high])
-            self._low, self._high = 0, len(rest)
-            self._buffer[: len(rest)] = rest
-        while self._high - self._low < size:
-            if self._low == self._high:
-                self._low = self._high = 0
-            got = self._peer.recv_into(self._buffer[self._high :])
-            if not got:
-                return False
-            self._high += got
-        return True
-
-
 def _nothing() -> None:
     """What follows a body that was dropped."""
 
 
-def _advance(views: list[memoryview], sent: int) -> None:
-    """Drop `sent` bytes from the front."""
+def _copy(source: Memory, views: Sequence[memoryview]) -> None:
+    """Fill buffers one after another; other threads run meanwhile."""
     at = 0
-    while at < len(views) and sent >= views[at].nbytes:
-        sent -= views[at].nbytes
-        at += 1
-    del views[:at]
-    if sent:
-        views[0] = views[0][sent:]
-
-
-def _from(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of a place of which `done` bytes were filled."""
-    left = list(views)
-    _advance(left, done)
-    return left
+    for view in views:
+        np.copyto(np.frombuffer(view, dtype=np.uint8), source[at : at + view.nbytes])
+        at += view.nbytes
 
 
 def _deliver(body: bytearray, into: memoryview, ticket: Ticket) -> None:

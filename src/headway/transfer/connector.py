@@ -7,8 +7,9 @@ with a batch (`build_connector_meta`: an instance of one process is told directl
 `rank_notes`), and who sends what to whom is the router's word, not found by looking up prompts. Instances may be cut by
 heads in different ways: `cut_connector` stands before any connector and re-shards.
 
-A connector is found by name: `peers` (TCP or Unix sockets, in this package), or one that another distribution registers
-under the entry points `headway.kv_connectors`. It may be used from one thread; its own threads write into the pool.
+A connector is found by name: `peers` (shared memory on one host, TCP between hosts) and `nixl` (NVIDIA's NIXL, an
+extra) are in this package; others are what distributions register under the entry points `headway.kv_connectors`. It
+may be used from one thread; its own threads write into the pool.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -142,18 +144,30 @@ def register(name: str, factory: Factory) -> None:
 
 def names() -> list[str]:
     """All that `make_connector` would find."""
-    return sorted({"peers", *_factories, *(point.name for point in entry_points(group=_GROUP))})
+    return sorted({"nixl", "peers", *_factories, *(point.name for point in entry_points(group=_GROUP))})
+
+
+def check_connector(name: str) -> None:
+    """Raises ConfigError where `make_connector` would: for an unknown connector, and one that is not installed."""
+    if name not in names():
+        raise ConfigError(f"kv_connector '{name}': must be one of {', '.join(names())}")
+    if name == "nixl" and name not in _factories and find_spec("nixl") is None:
+        raise ConfigError("kv_connector 'nixl': NIXL is not installed: pip install 'headway[nixl]'")
 
 
 def make_connector(name: str, peers: Peers, ring: Callable[[], None]) -> KvConnector:
-    """The connector of that name. Raises ConfigError for an unknown one."""
+    """The connector of that name. Raises ConfigError, see `check_connector`."""
+    check_connector(name)
     if name in _factories:
         return _factories[name](peers, ring)
     if name == "peers":
         from headway.transfer.peer_connector import PeerConnector
 
         return PeerConnector(peers, ring)
-    for point in entry_points(group=_GROUP, name=name):
-        factory: Factory = point.load()
-        return factory(peers, ring)
-    raise ConfigError(f"kv_connector '{name}': must be one of {', '.join(names())}")
+    if name == "nixl":
+        from headway.transfer.nixl_connector import NixlConnector
+
+        return NixlConnector(peers, ring)
+    (point, *_) = entry_points(group=_GROUP, name=name)
+    factory: Factory = point.load()
+    return factory(peers, ring)

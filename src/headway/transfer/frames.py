@@ -13,31 +13,38 @@ from typing import NamedTuple
 from headway.transfer.ends import named
 from headway.transfer.peer import PeerLostError
 
-HEAD = struct.Struct("<BBHIQ")
+HEAD = struct.Struct("<BBHIQq")
 _HELLO = struct.Struct("<4sII16s")
-_MAGIC = b"HWP1"
+_MAGIC = b"HWP2"
 _MAC = 32
+
+
+INLINE = -1
+"""In the place of `Frame.at`: the body follows."""
 
 
 class Kind(IntEnum):
     DATA = 0
     PUSH = 1
+    READ = 2
+    """`at` messages with a body in the arena of whoever hears this have been read. No body."""
 
 
 class Frame(NamedTuple):
     """What stands before a body of `length` bytes. `scope`: the request; `lane`: one of its streams; `note`: what a
-    pushed message says of its body."""
+    pushed message says of its body; `at`: where in the sender's arena that is."""
 
     kind: int
     lane: int
     scope: str
     note: bytes
     length: int
+    at: int
 
 
-def head(kind: Kind, lane: int, scope: str, note: bytes, length: int) -> bytes:
+def head(kind: Kind, lane: int, scope: str, note: bytes, length: int, at: int = INLINE) -> bytes:
     name = scope.encode()
-    return HEAD.pack(kind, lane, len(name), len(note), length) + name + note
+    return HEAD.pack(kind, lane, len(name), len(note), length, at) + name + note
 
 
 def greet(peer: socket.socket, number: int, incarnation: int, secret: bytes) -> tuple[int, int]:
@@ -45,12 +52,12 @@ def greet(peer: socket.socket, number: int, incarnation: int, secret: bytes) -> 
     the secret by what it makes of the other's 16 random bytes (HMAC-SHA256). Raises OSError or PeerLostError."""
     own = _HELLO.pack(_MAGIC, number, incarnation, os.urandom(16))
     peer.sendall(own)
-    theirs = _exactly(peer, _HELLO.size)
+    theirs = exactly(peer, _HELLO.size)
     magic, other, life, _ = _HELLO.unpack(theirs)
     if magic != _MAGIC or other == number:  # the latter: an echo
         raise PeerLostError("whoever is there is no other instance of this cluster")
     peer.sendall(_proof(secret, own, theirs))
-    if not hmac.compare_digest(_exactly(peer, _MAC), _proof(secret, theirs, own)):
+    if not hmac.compare_digest(exactly(peer, _MAC), _proof(secret, theirs, own)):
         raise PeerLostError(f"{named(other)} does not know this cluster's secret")
     return other, life
 
@@ -59,7 +66,8 @@ def _proof(secret: bytes, own: bytes, theirs: bytes) -> bytes:
     return hmac.digest(secret, own + theirs, hashlib.sha256)
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
+def exactly(peer: socket.socket, size: int) -> bytes:
+    """So many bytes. Raises OSError or PeerLostError."""
     got = b""
     while len(got) < size:
         more = peer.recv(size - len(got))

@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headway.kv.runs import cut_runs, slots_of
+from headway.kv.runs import Slots, runs_of
 from headway.transfer.connector import KvPlace, Lost, Received
 from headway.transfer.ends import named
 from headway.transfer.notes import END, Note, lengthen
+from headway.transfer.packing import by_runs, scatter, spread
 from headway.transfer.peers import Place
 
-_FEW = 16
-"""Tokens a run below which one scatter beats reading to each run."""
+_VIEWS = 64
+"""Places in memory above which a body that comes through a socket is read aside, and then spread."""
 
 
 class _Coming:
@@ -32,6 +33,7 @@ class _Box:
 
     def __init__(self, place: KvPlace) -> None:
         self.place = place
+        self.slots = Slots(place.runs)
         self.left = int(place.cache.shape[0]) * len(place.heads) * place.tokens
         self.coming: dict[tuple[int, int], _Coming] = {}
 
@@ -123,24 +125,19 @@ class Inbox:
             coming.messages += 1
             box.left -= units
 
-        ranges = [(start, start + size) for start, size, step in note.tokens if step == 1]
-        found = [run for start, end in ranges for run in cut_runs(place.runs, start, end)]
-        if sum(size for _, size in found) == len(positions) and len(positions) >= _FEW * len(found):
+        slots = box.slots.of(positions)
+        found = runs_of(slots)
+        complete = self._counted(request, box, count)
+        if not by_runs(len(slots), len(found)):
+            return Place((), complete, lambda body: scatter(body, heads, slots))
+        views: list[memoryview] = []
+        if 2 * (stop - first) * len(found) <= _VIEWS:
             views = [
-                heads[plane, head, slot : slot + size].reshape(-1).data
-                for plane in range(2)
-                for head in range(stop - first)
+                heads[at][slot : slot + size].reshape(-1).data
+                for at in np.ndindex(2, stop - first)
                 for slot, size in found
             ]
-            return Place(views, self._counted(request, box, count))
-        body = np.empty((*heads.shape[:2], len(positions), heads.shape[3]), dtype=np.uint8)
-        slots = slots_of(place.runs, positions)
-
-        def scatter() -> None:
-            heads[:, :, slots] = body
-            count()
-
-        return Place((body.reshape(-1).data,), self._counted(request, box, scatter))
+        return Place(views, complete, lambda body: spread(body, heads, found))
 
     def _counted(self, request: str, box: _Box, then: Callable[[], None]) -> Callable[[], None]:
         """`then`, unless the request was forgotten meanwhile: its slots may be others' now."""

@@ -1,7 +1,7 @@
 """What leaves for one instance: copied out of the pool a packet at a time, and pushed, by a thread of its own.
 
-A packet is copied when its turn comes, so that memory beside the pool is bounded, or earlier, when its slots are about
-to be overwritten. Who computes never waits for the network.
+A packet is copied when its turn comes and there is room for it, so that memory beside the pool is bounded, or earlier,
+when its slots are about to be overwritten. Who computes never waits for the network.
 """
 
 from __future__ import annotations
@@ -13,46 +13,67 @@ from typing import Protocol
 
 import numpy as np
 
-from headway.kv.runs import Indices, runs_of
 from headway.transfer.connector import Bytes, KvPart, Save
 from headway.transfer.notes import Note, encode, packets
-from headway.transfer.peers import PeerLostError, Ticket
+from headway.transfer.packing import gather
+from headway.transfer.peers import PeerLostError, Room, Ticket
 
-PACKET_BYTES = 1 << 20
+PACKET_BYTES = 2 << 20
+"""As large as an arena takes: what a packet costs beside its copies is a fifth of them."""
 WINDOW_BYTES = 8 << 20
-"""How much may have been copied and not have left."""
-
-_FEW = 16
-"""Tokens a run below which one gather beats a copy for each run."""
+"""How much may have been copied for a socket and not have left. What an arena holds is bounded by its size."""
 
 
 class Way(Protocol):
-    """How the bodies of one movement get there: over a socket, or to this instance itself."""
+    """How the bodies of one movement get there: to another instance, or to this instance itself."""
 
     dead: bool
     """Set once a body has not got there: what follows is of no use."""
 
-    def push(self, note: bytes, body: memoryview) -> Ticket:
+    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+        """Where a body is put together, for `push` or `drop`. None: nowhere now; `again`: it may be asked again."""
+
+    def push(self, note: bytes, room: Room) -> Ticket:
         """The ticket: the body has left. It raises PeerLostError where it will not."""
+
+    def drop(self, room: Room) -> None:
+        """Nothing is pushed from there."""
 
 
 class Packet:
-    """One message of a movement. `body` once it has been copied; without `part` it has none."""
+    """One message of a movement, with `size` bytes of body. `body`: they had to be copied before their turn."""
 
-    __slots__ = ("body", "chosen", "note", "part", "request", "way")
+    __slots__ = ("body", "chosen", "note", "part", "request", "size", "way")
 
     def __init__(
         self, request: str, way: Way, note: Note, part: KvPart | None = None, chosen: slice = slice(0)
     ) -> None:
         self.request, self.way, self.note, self.part, self.chosen = request, way, note, part, chosen
+        tokens = chosen.stop - (chosen.start or 0)
+        self.size = 0 if part is None else 2 * len(part.heads) * tokens * int(part.cache.shape[-1])
         self.body: Bytes | None = None
 
     def copy(self) -> None:
         """Take it out of the pool, unless that was done."""
-        if self.body is None and self.part is not None:
+        if self.body is None:
+            self.body = np.empty(self.size, dtype=np.uint8)
+            self._gather(self.body)
+
+    def into(self, room: Room) -> Room:
+        """Where its body is now: there, or where it was copied to before."""
+        if self.body is None:
+            self._gather(room.view)
+            return room
+        if room.taken is None:
+            return Room(self.body)
+        np.copyto(room.view, self.body)
+        return room
+
+    def _gather(self, into: Bytes) -> None:
+        if self.part is not None:
             part = self.part
             heads = part.cache[self.note.layer, :, part.row : part.row + len(part.heads)]
-            self.body = gather(heads, part.slots[self.chosen])
+            gather(heads, part.slots[self.chosen], into)
             self.part = None
 
 
@@ -62,19 +83,6 @@ def packets_of(save: Save, way: Way, layer: int, part: KvPart) -> Iterator[Packe
     heads = (part.heads.start, part.heads.stop)
     for chosen, tokens in packets(part.positions, max(1, PACKET_BYTES // token_bytes)):
         yield Packet(save.request, way, Note(save.piece, layer, heads, tokens), part, chosen)
-
-
-def gather(heads: Bytes, slots: Indices) -> Bytes:
-    """(2, heads, slots, vector) of chosen slots, contiguous."""
-    found = runs_of(slots)
-    if len(slots) < _FEW * len(found):
-        return np.ascontiguousarray(heads[:, :, slots])
-    body = np.empty((*heads.shape[:2], len(slots), heads.shape[-1]), dtype=np.uint8)
-    at = 0
-    for first, count in found:
-        body[:, :, at : at + count] = heads[:, :, first : first + count]
-        at += count
-    return body
 
 
 class Outlet:
@@ -117,28 +125,44 @@ class Outlet:
             self._gate.notify()
 
     def _run(self) -> None:
-        while (packet := self._next()) is not None:
+        while (found := self._next()) is not None:
+            packet, room = found
             if not packet.way.dead:
-                body = memoryview(b"") if packet.body is None else packet.body.reshape(-1).data
-                self._leaving.append((packet, packet.way.push(encode(packet.note), body), body.nbytes))
-                self._bytes += body.nbytes
+                size = room.view.nbytes if room.taken is None else 0
+                self._leaving.append((packet, packet.way.push(encode(packet.note), room), size))
+                self._bytes += size
+            else:
+                packet.way.drop(room)
             while self._bytes > WINDOW_BYTES or (self._leaving and self._leaving[0][1].done):
                 self._left()
 
-    def _next(self) -> Packet | None:
-        """The next packet, copied; None at the end."""
+    def _next(self) -> tuple[Packet, Room] | None:
+        """The next packet, and its body; None at the end."""
         while True:
             with self._gate:
-                while not self._queue and not self._closed:
-                    self._gate.wait()
-                if self._closed:
-                    return None
+                packet, room = self._first()
+            if packet is None or room is None:
+                return None
             with self._copying:  # who overwrites slots waits for this copy, and finds the packet gone or copied
                 with self._gate:
-                    packet = self._queue.popleft() if self._queue else None
-                if packet is not None:
-                    packet.copy()
-                    return packet
+                    there = bool(self._queue) and self._queue[0] is packet
+                    if there:
+                        self._queue.popleft()
+                if there:
+                    return packet, packet.into(room)
+            packet.way.drop(room)
+
+    def _first(self) -> tuple[Packet | None, Room | None]:
+        """The packet whose turn it is, and room for it, as soon as there are both; none at the end."""
+        while not self._closed:
+            if self._queue and (room := self._queue[0].way.room(self._queue[0].size, self._again)) is not None:
+                return self._queue[0], room
+            self._gate.wait()
+        return None, None
+
+    def _again(self) -> None:
+        with self._gate:
+            self._gate.notify()
 
     def _left(self) -> None:
         """Wait until the oldest has left."""

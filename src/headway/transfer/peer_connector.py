@@ -1,7 +1,8 @@
-"""The connector `peers`: KV over the sockets between instances, one-sided.
+"""The connector `peers`: KV between instances, one-sided, through shared memory on one host and sockets between hosts.
 
 A sender pushes {request, piece, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
-them into the slots that were kept, and answers when a piece is whole. Nobody who computes takes part: what is written
+them into the slots that were kept, and answers when a piece is whole. On one host the bytes are in the sender's arena
+(`arena`), copied there from its slots and from there to the receiver's. Nobody who computes takes part: what is written
 is read only after `Received`, and slots that are sent are copied out before they change.
 
 What is lost is known to somebody: a piece that was not answered when its connection ends is lost to its sender, one
@@ -15,13 +16,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 
 from headway.transfer.connector import Finished, KvConnector, KvPart, KvPlace, Save
 from headway.transfer.ends import named
 from headway.transfer.inbox import Inbox
 from headway.transfer.notes import END, HERE, Note, decode, encode
 from headway.transfer.outlet import Outlet, Packet, Way, packets_of
-from headway.transfer.peers import Line, PeerLostError, Peers, Place, Ticket
+from headway.transfer.peers import Line, PeerLostError, Peers, Place, Room, Ticket
 
 
 class PeerConnector(KvConnector):
@@ -120,6 +122,10 @@ class PeerConnector(KvConnector):
             self._outlets[to] = Outlet(f"KV to {to}", self._inbox.fail)
         return self._outlets[to]
 
+    def _there(self, request: str, to: int) -> Way:
+        """To another end. Raises PeerLostError."""
+        return There(self._peers.line(request, (to,)), to)
+
     def _way(self, save: Save) -> tuple[Way, list[int]]:
         """How a movement travels, and how many messages it has had. One connection for all of it: what a cut one has
         swallowed would be missing."""
@@ -129,7 +135,7 @@ class PeerConnector(KvConnector):
                 way = self._heres.setdefault(save.request, _Here(self._inbox, save.to, save.request))
             else:
                 try:
-                    way = _There(self._peers.line(save.request, (save.to,)), save.to)
+                    way = self._there(save.request, save.to)
                 except PeerLostError as error:
                     way = _Nowhere(str(error))
             self._ways[save] = (way, [0])
@@ -138,7 +144,7 @@ class PeerConnector(KvConnector):
         return self._ways[save]
 
 
-class _There:
+class There:
     """To another instance."""
 
     dead = False
@@ -146,12 +152,31 @@ class _There:
     def __init__(self, line: Line, to: int) -> None:
         self._line, self._to = line, to
 
-    def push(self, note: bytes, body: memoryview) -> Ticket:
+    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+        """See `Way.room`."""
+        return self._line.room(self._to, size, again)
+
+    def push(self, note: bytes, room: Room) -> Ticket:
         """See `Way.push`."""
-        return self._line.push(self._to, note, (body,))
+        return self._line.push_from(self._to, note, room)
+
+    def drop(self, room: Room) -> None:
+        """See `Way.drop`."""
+        self._line.drop(self._to, room)
 
 
-class _Here:
+class _Own:
+    """Ways for which a body is put together in memory of its own."""
+
+    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+        """See `Way.room`."""
+        return Room(np.empty(size, dtype=np.uint8))
+
+    def drop(self, room: Room) -> None:
+        """See `Way.drop`."""
+
+
+class _Here(_Own):
     """To this instance itself: it gathers KV of which it holds a part."""
 
     dead = False
@@ -160,18 +185,16 @@ class _Here:
         self._inbox, self._number, self._request = inbox, number, request
         self._gate = threading.Lock()
 
-    def push(self, note: bytes, body: memoryview) -> Ticket:
+    def push(self, note: bytes, room: Room) -> Ticket:
         """See `Way.push`."""
         ticket = Ticket()
         with self._gate:
             place = None
             if not self.dead:
-                place = self._inbox.handle(self._number, self._request, decode(note), body.nbytes)
+                place = self._inbox.handle(self._number, self._request, decode(note), room.view.nbytes)
             if place is not None:
-                at = 0
-                for view in place.views:
-                    view[:] = body[at : at + view.nbytes]
-                    at += view.nbytes
+                if place.write is not None:
+                    place.write(room.view)
                 place.complete()
         ticket.finish()
         return ticket
@@ -182,7 +205,7 @@ class _Here:
             self.dead = True
 
 
-class _Nowhere:
+class _Nowhere(_Own):
     """To an instance that is not there."""
 
     dead = False
@@ -190,7 +213,7 @@ class _Nowhere:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def push(self, note: bytes, body: memoryview) -> Ticket:
+    def push(self, note: bytes, room: Room) -> Ticket:
         """See `Way.push`."""
         ticket = Ticket()
         ticket.finish(self._why)

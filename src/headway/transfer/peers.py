@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from headway.core.errors import ConfigError
-from headway.transfer.connection import Buffer, Connection, Handler, Place, Ticket
-from headway.transfer.ends import instance_of, named
+from headway.transfer.arena import ARENA_BYTES, exchange
+from headway.transfer.connection import Buffer, Connection, Handler, Place, Room, Ticket
+from headway.transfer.ends import named
 from headway.transfer.frames import Kind, greet
 from headway.transfer.peer import Peer, PeerLostError, listen, prepare, reach
 
-__all__ = ["Buffer", "Handler", "Line", "Peer", "PeerLostError", "Peers", "Place", "Ticket"]
+__all__ = ["Buffer", "Handler", "Line", "Peer", "PeerLostError", "Peers", "Place", "Room", "Ticket"]
 
 _GREETING_S = 5.0
 _AGAIN_S = 0.1
@@ -36,12 +37,15 @@ class Peers:
     where it is found.
 
     Made before others are told of it; `meet` says who they are. `secret`: what all instances of a cluster share; over
-    sockets in a folder that only one user can enter it may be empty. Raises ConfigError. Any thread may call anything.
+    sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory through which bodies
+    go to each end on this host; 0: all through sockets. Raises ConfigError. Any thread may call anything.
     """
 
-    def __init__(self, number: int, incarnation: int, address: str, secret: bytes = b"") -> None:
+    def __init__(
+        self, number: int, incarnation: int, address: str, secret: bytes = b"", arena_bytes: int = ARENA_BYTES
+    ) -> None:
         self.number, self.incarnation = number, incarnation
-        self._secret = secret
+        self._secret, self._arena_bytes = secret, arena_bytes
         self._listener, self.address = listen(address)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -54,12 +58,12 @@ class Peers:
         self._start(self._accept, "peers")
 
     def meet(self, peers: Iterable[Peer]) -> None:
-        """All instances that are there now (this one may be among them). Connections to lives that are not named any
-        more end; those to new ones are made."""
-        others = [peer for peer in peers if peer.instance != instance_of(self.number)]
-        table = {end.instance: end for peer in others for end in peer.ends()}
+        """All instances that are there now (this one may be among them: its other ranks are met too). Connections to
+        lives that are not named any more end; those to new ones are made."""
+        peers = tuple(peers)
+        table = {end.instance: end for peer in peers for end in peer.ends() if end.instance != self.number}
         with self._lock:
-            self._ranks = {peer.instance: 1 + len(peer.others) for peer in others}
+            self._ranks = {peer.instance: 1 + len(peer.others) for peer in peers}
             known, self._table = self._table, table
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
         for connection in gone:
@@ -110,6 +114,14 @@ class Peers:
         for connection in connections:
             connection.forget(scope, f"{scope} was forgotten")
 
+    def cease(self, scope: str) -> None:
+        """The handler wants nothing more of a scope for now: what it has given a place is not written there any more
+        once this has returned. All else goes on, and the scope may come again."""
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.cease(scope)
+
     def close(self) -> None:
         """End everything and wake everybody. Harmless when repeated."""
         self._closed.set()
@@ -146,11 +158,12 @@ class Peers:
         try:
             if greet(other, self.number, self.incarnation, self._secret) != (peer.instance, peer.incarnation):
                 raise PeerLostError("somebody else answers there")
+            arenas = exchange(other, self._arena_bytes)
         except (OSError, PeerLostError) as error:
             other.close()
             return connection.end(f"{named(peer.instance)} cannot be reached: {error}")
         prepare(other)
-        return connection.serve(other)
+        return connection.serve(other, *arenas)
 
     def _await(self, peer: Peer, connection: Connection, after_s: float) -> None:
         """While a connection is to be made from elsewhere: see whether anybody is there to make it."""
@@ -175,6 +188,7 @@ class Peers:
         try:
             other.settimeout(_GREETING_S)
             number, incarnation = greet(other, self.number, self.incarnation, self._secret)
+            arenas = exchange(other, self._arena_bytes)
         except (OSError, PeerLostError):
             other.close()
             return
@@ -192,7 +206,7 @@ class Peers:
         if current is not None:
             current.end(f"{named(number)} has made another connection")
         prepare(other)
-        fresh.serve(other)
+        fresh.serve(other, *arenas)
 
     def _over(self, connection: Connection, why: str) -> None:
         """A connection has ended: make another where the peer is still one."""
@@ -229,6 +243,18 @@ class Line:
     def push(self, to: int, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
         """See `Peers.push`."""
         return self._connections[to].send(Kind.PUSH, 0, self.scope, note, buffers)
+
+    def room(self, to: int, size: int, again: Callable[[], None]) -> Room | None:
+        """See `Connection.room`; the body is for `push_from` or `drop`."""
+        return self._connections[to].room(size, again)
+
+    def push_from(self, to: int, note: bytes, room: Room) -> Ticket:
+        """See `Connection.push`."""
+        return self._connections[to].push(self.scope, note, room)
+
+    def drop(self, to: int, room: Room) -> None:
+        """See `Connection.drop`."""
+        self._connections[to].drop(room)
 
     def check(self) -> None:
         """Raise PeerLostError when a connection has ended."""

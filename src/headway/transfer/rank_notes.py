@@ -10,6 +10,9 @@ import msgspec
 
 from headway.transfer.peer import Peer
 
+NOBODY = 0
+"""No request's number."""
+
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
     """All instances that are there now (`Peers.meet`)."""
@@ -26,8 +29,8 @@ class Room(msgspec.Struct, frozen=True, array_like=True, tag="room"):
 
 
 class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
-    """Send tokens [start, end) of a request to instance `to`, as they are or will be computed. `tokens`: so many are
-    there already; the rank may know of more."""
+    """Send tokens [start, end) of a request to instance `to`, as they are or will be computed: under its number
+    (`NOBODY`: none), or by runs. `tokens`: so many are there already; the rank may know of more."""
 
     name: str
     number: int
@@ -39,9 +42,10 @@ class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Nothing of a request is to come or go any more."""
+    """Nothing of a request is to come or go any more; `for_good`: nor later, so that what is on its way is refused."""
 
     name: str
+    for_good: bool
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):

@@ -19,6 +19,7 @@ from headway.kv.runs import slots_of
 from headway.parallel.sequence.kv_shard import KvShard
 from headway.parallel.sequence.layout import Held, KvLayout, moves
 from headway.transfer.connector import Bytes, Finished, KvConnector, KvPart, KvPlace, Save
+from headway.transfer.ends import rank_of
 from headway.worker.runs import Kept, Runs
 from headway.worker.worker import Worker
 
@@ -41,8 +42,8 @@ class _Piece:
 
 
 class KvPort:
-    """Of a worker whose instance has the number `rank`. `runs`: who computes runs here, where the instance is one
-    process; `heads`: the KV heads that it has, where it is several.
+    """Of a worker that is the end `rank` (`transfer.ends`). `runs`: who computes runs here; `heads`: the KV heads that
+    it has, where the instance is several processes: in runs too.
 
     Raises ConfigError for a pool that is not in this host's memory.
     """
@@ -163,9 +164,12 @@ class KvPort:
         self._connector.shutdown()
 
     def _parts(self, piece: _Piece, layout: KvLayout, shard: KvShard) -> list[KvPart]:
-        """What this instance sends of a piece. Heads that several have, one of them sends: all work out the same."""
-        wanted = Held(range(self._pool.kv_heads), np.arange(piece.tokens, piece.until, dtype=np.int64))
+        """What this end sends of a piece. Heads that several instances have, one of them sends: all work out the same.
+        Of those with several ranks each has the same heads as the others' rank of its number, and sends what its own
+        instance is to."""
+        wanted = Held(self._heads, np.arange(piece.tokens, piece.until, dtype=np.int64))
         cache = self._cache if shard.pool is self._pool else _bytes(shard.pool)
+        layout = {end: held for end, held in layout.items() if rank_of(end) == rank_of(self._rank)}
         held = layout.get(self._rank)
         return [
             KvPart(

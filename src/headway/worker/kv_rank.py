@@ -1,8 +1,8 @@
 """A rank's end of moving KV: it sends and receives its own heads, over peers of its own.
 
-What is asked for comes between plans, in the rank's own thread. A piece of a request that is still computed follows
-chunk by chunk, as this rank computes it: nobody waits for the engine to say so. What has come is told at once, by a
-thread of its own, whatever the rank computes meanwhile.
+What is asked for comes between plans, and within runs, in the rank's own thread. A piece of a request that is still
+computed follows chunk by chunk, or layer by layer of a run, as this rank computes it: nobody waits for the engine to
+say so. What has come is told at once, by a thread of its own, whatever the rank computes meanwhile.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import threading
 from collections.abc import Callable
 
 from headway.core.batch import Part
+from headway.model.config import DecoderConfig
 from headway.parallel.rank_config import RankPeer
 from headway.transfer.connector import Save, make_connector
 from headway.transfer.cut_connector import CutConnector
 from headway.transfer.ends import end_of, heads_of
 from headway.transfer.peers import Peers
-from headway.transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room, encode, to_rank
+from headway.transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room
 from headway.worker.kv_port import KvPort
+from headway.worker.run_notes import encode, to_rank
+from headway.worker.run_rank import RunRank
+from headway.worker.runs import Runs
 from headway.worker.worker import Worker
 
-_NOBODY = ""
+_NO_NAME = ""
 
 
 class KvRank:
@@ -30,13 +34,14 @@ class KvRank:
     def __init__(
         self,
         worker: Worker,
-        kv_heads: int,
+        config: DecoderConfig,
+        eos: tuple[int, ...],
         block_tokens: int,
         peer: RankPeer,
         say: Callable[[bytes], None],
         aside: Callable[[bytes], None],
     ) -> None:
-        """kv_heads: of the whole model."""
+        """config: the whole model's."""
         self._worker, self._say, self._aside = worker, say, aside
         shard = worker.decoder.shard
         self._peers = Peers(
@@ -45,9 +50,11 @@ class KvRank:
         self._rung = threading.Event()
         self._ends = False
         inner = make_connector(peer.connector, self._peers, self._rung.set)
-        connector = CutConnector(inner, kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
-        heads = heads_of(kv_heads, shard.ranks, shard.rank)
-        self._port = KvPort(worker, block_tokens, None, connector, peer.number, heads)
+        connector = CutConnector(inner, config.kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
+        heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
+        runs = Runs(worker, self._peers, eos, config)
+        self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)
+        self.runs = RunRank(runs, self._port, lambda word: say(encode(word)))
         worker.leaving = self._leaving
         self._names: dict[str, str] = {}
         self._computed: dict[str, int] = {}
@@ -70,13 +77,21 @@ class KvRank:
             self._say(encode(Open(said.name)))
         elif isinstance(said, Bring):
             owner = str(said.number)
-            self._names[owner] = said.name
+            if said.number:
+                self._names[owner] = said.name
             self._port.send(Save(said.name, said.piece, said.to), said.start, said.end)
+            self._port.layers_are_there(said.name)
             self._advance(owner, max(said.tokens, self._computed.get(owner, 0)))
         elif isinstance(said, Drop):
-            self._peers.forget(said.name)
+            if said.for_good:
+                self._peers.forget(said.name)
             self._port.forget(said.name)
+            if not said.for_good:
+                self._peers.cease(said.name)
+            self.runs.forget(said.name)
             self._names = {owner: name for owner, name in self._names.items() if name != said.name}
+        else:
+            self.runs.hear(said)
 
     def computed(self, part: Part) -> None:
         """A part has been computed here: what it added may go."""
@@ -93,7 +108,7 @@ class KvRank:
         self._peers.close()
 
     def _advance(self, owner: str, tokens: int) -> None:
-        name = self._names.get(owner, _NOBODY)
+        name = self._names.get(owner, _NO_NAME)
         if tokens and name in self._port.sending():
             self._port.tokens_are_there(name, tokens, self._worker.tables.runs(owner))
 

@@ -1,6 +1,7 @@
 """The engine's end of moving KV where the instance is several processes: each rank moves its own, this keeps count.
 
-Room is there when all ranks have opened theirs, and a piece has come when all have theirs of it. No torch.
+Room is there when all ranks have opened theirs, and a piece has come when all have theirs of it. What ranks say of runs
+goes on to `computes`. No torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from headway.core.batch import KvOp
 from headway.parallel.executor import ParallelExecutor
 from headway.transfer.connector import Finished, Lost, Received, Save
 from headway.transfer.peer import Peer
-from headway.transfer.rank_notes import Bring, Came, Drop, Met, Open, Room, ToRank, encode, from_rank
+from headway.transfer.rank_notes import NOBODY, Bring, Came, Drop, Gone, Met, Open, Room, ToRank
+from headway.worker.run_notes import encode, from_rank
+from headway.worker.run_ranks import RunRanks
 
 Slots = Sequence[tuple[int, int]]
 
@@ -29,6 +32,7 @@ class KvRanks:
         self._coming: dict[tuple[str, int, int], dict[int, Came]] = {}
         self._received: list[Received] = []
         self._lost: list[Lost] = []
+        self.computes = RunRanks(executor, untold)
         executor.hears = self._hear
 
     def meet(self, peers: Iterable[Peer]) -> None:
@@ -56,22 +60,21 @@ class KvRanks:
     def send(self, save: Save, start: int, end: int) -> None:
         """See `KvPort.send`."""
         number = self._executor.number(save.request)
-        if number is not None:
-            tokens = end if self._awaited.get(save.request) == set() else 0
-            self._tell(Bring(save.request, number, save.piece, save.to, start, end, tokens))
+        tokens = end if self._awaited.get(save.request) == set() else 0
+        self._tell(Bring(save.request, number or NOBODY, save.piece, save.to, start, end, tokens))
 
     def sending(self) -> list[str]:
         """Nothing: ranks see by themselves when more is there."""
         return []
 
     def layers_are_there(self, request: str) -> None:
-        """No runs are computed here."""
+        """Ranks see by themselves."""
 
     def tokens_are_there(self, request: str, tokens: int, blocks: Slots) -> None:
         """Ranks see by themselves."""
 
     def settle(self, request: str) -> None:
-        """Ranks see by themselves when blocks become others'."""
+        """Ranks see by themselves when slots are about to be overwritten."""
 
     def finished(self) -> Finished:
         """See `KvPort.finished`."""
@@ -80,12 +83,15 @@ class KvRanks:
         return Finished(received, lost)
 
     def forget(self, request: str) -> None:
-        """See `KvPort.forget`, and `Peers.forget`."""
+        """See `KvPort.forget`. Ranks do when they are told to `drop`."""
         self._closed.pop(request, None)
         self._awaited.pop(request, None)
         for key in [key for key in self._coming if key[0] == request]:
             del self._coming[key]
-        self._tell(Drop(request))
+
+    def drop(self, request: str, for_good: bool) -> None:
+        """Ranks forget what comes and goes."""
+        self._tell(Drop(request, for_good))
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
@@ -99,8 +105,10 @@ class KvRanks:
                 self._opened.append(said.name)
         elif isinstance(said, Came):
             self._came(rank, said)
-        else:
+        elif isinstance(said, Gone):
             self._lost.append(Lost(said.name, said.why))
+        else:
+            self.computes.hear(rank, said)
 
     def _came(self, rank: int, said: Came) -> None:
         if said.name not in self._awaited:
@@ -129,4 +137,9 @@ class RankPeers:
         self._ranks.meet(peers)
 
     def forget(self, scope: str) -> None:
-        """Ranks forget what comes and goes when the port does."""
+        """See `Peers.forget`."""
+        self._ranks.drop(scope, True)
+
+    def cease(self, scope: str) -> None:
+        """See `Peers.cease`."""
+        self._ranks.drop(scope, False)

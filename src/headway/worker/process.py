@@ -162,7 +162,8 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
         aside = channel.aside(rank)
         kv = KvRank(
             worker,
-            shape.kv_heads,
+            shape,
+            config.eos,
             config.block_tokens,
             config.peer,
             lambda body: _say(channel, Word(body)),

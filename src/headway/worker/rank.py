@@ -53,17 +53,39 @@ class Rank:
         self._state = StreamState(worker.tables)
         self._queue: deque[tuple[Plan, Part]] = deque()
         self._heard = self._asked = self._done = self._followed = 0
-        self._halted = self._stopped = False
+        self._halted = self.stopped = False
+        if kv is not None:
+            kv.runs.loop = self
 
     def serve(self) -> None:
         """Return when told to stop. Raises what the worker raises."""
-        while not self._stopped:
-            frames = self._channel.receive(wait=not self._queue)
-            if frames is not None:
-                self._hear(_decoder.decode(frames[0]), frames[1:])
-            elif self._queue:
-                self._carry_out(*self._queue.popleft())
+        while not self.stopped:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take the next message, or carry out the next plan; waits for one. A run calls it where all ranks of the
+        instance do."""
+        frames = self._channel.receive(wait=not self._queue)
+        if frames is not None:
+            self._hear(_decoder.decode(frames[0]), frames[1:])
+        elif self._queue:
+            self._carry_out(*self._queue.popleft())
+        self._attend()
+
+    def glance(self) -> None:
+        """From within a run: take what has come, and carry out plans up to one that computes, in which other ranks
+        would be waited for."""
+        while not self.stopped and (frames := self._channel.receive(wait=False)) is not None:
+            self._hear(_decoder.decode(frames[0]), frames[1:])
+        self._attend()
+        while self._queue and not (self._queue[0][1].tokens or self._queue[0][1].assists or self._leaves):
+            self._carry_out(*self._queue.popleft())
             self._attend()
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether the run under way is to end: what comes behind that word waits until it has."""
+        return self._kv is not None and self._kv.runs.over
 
     def _hear(self, message: ToRank, frames: list[memoryview]) -> None:
         if isinstance(message, Plan):
@@ -83,7 +105,7 @@ class Rank:
         elif isinstance(message, Aside):
             self._asides.append(message)
         elif isinstance(message, Stop):
-            self._stopped = True
+            self.stopped = True
         else:
             raise InvariantError(f"the engine says {message!r} to a rank that is at work")
 
@@ -146,7 +168,7 @@ class Rank:
 
     def _attend(self) -> None:
         """What concerns KV that moves, as far as the plans before it have been followed."""
-        while self._kv is not None and self._asides and self._asides[0].after <= self._followed:
+        while self._kv is not None and self._asides and self._asides[0].after <= self._followed and not self._leaves:
             self._kv.hear(self._asides.popleft().body)
 
     def _halt(self, seq: int, why: str) -> None:

@@ -1,7 +1,8 @@
 """An instance's part in runs: prompts that are computed by several instances together, KV in this one's own pool.
 
-Ranks are instances: the number of one is its rank. What a run needs of others is in `parallel.sequence`; here is where
-its rows' keys and values are kept, how its tensors travel, and how its first token is drawn.
+Ranks of a run's group are ends (`transfer.ends`): the instances themselves, or all tensor-parallel ranks of each. What
+a run needs of others is in `parallel.sequence`; here is where its rows' keys and values are kept, how its tensors
+travel, and how its first token is drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
@@ -19,7 +19,8 @@ from headway.attention.slots import cut_runs
 from headway.core.errors import ConfigError, InvariantError
 from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
-from headway.core.span import Strategy
+from headway.core.span import Run
+from headway.model.config import DecoderConfig
 from headway.model.sampling import sample
 from headway.parallel.sequence.group import ChunkSpec, SpGroup
 from headway.parallel.sequence.kv_shard import KvShard
@@ -29,6 +30,7 @@ from headway.parallel.sequence.prefill import SequencePrefill
 from headway.parallel.sequence.saved import Saved
 from headway.parallel.sequence.tokens import Order
 from headway.parallel.sequence.transport import Lane
+from headway.transfer.ends import end_of, instance_of
 from headway.transfer.peers import Line, Peers, Ticket
 from headway.worker.resident import Resident, sampler_of
 from headway.worker.worker import Worker
@@ -38,31 +40,19 @@ Room = Callable[[int, bool], Sequence[tuple[int, int]]]
 in another one. It may wait, and raises where there is none."""
 
 
-class Run(Protocol):
-    """A run as it is asked for (`engine.cluster_messages.Run`)."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def group(self) -> tuple[int, ...]: ...
-    @property
-    def strategy(self) -> Strategy: ...
-    @property
-    def node(self) -> int | None: ...
-    @property
-    def in_place(self) -> bool: ...
-    @property
-    def rows(self) -> int: ...
+def chunks_of(run: Run, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
+    """What a run's group of instances of `tp` ranks each computes, in order: the same for all who know the run.
+    `striped` is placed so, tokens that are decoded in place on the first, everything else in zigzag, which for one
+    member is the order of tokens."""
+    order: Order = "first" if run.in_place else "striped" if run.strategy.attn == "striped" else "zigzag"
+    group = SpGroup(_ends(run.group, tp), tp, None if run.node is None else run.node * tp)
+    keepers = _ends(run.keepers, tp)
+    spec = ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place, keepers)
+    return pieces(spec, run.rows)
 
 
-def chunks_of(run: Run, preemptible: bool = False) -> tuple[ChunkSpec, ...]:
-    """What a run's group computes, in order: the same for all who know the run. `striped` is placed so, everything else
-    in zigzag, which for one member is the order of tokens."""
-    order: Order = "striped" if run.strategy.attn == "striped" else "zigzag"
-    group = SpGroup(run.group, node=run.node)
-    return pieces(ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place), run.rows)
+def _ends(instances: Sequence[int], tp: int) -> tuple[int, ...]:
+    return tuple(end_of(instance, rank) for instance in instances for rank in range(tp))
 
 
 @dataclass(frozen=True)
@@ -77,14 +67,17 @@ class Kept:
 
 
 class Runs:
-    """Companion of a worker that is one process. Requests are named as in messages; unknown ones must not be asked for.
+    """Companion of a worker: an instance's only process, or one tensor-parallel rank of it. Requests are named as in
+    messages; unknown ones must not be asked for.
 
     Nothing here waits for ever: a peer that is gone raises PeerLostError, `look` may end any wait. After an error the
     request must be forgotten.
     """
 
-    def __init__(self, worker: Worker, peers: Peers, eos: tuple[int, ...]) -> None:
+    def __init__(self, worker: Worker, peers: Peers, eos: tuple[int, ...], config: DecoderConfig | None = None) -> None:
+        """config: the whole model's; None: the worker has all of it."""
         self._worker, self._peers, self._eos = worker, peers, eos
+        self._config, self._tp = config or worker.decoder.config, worker.decoder.shard.ranks
         self._parts: dict[str, _Part] = {}
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
@@ -94,7 +87,7 @@ class Runs:
         for token in output:
             resident.count()
             resident.append(token)
-        self._parts[name] = _Part(self._worker, resident)
+        self._parts[name] = _Part(self._worker, self._config, resident)
 
     def begin(
         self,
@@ -110,13 +103,24 @@ class Runs:
         last, of which some may have been drawn elsewhere. `look` is called every so often while others are waited for,
         and within layers; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
         group or the KV that is here."""
-        part = self._parts[name]
-        line = self._peers.line(name, run.group)
-        part.begin(chunks_of(run, preemptible), before, drawn, _PeerTransport(self._peers.number, line, look), room)
+        part, tp = self._parts[name], self._tp
+        self._peers.line(name, run.group)  # who is not there any more
+        for instance in run.group:
+            if (ranks := self._peers.ranks_of(instance)) != tp:
+                raise ConfigError(f"group {run.group}: instance {instance} is {ranks} processes, and this one is {tp}")
+        if tp > 1 and run.strategy.attn == "ulysses":
+            raise ConfigError("attn: ulysses is for instances of one process; of others each rank keeps its own heads")
+        chunks = chunks_of(run, preemptible, tp)
+        line = self._peers.line(name, chunks[0].group.ranks)
+        earlier = [chunks_of(one, tp=tp) for one in before]
+        part.begin(chunks, earlier, drawn, _PeerTransport(self._peers.number, line, look), room)
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+    def go(
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+    ) -> bool:
         """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer of each
-        piece, with the number of its layers that are done."""
+        piece, with the number of its layers that are done. beside: it is to be called behind all of them, as others
+        compute meanwhile; here it always is."""
         return self._parts[name].go(pause, lambda layer: behind(layer + 1))
 
     def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
@@ -140,8 +144,12 @@ class Runs:
 
     def whole(self, name: str, tokens: int) -> bool:
         """Whether KV of the request's first `tokens` tokens is all here, in their order."""
+        return self.whole_tokens(name) == tokens
+
+    def whole_tokens(self, name: str) -> int:
+        """Of how many of the request's first tokens KV is all here, in their order, and of no others; 0: of none."""
         part = self._parts.get(name)
-        return part is not None and part.whole(self._peers.number, tokens)
+        return 0 if part is None else part.whole_tokens(instance_of(self._peers.number), self._peers.number)
 
     def check(self, name: str) -> None:
         """Raise PeerLostError when somebody in the group of the run under way is gone."""
@@ -160,14 +168,14 @@ class Runs:
 class _Part:
     """One request."""
 
-    def __init__(self, worker: Worker, resident: Resident) -> None:
+    def __init__(self, worker: Worker, config: DecoderConfig, resident: Resident) -> None:
         self._worker, self._resident = worker, resident
         self._prefill: SequencePrefill | None = None
         self._shard: KvShard | None = None
         self._moved = False
         self._room: Room | None = None
         self._slots = self._own = 0
-        self._config = worker.decoder.config
+        self._config = config
         self._chunks: deque[ChunkSpec] = deque()
         """Of the run under way, from the one that is computed on; `_own`: tokens that this instance has at the end of a
         run of several. `_moves`: KV of earlier runs is on its way."""
@@ -182,7 +190,7 @@ class _Part:
     def begin(
         self,
         chunks: Sequence[ChunkSpec],
-        before: Sequence[Run],
+        before: Sequence[Sequence[ChunkSpec]],
         drawn: tuple[int, ...],
         transport: _PeerTransport,
         room: Room,
@@ -194,7 +202,10 @@ class _Part:
         held = self._prefill.held
         if not held:
             for one in before:
-                held = layout_after(chunks_of(one), held, self._config)
+                held = layout_after(one, held, self._config)
+        own = held.get(transport.rank)
+        if self._shard is None and own is not None and len(own.positions):  # a scheduler has left it
+            self._prefill.adopt(held, self._place(len(own.heads), len(own.positions)))
         resident, start, end = self._resident, chunks[0].start, chunks[-1].end
         if drawn and resident.known >= end - len(drawn):
             resident.hear(end - len(drawn), drawn)
@@ -282,13 +293,13 @@ class _Part:
             return Kept(prefill.held, self._shard, layers, 0)
         return Kept(after, self._shard, prefill.layer, 0 if self._moves else self._chunks[0].start)
 
-    def whole(self, rank: int, tokens: int) -> bool:
+    def whole_tokens(self, instance: int, end: int) -> int:
         prefill = self._prefill
-        if prefill is None or prefill.after is not None or set(prefill.held) != {rank}:
-            return False
-        held = prefill.held[rank]
-        whole = len(held.heads) == self._worker.pool.kv_heads and len(held.positions) == tokens
-        return whole and bool((held.positions[1:] > held.positions[:-1]).all())
+        if prefill is None or prefill.after is not None or set(map(instance_of, prefill.held)) != {instance}:
+            return 0
+        held = prefill.held[end]
+        whole = len(held.heads) == self._worker.pool.kv_heads
+        return len(held.positions) if whole and bool((held.positions[1:] > held.positions[:-1]).all()) else 0
 
 
 class _PeerTransport:

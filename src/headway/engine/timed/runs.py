@@ -108,7 +108,9 @@ class TimedRuns:
         inner = [whole_s * edges.over(start, layer) for start, _ in pieces for layer in range(times.layers)]
         return [*inner, whole_s]
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+    def go(
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+    ) -> bool:
         try:
             return self._sleep(name, pause, behind)
         finally:

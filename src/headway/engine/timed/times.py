@@ -24,7 +24,7 @@ class ClusterTimes:
     def run_s(self, run: Run, before: Sequence[Run]) -> float:
         span = Span(request=_ANY, start=run.start, end=run.end, group=run.group, strategy=run.strategy)
         nodes = len({self._spec.instances[i].node for i in run.group})
-        return predicted_s(self._spec, (span,), nodes, before[-1].group if before else ())
+        return predicted_s(self._spec, (span,), nodes, before[-1].group if before and not run.in_place else ())
 
     def send_s(self, tokens: float, to: int) -> float:
         here, there = self._spec.instances[self._number], self._spec.instances[to]

@@ -25,7 +25,7 @@ from headway.model.config import DecoderConfig
 from headway.parallel.sequence.cover import cover
 from headway.parallel.sequence.exchanges import Exchanges
 from headway.parallel.sequence.group import ChunkSpec
-from headway.parallel.sequence.layout import KvLayout, KvMove, balanced, extended, moves, stayed
+from headway.parallel.sequence.layout import KvLayout, KvMove, extended, history_of, moves
 from headway.parallel.sequence.ring import ring
 from headway.parallel.sequence.steps import (
     ROWS,
@@ -84,7 +84,7 @@ class ChunkPlan:
         self.wanted = tuple(wanted) if wanted is not None else (spec.end - 1,)
         if any(not spec.start <= position < spec.end for position in self.wanted):
             raise ConfigError(f"wanted {self.wanted}: must be positions of the chunk [{spec.start}, {spec.end})")
-        self.history = (stayed if spec.in_place else balanced)(held, spec, config)
+        self.history = history_of(held, spec, config)
         self.fresh = spread(spec.start, spec.tokens, spec.members, spec.order)
         self.after = extended(self.history, spec, self.fresh)
         self.rows: tuple[Positions, ...] = tuple(
@@ -95,7 +95,8 @@ class ChunkPlan:
 
     def moves(self) -> tuple[KvMove, ...]:
         """What KV of earlier chunks has to move."""
-        return () if self.spec.in_place else moves(self.before, self.history)
+        stays = self.spec.in_place and not self.spec.keepers
+        return () if stays else moves(self.before, self.history)
 
     def rank(self, rank: int) -> RankPlan:
         """The part of a rank of the group."""
@@ -172,7 +173,8 @@ class _RankPlanner:
                 )
                 for i in range(members)
             )
-            return [AttendInPlace(source, target, guests, past[member])]
+            visit = AttendInPlace(source, target, guests, past[member])
+            return [FinishHistory(), visit, StartHistory(ahead=True)] if self._spec.keepers else [visit]
         before, behind = (ranks[(member + by) % members * width + part] for by in (-1, 1))
         attend = Attend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)
         return [FinishHistory(), attend, StartHistory(ahead=True)]

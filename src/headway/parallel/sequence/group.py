@@ -42,7 +42,8 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     and KV passed round a ring of regions, in which nothing is gathered at tp 1 and nothing is passed in one region.
     preemptible: the first rank may pause it between layers. in_place: KV of earlier chunks stays where it lies, and
     rows go to it, not it to them: for chunks of few rows, such as one token that is decoded over the KV of a whole
-    group (LoongServe §4.2).
+    group (LoongServe §4.2). keepers: of an in-place chunk, those of the group's ranks on which KV stays, the first
+    among them; what the others hold is brought to these while the layers are computed (scale-down). (): all.
     """
 
     start: int
@@ -52,14 +53,18 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     order: Order = "zigzag"
     preemptible: bool = False
     in_place: bool = False
+    keepers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise ConfigError(f"chunk [{self.start}, {self.end}): must begin at 0 or later and hold at least one token")
-        if self.order not in ORDERS:
-            raise ConfigError(f"order '{self.order}': must be one of {', '.join(ORDERS)}")
+        orders = (*ORDERS, "first") if self.in_place else ORDERS
+        if self.order not in orders:
+            raise ConfigError(f"order '{self.order}': must be one of {', '.join(orders)}")
         if self.strategy.kvp != 1:
             raise ConfigError(f"strategy.kvp {self.strategy.kvp}: sequence-parallel prefill splits KV by its group")
+        if self.keepers:
+            self._check_keepers()
 
     @property
     def tokens(self) -> int:
@@ -75,6 +80,15 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     def members(self) -> int:
         """Members of the ring: nodes under Ulysses, else TP regions."""
         return len(self.group.ranks) // self.width
+
+    def _check_keepers(self) -> None:
+        ranks, kept = self.group.ranks, set(self.keepers)
+        members = [ranks[at : at + self.width] for at in range(0, len(ranks), self.width)]
+        whole = all(kept.issuperset(member) or kept.isdisjoint(member) for member in members)
+        if not self.in_place or not kept.issubset(ranks) or ranks[0] not in kept or not whole:
+            raise ConfigError(
+                f"keepers {self.keepers}: must be whole members, the first included, of {ranks}, in place"
+            )
 
     def check(self, config: DecoderConfig) -> None:
         """Raise ConfigError where the model's heads cannot be cut so."""

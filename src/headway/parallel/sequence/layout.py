@@ -54,8 +54,7 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
     hold exactly the tokens before the chunk.
     """
     ranks = spec.group.ranks
-    if missing := sorted(set(held) - set(ranks)):
-        raise ConfigError(f"group.ranks {ranks}: must include ranks {missing}, which hold KV of earlier chunks")
+    _include(held, ranks)
     past = 1 + max((int(one.positions.max()) for one in held.values() if len(one.positions)), default=-1)
     if past != spec.start:
         raise ConfigError(f"chunk start {spec.start}: KV is held up to token {past}")
@@ -100,8 +99,7 @@ def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
     """The same where nothing moves: who holds nothing of it goes on so. Raises ConfigError as `balanced`, and where the
     chunk's ranks attend with other heads than they hold."""
     ranks = spec.group.ranks
-    if missing := sorted(set(held) - set(ranks)):
-        raise ConfigError(f"group.ranks {ranks}: must include ranks {missing}, which hold KV of earlier chunks")
+    _include(held, ranks)
     layout = {}
     for index, rank in enumerate(ranks):
         heads = spec.heads(index).kv_heads(config)
@@ -112,6 +110,54 @@ def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
     if past != spec.start:
         raise ConfigError(f"chunk start {spec.start}: KV of {past} tokens is held")
     return layout
+
+
+def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """Where history goes before a chunk that only `spec.keepers` keep KV of: what they have stays, and what the others
+    have fills those of them that have least, so that they are as even as that allows. Raises ConfigError as `stayed`.
+    """
+    history, width = dict(stayed(held, spec, config)), spec.width
+    first_ranks = spec.group.ranks[::width]
+    keep = [member for member, rank in enumerate(first_ranks) if rank in spec.keepers]
+    over = _union([history[rank].positions for rank in first_ranks if rank not in spec.keepers])
+    counts = _levelled([len(history[first_ranks[member]].positions) for member in keep], len(over))
+    gone = np.empty(0, dtype=np.int64)
+    taken = 0
+    for member in range(spec.members):
+        more = gone
+        if member in keep:
+            own = len(history[first_ranks[member]].positions)
+            more = over[taken : taken + counts[keep.index(member)] - own]
+            taken += len(more)
+        for rank in _ranks(spec, member):
+            one = history[rank]
+            history[rank] = Held(one.heads, np.concatenate([one.positions, more]) if member in keep else gone)
+    return history
+
+
+def _levelled(counts: Sequence[int], more: int) -> list[int]:
+    """`more` things dealt out so that those who have least have as much as each other."""
+    filled = list(counts)
+    low = sorted(range(len(counts)), key=lambda i: (counts[i], i))
+    while counts[low[-1]] * len(low) > sum(counts[i] for i in low) + more:
+        low.pop()
+    total = sum(counts[i] for i in low) + more
+    for at, i in enumerate(low):
+        first, end = share(total, len(low), at)
+        filled[i] = end - first
+    return filled
+
+
+def history_of(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """Where KV of earlier chunks is to be while a chunk is computed. Raises ConfigError as what it chooses from."""
+    if not spec.in_place:
+        return balanced(held, spec, config)
+    return (packed if spec.keepers else stayed)(held, spec, config)
+
+
+def _include(held: KvLayout, ranks: Sequence[int]) -> None:
+    if missing := sorted({rank for rank, one in held.items() if len(one.positions)} - set(ranks)):
+        raise ConfigError(f"group.ranks {ranks}: must include ranks {missing}, which hold KV of earlier chunks")
 
 
 def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> KvLayout:

@@ -15,7 +15,7 @@ import numpy as np
 from headway.core.span import cut
 from headway.model.config import DecoderConfig
 from headway.parallel.sequence.group import ChunkSpec
-from headway.parallel.sequence.layout import KvLayout, balanced, extended, stayed
+from headway.parallel.sequence.layout import KvLayout, extended, history_of
 from headway.parallel.sequence.tokens import spread
 
 
@@ -34,6 +34,6 @@ def layout_after(chunks: Sequence[ChunkSpec], held: KvLayout, config: DecoderCon
     chunk after chunk. What one `ChunkPlan` after the other comes to. Raises ConfigError as they do."""
     first = chunks[0]
     first.check(config)
-    history = (stayed if first.in_place else balanced)(held, first, config)
+    history = history_of(held, first, config)
     shares = [spread(one.start, one.tokens, one.members, one.order) for one in chunks]
     return extended(history, first, [np.concatenate(fresh) for fresh in zip(*shares, strict=True)])

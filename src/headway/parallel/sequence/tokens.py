@@ -2,6 +2,7 @@
 
 With a causal mask later tokens cost more, so that equal consecutive shares are unequal work. Zigzag (2N shards, member
 i takes the i-th and the i-th last; Tetris §2.2) and striped placement (every N-th token; Brandon et al. 2023) are even.
+Tokens that are decoded one by one all go to the first member, LoongServe's master (§4.2).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy.typing as npt
 Positions = npt.NDArray[np.int64]
 """Global token positions of a request."""
 
-Order = Literal["zigzag", "striped", "contiguous"]
+Order = Literal["zigzag", "striped", "contiguous", "first"]
 ORDERS: tuple[Order, ...] = ("zigzag", "striped", "contiguous")
+"""Those that are even: of any chunk. `first` is for chunks in place."""
 
 
 def spread(start: int, tokens: int, members: int, order: Order) -> tuple[Positions, ...]:
@@ -28,6 +30,8 @@ def spread(start: int, tokens: int, members: int, order: Order) -> tuple[Positio
         return tuple(np.arange(start + member, end, members, dtype=np.int64) for member in range(members))
     if order == "contiguous":
         return tuple(start + _share(tokens, members, member) for member in range(members))
+    if order == "first":
+        return tuple(np.arange(start, end if member == 0 else start, dtype=np.int64) for member in range(members))
     shards = 2 * members
     return tuple(
         start + np.concatenate([_share(tokens, shards, i), _share(tokens, shards, shards - 1 - i)])

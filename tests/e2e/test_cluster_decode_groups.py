@@ -1,0 +1,123 @@
+"""LoongServe's elastic decode as its users meet it: groups that grow and shrink under answers that stay the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster_probe import cluster, instances, until, write
+from http_probe import metric, streamed_ids
+from test_serving import Reference, prompt_of
+
+from checkpoints import make_tiny
+from headway.cli.main import main
+
+LONG = pytest.mark.long
+MIXED = [{"count": 4}]
+TOGETHER = [prompt_of(20 + seed, length) for seed, length in enumerate((900, 1000, 800, 900))]
+"""More than two instances' KV, and less than three: their decodes keep three of four, or two."""
+SHORTS = [prompt_of(30 + seed, length) for seed, length in enumerate((20, 60, 100, 333, 40, 80, 30, 50))]
+"""More than one instance is to decode."""
+COUNT = 80
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("elastic-llama"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Path) -> list[list[int]]:
+    reference = Reference(llama)
+    return [reference.tokens(prompt, COUNT) for prompt in (*TOGETHER, *SHORTS)]
+
+
+def report(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{url}/v1/cluster", timeout=10).json()
+    return found
+
+
+def ask(pool: ThreadPoolExecutor, url: str, prompts: list[list[int]]) -> list[Future[list[int]]]:
+    return [pool.submit(streamed_ids, url, prompt, COUNT, ignore_eos=True) for prompt in prompts]
+
+
+def answers(futures: list[Future[list[int]]]) -> list[list[int]]:
+    return [future.result() for future in futures]
+
+
+def empty(url: str) -> bool:
+    return not any(each["placed"] or each["kv_tokens_used"] for each in instances(url))
+
+
+def replays(path: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", path, "--replay", log]) == 0
+    assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
+
+
+def test_groups_shrink_and_grow_and_one_of_them_dies(
+    tmp_path: Path, llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, small = str(tmp_path / "log"), {"kv_cache_memory": "512K"}
+    path = write(tmp_path, llama, "loongserve", {"decode_batch": 1}, MIXED, "in-place", event_log=log, **small)
+    with cluster(path) as running, ThreadPoolExecutor(16) as pool:
+        url = running.url
+        assert answers(ask(pool, url, TOGETHER)) == wanted[:4]
+        assert report(url)["groups_shrunk"], "a prompt's group has kept what its KV needs"
+        until(lambda: empty(url))
+        assert answers(ask(pool, url, SHORTS)) == wanted[4:]
+        said = report(url)
+        assert said["decodes_moved"]
+        assert said["groups_grown"], "others have joined decodes under way"
+        until(lambda: empty(url))
+        asked = ask(pool, url, SHORTS)
+        until(lambda: report(url)["groups_grown"] > said["groups_grown"])
+        busiest = max(instances(url), key=lambda each: each["placed"])
+        os.kill(int(busiest["pid"]), signal.SIGKILL)
+        assert answers(asked) == wanted[4:]
+        until(lambda: metric(url, "headway_instance_restarts_total") == 1)
+        until(lambda: empty(url))
+    replays(path, log, capsys)
+
+
+@LONG
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("options", "decode"),
+    [
+        ({"decode_batch": 1, "round_tokens": 2000}, "in-place"),
+        ({"decode_batch": 1, "round_tokens": 2000}, "gather"),
+        ({"decode_batch": 1, "mode": "paper"}, "in-place"),
+        ({"decode_batch": 3, "prefill": "single"}, "in-place"),
+    ],
+)
+def test_whoever_dies_while_groups_change(
+    tmp_path: Path, llama: Path, wanted: list[list[int]], options: object, decode: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    log, chance = str(tmp_path / "log"), random.Random(str(options))
+    small = {"kv_cache_memory": "512K", "max_restarts": 100, "event_log": log}
+    path = write(tmp_path, llama, "loongserve", options, MIXED, decode, **small)
+    with cluster(path) as running, ThreadPoolExecutor(16) as pool:
+        url = running.url
+        for turn in range(4):
+            asked = []
+            for prompt in (*SHORTS[:3], *TOGETHER, *SHORTS[3:]):
+                asked += ask(pool, url, [prompt])
+                time.sleep(chance.random() * 0.2)
+            if turn % 2:
+                time.sleep(chance.random() * 3)
+                there = [each for each in instances(url) if each["state"] == "ready"]
+                os.kill(int(chance.choice(there)["pid"]), signal.SIGKILL)
+            assert answers(asked) == [*wanted[4:7], *wanted[:4], *wanted[7:]]
+            until(lambda: all(each["state"] == "ready" for each in instances(url)))
+        until(lambda: empty(url))
+        assert report(url)["decodes_moved"]
+    replays(path, log, capsys)

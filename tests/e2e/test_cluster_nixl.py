@@ -1,0 +1,34 @@
+"""A live cluster whose KV moves by NIXL: exact answers, and an instance that dies. Only where NIXL is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cluster_probe import APART, cluster, pid_of, until, write
+from http_probe import metric
+from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding
+from test_serving import Reference
+
+from checkpoints import make_tiny
+
+pytest.importorskip("nixl")
+
+
+def test_prefill_here_and_decode_there_and_one_is_killed(tmp_path: Path) -> None:
+    llama = make_tiny("llama", tmp_path / "llama", max_position_embeddings=4096)
+    reference = Reference(llama)
+    path = Path(write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kv_connector": "nixl"}))
+    with cluster(str(path)) as running:
+        url = running.url
+        for number in (0, 1, 2):
+            assert "libucp" in Path(f"/proc/{pid_of(url, number)}/maps").read_text()
+        one, other = Stream(url, PROMPT), Stream(url, OTHER)
+        until(lambda: decoding(url, one))
+        os.kill(pid_of(url, 2), signal.SIGKILL)
+        assert [one.answer(), other.answer()] == [reference.tokens(PROMPT, COUNT), reference.tokens(OTHER, COUNT)]
+        assert metric(url, "headway_instance_restarts_total") == 1

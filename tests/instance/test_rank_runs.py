@@ -1,0 +1,379 @@
+"""Runs of instances that are two processes each: exact in every layout, paused, handed over, and lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from test_run_losses import SOON_S, half, serves
+from test_run_pauses import GREEDY, LAYERS, pauses_of, proceed
+from test_runs import check, prompt_of
+
+from headway.core.sampling import SamplingParams
+from headway.core.span import cut
+from headway.engine.cluster_messages import Arrived, Compute, Forget, Pause, Reserve, Reserved, RunDone, RunLost, Send
+from instance.world import Part, World, runs
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+LONG = pytest.mark.long
+ONE = 3
+"""The instance of one process; the others are of two."""
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint: Path) -> Iterator[World]:
+    """What a test kills it brings back."""
+    own = [{"tensor_parallel_size": size} for size in (2, 2, 2, 1)]
+    made = World(checkpoint, 4, own, kv_cache_bytes=1 << 21)
+    yield made
+    made.close()
+
+
+ROUTES = {
+    "one": [Part(50, (0,))],
+    "one, in three runs": [Part(20, (2,)), Part(1, (2,)), Part(30, (2,))],
+    "two": [Part(61, (0, 1)), Part(50, (0, 1))],
+    "two, striped, the other way round": [Part(61, (2, 1), "striped")],
+    "growing": [Part(41, (0,)), Part(50, (0, 1)), Part(47, (2, 0, 1))],
+    "in pieces, growing": [Part(41, (0,), rows=16), Part(50, (0, 1), rows=8), Part(67, (0, 1, 2), rows=4)],
+    "gathered weights": [Part(41, (0, 1), "ring", "ulysses"), Part(30, (0, 1), "megatron", "megatron")],
+    "two nodes": [Part(64, (0, 1), node=1)],
+    "fewer tokens than ranks": [Part(3, (0, 1, 2)), Part(1, (0, 1, 2)), Part(2, (0, 1, 2), "striped")],
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_the_first_token_is_that_of_one_process(world: World, expected: Expected, name: str) -> None:
+    parts = ROUTES[name]
+    prompt = prompt_of(sum(part.tokens for part in parts), len(name))
+    first = world.prefill(name, prompt, parts, logprobs=0)
+    check([first], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+@pytest.mark.parametrize("name", ["one, in three runs", "one"])
+def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expected, name: str) -> None:
+    """Others are computed between, so that plans go on under way."""
+    parts, prompt = ROUTES[name], prompt_of(sum(part.tokens for part in ROUTES[name]), 7)
+    on = parts[-1].group[0]
+    first = world.prefill("d" + name, prompt, parts, logprobs=0, max_tokens=12)
+    world.ask(on, "beside " + name, prompt_of(100, 8), max_tokens=8, logprobs=0)
+    rest = world.decode("d" + name, prompt, first, on, logprobs=0, max_tokens=12)
+    check([first, *rest], *expected(prompt, 12))
+    check(world[on].answer("beside " + name), *expected(prompt_of(100, 8), 8))
+    world.clean()
+
+
+def hand_over(world: World, name: str, prompt: list[int], parts: Sequence[Part], to: int, when: str) -> RunDone:
+    """All runs of a prompt, whose KV goes on: as it is computed, or all at the end."""
+    everybody = sorted({number for part in parts for number in part.group})
+    world[to].tell(Reserve(name, len(prompt)))
+    world[to].wait(Reserved, name)
+    world.admit(name, prompt, everybody, SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, max_tokens=6))
+    edges = [(run.start, run.end, run.group) for run in runs(parts)]
+    sent = 0
+    for index, part in enumerate(parts):
+        if when == "before":
+            sent += send(world, name, index, edges[index], to)
+        world.compute(name, parts, index)
+        if when == "meanwhile":
+            sent += send(world, name, index, edges[index], to)
+        word = world.done(name, part)
+    if when == "behind":
+        sent = send(world, name, 9, (0, len(prompt), parts[-1].group), to)
+    for _ in range(sent):
+        world[to].wait(Arrived, name)
+    return word
+
+
+def send(world: World, name: str, piece: int, edge: tuple[int, int, tuple[int, ...]], to: int) -> int:
+    start, end, group = edge
+    for source in group:
+        world[source].tell(Send(id=name, piece=piece, start=start, end=end, to=to))
+    return len(group)
+
+
+HANDED = {
+    "one": [Part(40, (1,)), Part(35, (1,))],
+    "growing": [Part(60, (0,)), Part(70, (0, 1))],
+    "in pieces": [Part(61, (1,), "striped", rows=16), Part(70, (1, 0), "striped", rows=8), Part(30, (1, 0), rows=5)],
+}
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "behind"])
+@pytest.mark.parametrize(("name", "to"), [("one", 2), ("growing", ONE), ("in pieces", 2), ("in pieces", 1)])
+def test_kv_of_a_group_goes_to_instances_of_any_size(
+    world: World, expected: Expected, name: str, to: int, when: str
+) -> None:
+    """To another of two processes, to one of one, and to one of the group itself."""
+    parts, request = HANDED[name], f"{name} to {to} {when}"
+    prompt = prompt_of(sum(part.tokens for part in parts), len(request))
+    word = hand_over(world, request, prompt, parts, to, when)
+    assert word.delta is not None
+    rest = world.decode(request, prompt, word.delta, to, logprobs=0, max_tokens=6)
+    check([word.delta, *rest], *expected(prompt, 6))
+    world.forget(request)
+    world.clean()
+
+
+def test_an_instance_of_one_process_hands_over_to_one_of_two(world: World, expected: Expected) -> None:
+    parts = [Part(40, (ONE,)), Part(35, (ONE,), rows=8)]
+    word = hand_over(world, "up", prompt_of(75), parts, 0, "meanwhile")
+    assert word.delta is not None
+    rest = world.decode("up", prompt_of(75), word.delta, 0, logprobs=0, max_tokens=6)
+    check([word.delta, *rest], *expected(prompt_of(75), 6))
+    world.forget("up")
+    world.clean()
+
+
+@pytest.mark.parametrize("group", [(0,), (1, 0, 2)])
+def test_paused_at_layers_of_pieces(world: World, expected: Expected, group: tuple[int, ...]) -> None:
+    """Another prompt is computed by the group, and one by a scheduler, in each pause."""
+    parts = [Part(21, group[:1], rows=8), Part(50, group, rows=-(-16 // len(group)))]
+    prompt, name = prompt_of(71, 2), f"p{len(group)}"
+    pieces = cut(21, 71, len(group), parts[1].rows)
+    world.admit(name, prompt, group, GREEDY)
+    world.compute(name, parts, 0)
+    world.done(name, parts[0])
+    with world[group[0]].at_once():
+        world.compute(name, parts, 1, preemptible=True)
+        world[group[0]].tell(Pause(name))
+    stops = [(start, layer) for start, _ in pieces for layer in range(LAYERS)]
+    at = pauses = 0
+    while (words := pauses_of(world, name, parts[1])) is not None:
+        pauses += 1
+        at = next(i for i, stop in enumerate(stops) if stop == words[0][:2] and i > at)
+        assert {word[:2] for word in words} == {stops[at]}
+        assert sum(word[4] for word in words) == 71 * LAYERS * 2 * 2 * 8 * 4
+        if pauses % 3 == 1:
+            world.ask(group[-1], f"{name}-s{at}", prompt_of(40, at), max_tokens=3, logprobs=0)
+            first = world.prefill(f"{name}-{at}", prompt_of(20 + at, at), [Part(20 + at, group[::-1])], logprobs=0)
+            check([first], *expected(prompt_of(20 + at, at), 1))
+            check(world[group[-1]].answer(f"{name}-s{at}"), *expected(prompt_of(40, at), 3))
+            world.forget(f"{name}-{at}")
+        proceed(world, name, parts[1], True)
+    assert pauses > len(stops) // 2, "a pause may come a layer late; it is said in time to most"
+    word = world.done(name, parts[1])
+    assert word.delta is not None
+    check([word.delta], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_schedulers_go_on_beside_a_run_where_that_is_asked(world: World, expected: Expected, beside: bool) -> None:
+    prompt, part, name = prompt_of(600, 3), Part(600, (0, 1), rows=16), f"b{beside}"
+    world.admit(name, prompt, part.group, GREEDY)
+    world.ask(0, f"s{beside}", prompt_of(30), max_tokens=60)
+    world[0].until(lambda: world[0].deltas.get(f"s{beside}"))
+    world.compute(name, [part], 0, beside=beside)
+    word = world.done(name, part)
+    told = world[0].answer(f"s{beside}")
+    during = [delta for delta in told if word.began_s < delta.emitted_s < word.ended_s]
+    assert len(during) > 10 if beside else len(during) < 3  # one may have been under way
+    assert [t for delta in told for t in delta.tokens] == expected(prompt_of(30), 60)[0]
+    assert word.delta is not None
+    check([word.delta], *expected(prompt, 1))
+    world.forget(name)
+    world.clean()
+
+
+def test_groups_that_overlap_take_their_runs_in_turn(world: World, expected: Expected) -> None:
+    parts = {f"o{i}": Part(30 + i, group) for i, group in enumerate([(0, 1), (1, 2), (2, 0), (1, 0), (0,), (0, 1, 2)])}
+    for name, part in parts.items():
+        world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
+    for name, part in parts.items():
+        world.compute(name, [part], 0)
+    for name, part in parts.items():
+        word = world.done(name, part)
+        assert word.delta is not None
+        check([word.delta], *expected(prompt_of(part.tokens), 1))
+        world.forget(name)
+    world.clean()
+
+
+@pytest.mark.parametrize("attn", ["ring", "striped"])
+def test_a_group_decodes_over_the_kv_of_all(world: World, expected: Expected, attn: str) -> None:
+    """One run a token: queries travel, KV stays."""
+    group, name, prompt, count = (0, 2, 1), f"g-{attn}", prompt_of(70, 5), 8
+    parts = [Part(30, group[:1], attn, rows=8), Part(40, group, attn, rows=4)]
+    deltas = [world.prefill(name, prompt, parts, logprobs=0, max_tokens=count)]
+    while deltas[-1].finish is None:
+        group = (*group[1:], group[0])  # each draws in turn
+        parts.append(Part(1, group, attn, in_place=True))
+        world.compute(name, parts, len(parts) - 1, drawn=deltas[-1].tokens)
+        word = world.done(name, parts[-1])
+        assert word.delta is not None
+        deltas.append(word.delta)
+    check(deltas, *expected(prompt, count))
+    world.forget(name)
+    world.clean()
+
+
+def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World) -> None:
+    prompt, how = prompt_of(45, 3), {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.2}
+    first = world.prefill("draws", prompt, [Part(20, (1,)), Part(25, (1, 2))], max_tokens=4, **how)
+    world.ask(ONE, "alone", prompt, max_tokens=4, **how)
+    assert first.tokens == world[ONE].answer("alone")[0].tokens
+    world.forget("draws")
+    world.clean()
+
+
+# -- what ends otherwise ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
+    half(world, "f", Part(60, (0, 1)), (0,))
+    world[0].tell(Forget("f"))
+    serves(world, expected, "f", (0, 2))
+    half(world, "f1", Part(60, (0, 1)), (0, 1))
+    world.forget("f1")
+    half(world, "f2", Part(60, (0, 1)), (1,))
+    world.forget("f2")
+    serves(world, expected, "f2", (0, 1))
+    half(world, "f3", Part(60, (0, 1)), (0,))
+    with world[0].at_once():  # ranks hear of the next one together with the end of this one
+        world[0].tell(Forget("f3"))
+        world.admit("f4", prompt_of(60), (0, 2), GREEDY)
+        world.compute("f4", [Part(60, (0, 2))], 0)
+    word = world.done("f4", Part(60, (0, 2)))
+    assert word.delta is not None
+    check([word.delta], *expected(prompt_of(60), 1))
+    world.forget("f4")
+    assert not [word for one in world.instances for word in one.said if isinstance(word, RunLost)]
+    for one in world.instances:
+        one.said.clear()
+    world.clean()
+
+
+def test_a_run_that_waits_for_room_goes_on_or_is_forgotten(world: World, expected: Expected) -> None:
+    """The scheduler goes on meanwhile."""
+    info = world[1].info
+    assert info is not None
+    most = info.kv_tokens_total - 100
+    world[1].tell(Reserve("full", most))
+    world.admit("full", prompt_of(40), (1,), GREEDY)
+    world[1].tell(Reserve("full", most))
+    world[1].wait(Reserved, "full")
+    for name in ("w1", "w2"):
+        world.admit(name, prompt_of(200), (0, 1), GREEDY)
+        world.compute(name, [Part(200, (0, 1))], 0)
+    world.ask(1, "ws", prompt_of(30), max_tokens=5)
+    assert [t for delta in world[1].answer("ws") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
+    world.forget("w1")
+    world[1].tell(Forget("full"))
+    word = world.done("w2", Part(200, (0, 1)))
+    assert word.delta is not None
+    check([word.delta], *expected(prompt_of(200), 1))
+    world.forget("w2")
+    for one in world.instances:
+        one.said.clear()
+    world.clean()
+
+
+def test_a_group_of_unequal_sizes_is_refused(world: World) -> None:
+    world.admit("mixed", prompt_of(40), (0, ONE), GREEDY)
+    world.compute("mixed", [Part(40, (0, ONE))], 0)
+    assert "instance 3 is 1 processes, and this one is 2" in world[0].wait(RunLost, "mixed", SOON_S).why
+    assert "instance 0 is 2 processes, and this one is 1" in world[ONE].wait(RunLost, "mixed", SOON_S).why
+    world.forget("mixed")
+    world.clean()
+
+
+def rank_pids(world: World, number: int) -> list[int]:
+    """Processes of an instance's ranks: those that listen for other instances, rank 0 first."""
+    peer = world[number].peer
+    return [_listener(address.removeprefix("unix:")) for address in (peer.address, *peer.others)]
+
+
+def _listener(path: str) -> int:
+    """The process that listens at a Unix socket."""
+    inode = next(line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(path))
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(held) == f"socket:[{inode}]" for held in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:
+            continue
+    raise AssertionError(f"nobody listens at {path}")
+
+
+@pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=LONG)])
+def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
+    world: World, expected: Expected, rank: int, how: signal.Signals
+) -> None:
+    name = f"k{rank}"
+    half(world, name, Part(60, (0, 1, 2)), (0, 1))
+    os.kill(rank_pids(world, 1)[rank], how)
+    world[1].process.join(10.0)
+    assert not world[1].process.is_alive()
+    if how == signal.SIGSTOP:
+        world.meet(without=(1,))
+    assert "instance 1" in world[0].wait(RunLost, name, 3.0).why
+    world.forget(name)
+    serves(world, expected, name, (0, 2))
+    world.again(1)
+    serves(world, expected, name + "again", (0, 1, 2))
+    for one in world.instances:
+        one.said.clear()
+    world.clean()
+
+
+@LONG
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_told_at_once(world: World, expected: Expected, seed: int) -> None:
+    """Runs of overlapping groups, pauses, chats beside them, and requests that are forgotten in the midst."""
+    chance = random.Random(seed)
+    alive: dict[str, tuple[list[int], Part]] = {}
+    for turn in range(20):
+        name, group = f"c{seed}-{turn}", tuple(chance.sample(range(3), chance.randint(1, 3)))
+        prompt = prompt_of(chance.randint(20, 160), chance.randrange(4))
+        part = Part(len(prompt), group, chance.choice(["ring", "striped"]), rows=chance.choice([0, 4, 16]))
+        world.admit(name, prompt, group, GREEDY)
+        world.compute(name, [part], 0, preemptible=True, beside=chance.random() < 0.5)
+        alive[name] = (prompt, part)
+        if chance.random() < 0.3:
+            time.sleep(0.02 * chance.random())
+            for number in chance.sample(group, len(group)):
+                world[number].tell(Forget(name))
+            del alive[name]
+        elif chance.random() < 0.5:
+            on = chance.randrange(3)
+            world.ask(on, f"{name}-s", prompt_of(30), max_tokens=4)
+            assert [t for d in world[on].answer(f"{name}-s") for t in d.tokens] == expected(prompt_of(30), 4)[0]
+        if len(alive) > 2:
+            settle(world, expected, alive)
+    settle(world, expected, alive)
+    for one in world.instances:
+        assert not [word for word in one.said if isinstance(word, RunLost)]
+        one.said.clear()
+    world.clean()
+
+
+def settle(world: World, expected: Expected, alive: dict[str, tuple[list[int], Part]]) -> None:
+    for name, (prompt, part) in alive.items():
+        word = world.done(name, part)
+        assert word.delta is not None
+        check([word.delta], *expected(prompt, 1))
+        world.forget(name)
+    alive.clear()
+
+
+def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
+    part = Part(40, (2, 1))
+    world.admit("late", prompt_of(40), part.group, GREEDY)
+    word = Compute(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
+    world[2].tell(word)
+    time.sleep(0.1)
+    world[2].tell(Pause("late"))
+    time.sleep(0.5)  # it has come to the rank by then
+    world[1].tell(word)
+    assert {word.layer for word in world.paused("late", part)} in ({1}, {2})
+    world.forget("late")
+    world.clean()

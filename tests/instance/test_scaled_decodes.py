@@ -1,0 +1,129 @@
+"""Groups that grow and shrink while they decode (LoongServe §4): exact, and nothing is left on those that have gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from test_runs import check, prompt_of
+
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
+from headway.engine.protocol import Delta
+from instance.world import Part, World
+
+Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
+PARAMS = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+
+
+class Decode:
+    """A decode that a script scales as the router would. `held`: who has any of its KV; `parts`: its runs."""
+
+    def __init__(self, world: World, name: str, prompt: list[int], count: int, parts: Sequence[Part]) -> None:
+        self.world, self.name, self.prompt, self.count = world, name, prompt, count
+        self.params = SamplingParams(**{**PARAMS, "max_tokens": count})  # type: ignore[arg-type]
+        self.deltas: list[Delta] = []
+        self.parts = list(parts)
+        self.held: set[int] = set()
+        if parts:
+            self.deltas.append(world.prefill(name, prompt, parts, logprobs=0, max_tokens=count))
+            self.held = {number for part in parts for number in part.group}
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        return tuple(token for delta in self.deltas for token in delta.tokens)
+
+    def step(self, group: tuple[int, ...], home: int | None = None) -> None:
+        """One token; all KV is with `group` then, the new token's with its first."""
+        gone = self.held - set(group)
+        order = (group[0], *sorted((self.held | set(group)) - {group[0]}))
+        joins = set(order) - self.held | ({home} if home is not None else set())
+        self.world.admit(self.name, self.prompt, sorted(joins), self.params, self.said)
+        self.parts.append(Part(1, order, in_place=True, keepers=group if gone else ()))
+        self.world.compute(self.name, self.parts, len(self.parts) - 1, drawn=self.said, home=home)
+        word = self.world.done(self.name, self.parts[-1])
+        assert word.delta is not None
+        self.deltas.append(word.delta)
+        for number in gone:
+            self.world[number].tell(Forget(self.name, for_good=False))
+        self.held = set(group)
+
+    def used(self, number: int) -> int:
+        one = self.world[number]
+        one.hear(0.3)
+        return one.stats.kv_tokens_used
+
+    def end(self, expected: Expected) -> None:
+        check(self.deltas, *expected(self.prompt, self.count))
+        self.world.forget(self.name)
+        self.world.clean()
+
+
+def test_a_group_grows_and_shrinks_between_tokens(world: World, expected: Expected) -> None:
+    """From three to two, on which both are masters in turn, over all four, to two others, one of which had left."""
+    one = Decode(world, "scaled", prompt_of(90, 11), 16, [Part(50, (0, 1), rows=8), Part(40, (0, 1, 2), rows=8)])
+    for group in (
+        (0, 1),
+        (1, 0),
+        (0, 1, 3),
+        (3, 0, 1),
+        (3, 0, 1, 2),
+        (2, 3),
+        (3, 2),
+        (3, 2),
+        (3, 1),
+        (1,),
+        (1,),
+        (1, 2),
+    ):
+        one.step(group)
+    assert not one.used(0)
+    assert not one.used(3)
+    while one.deltas[-1].finish is None:
+        one.step((2, 1))
+    one.end(expected)
+
+
+def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: World, expected: Expected) -> None:
+    prompt, count = prompt_of(70, 12), 60
+    one = Decode(world, "taken-up", prompt, count, ())
+    world.ask(2, one.name, prompt, max_tokens=count, logprobs=0)
+    world[2].until(lambda: len(world[2].deltas.get(one.name, ())) >= 3 or None)
+    world[2].tell(Halt(one.name))
+    staged = world[2].wait(Staged, one.name)
+    one.deltas = list(world[2].deltas.pop(one.name))
+    assert 3 <= len(one.said) < count, "it was taken out while it decoded"
+    assert staged.tokens == len(prompt) + len(one.said) - 1
+    one.parts, one.held = [Part(staged.tokens, (2,))], {2}
+    one.step((0, 2), home=2)
+    for group in ((0, 2), (0, 1, 2), (1, 0)):
+        one.step(group)
+    known = len(prompt) + len(one.said) - 1
+    world.admit(one.name, prompt, [2], one.params, one.said)
+    world[2].tell(Reserve(one.name, known))
+    world[2].wait(Reserved, one.name)
+    for number in (0, 1):
+        world[number].tell(Send(id=one.name, piece=number, start=0, end=known, to=2))
+    for _ in range(2):
+        world[2].wait(Arrived, one.name)
+    before = Delta(id=one.name, tokens=one.said)
+    one.deltas += world.decode(one.name, prompt, before, 2, logprobs=0, max_tokens=count)
+    one.end(expected)
+
+
+def test_a_decode_that_ends_with_the_token_under_way_is_not_staged(world: World, expected: Expected) -> None:
+    prompt = prompt_of(30, 13)
+    world.ask(1, "short", prompt, max_tokens=2, logprobs=0)
+    world[1].tell(Halt("short"))
+    world[1].tell(Halt("nobody"))
+    time.sleep(0.1)
+    found = world[1].until(
+        lambda: (
+            (d := world[1].deltas.get("short")) and (d[-1].finish or any(isinstance(w, Staged) for w in world[1].said))
+        )
+    )
+    assert found
+    if not world[1].deltas["short"][-1].finish:
+        assert world[1].wait(Staged, "short").tokens == len(prompt)
+    world.forget("short")
+    world.clean()

@@ -1,0 +1,147 @@
+"""What an engine says to its ranks about a run, and what it makes of their words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from headway.core.batch import KvOp
+from headway.core.errors import InvariantError
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.core.span import Run
+from headway.worker.run_notes import (
+    Begin,
+    Begun,
+    Broken,
+    Cease,
+    Edge,
+    Ended,
+    Finish,
+    Given,
+    Go,
+    Halted,
+    Hold,
+    Keep,
+    On,
+    RunFromRank,
+    Through,
+    Want,
+    to_rank,
+)
+from headway.worker.run_ranks import RunError, RunRanks
+
+Answers = dict[type, list[list[RunFromRank]]]
+
+
+class Ranks:
+    """An executor of two ranks that answer by a script: to each kind of word, what each says, in turn."""
+
+    layout = SimpleNamespace(accelerators=2)
+
+    def __init__(self, answers: Answers) -> None:
+        self.told: list[object] = []
+        self.replayed: list[tuple[KvOp, ...]] = []
+        self._answers, self._mail = answers, list[tuple[int, RunFromRank]]()
+        self.runs = RunRanks(self, lambda: (KvOp("rename", "r", 0, before="r/runs"),))  # type: ignore[arg-type]
+
+    def aside(self, body: bytes) -> None:
+        word = to_rank.decode(body)
+        self.told.append(word)
+        if answers := self._answers.get(type(word)):
+            self._mail += enumerate(answers.pop(0))
+
+    def replay(self, ops: tuple[KvOp, ...]) -> None:
+        self.told.append(ops)
+
+    def attend(self, timeout_s: float) -> None:
+        if self._mail:
+            self.runs.hear(*self._mail.pop(0))
+
+    def begin(self, room: Callable[[int, bool], list[tuple[int, int]]] = lambda *_: [(0, 64)]) -> None:
+        self.runs.admit("r", memoryview(b"\1\0\0\0"), SamplingParams(max_tokens=1), ())
+        self.runs.begin("r", Run(0, 50, (0,)), (), True, (), room, lambda: None)
+
+
+def both(word: RunFromRank) -> list[RunFromRank]:
+    return [word, word]
+
+
+READY: Answers = {Begin: [both(Want("r", 50, False))], Given: [both(Begun("r"))]}
+
+
+def kinds(told: list[object]) -> list[type]:
+    return [type(word) for word in told]
+
+
+def test_room_is_given_behind_the_operations_that_made_it() -> None:
+    ranks = Ranks(READY | {Given: [both(Want("r", 20, True)), both(Begun("r"))]})
+    asked: list[tuple[int, bool]] = []
+
+    def room(tokens: int, anew: bool) -> list[tuple[int, int]]:
+        asked.append((tokens, anew))
+        return [(8, 56)]
+
+    ranks.begin(room)
+    assert asked == [(50, False), (20, True)]
+    assert kinds(ranks.told) == [Keep, Begin, tuple, Given, tuple, Given]
+    assert ranks.told[-1] == Given("r", ((8, 56),))
+
+
+def test_a_pause_is_told_once_and_what_is_kept_is_that_of_all_ranks() -> None:
+    halted = Halted("r", 16, 1, 100, 10, 200)
+    ranks = Ranks(READY | {Begin: [both(Begun("r"))], Go: [[], both(Through("r"))], Hold: [both(halted)]})
+    ranks.begin()
+    answers = iter([False, True, True, True])
+    assert not ranks.runs.go("r", lambda: next(answers), lambda layers: None)
+    assert [word for word in ranks.told if isinstance(word, Hold | Go)] == [Go("r", False, False), Hold("r")]
+    tokens, layer, saved = ranks.runs.saved("r")
+    assert (tokens, layer) == (16, 1)
+    assert (saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end) == (200, 20, 400)
+    assert ranks.runs.go("r", lambda: True, lambda layers: None)
+    assert ranks.told[-1] == Go("r", True, False)
+
+
+def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
+    answers: Answers = {
+        Begin: [both(Begun("r"))],
+        Go: [both(Edge("r", 1))],
+        On: [both(Edge("r", 2)), both(Through("r"))],
+    }
+    ranks = Ranks(answers)
+    ranks.begin()
+    layers: list[int] = []
+    assert ranks.runs.go("r", None, layers.append, True)
+    assert layers == [1, 2]
+
+
+def test_kv_that_becomes_the_request_s_own_is_told_before_its_decode() -> None:
+    first = Emitted("r", 7, None)
+    ended: list[RunFromRank] = [Ended("r", first, False, 50), Ended("r", None, False, 50)]
+    ranks = Ranks(READY | {Begin: [both(Begun("r"))], Finish: [ended]})
+    ranks.begin()
+    assert ranks.runs.finish("r", True) == (first, False)
+    assert ranks.runs.whole("r", 50)
+    assert not ranks.runs.whole("r", 51)
+    ranks.runs.forget("r")
+    assert kinds(ranks.told)[-2:] == [tuple, Cease]
+    ranks.runs.forget("r")
+    assert kinds(ranks.told).count(Cease) == 1
+    assert "r" not in ranks.runs
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_one_rank_that_cannot_go_on_ends_the_run(order: int) -> None:
+    words: list[RunFromRank] = [Through("r"), Broken("r", "a peer is gone")]
+    ranks = Ranks(READY | {Begin: [both(Begun("r"))], Go: [words[:: 1 - 2 * order]]})
+    ranks.begin()
+    with pytest.raises(RunError, match="a peer is gone"):
+        ranks.runs.go("r", None, lambda layers: None)
+
+
+def test_ranks_that_differ_are_an_error_of_ours() -> None:
+    ranks = Ranks(READY | {Begin: [[Begun("r"), Want("r", 5, False)]]})
+    with pytest.raises(InvariantError, match="differ"):
+        ranks.begin()

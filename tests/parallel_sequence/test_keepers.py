@@ -1,0 +1,101 @@
+"""Groups that shrink while they decode: what those that leave hold goes to those that stay; answers are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompts import SHAPE, Model, Part
+from test_parity import check
+from test_schedules import CONFIG, contents, moved
+
+from checkpoints import make_tiny
+from headway.core.errors import ConfigError
+from headway.core.span import Strategy
+from headway.parallel.sequence.chunk import ChunkPlan
+from headway.parallel.sequence.group import ChunkSpec, SpGroup
+from headway.parallel.sequence.layout import EMPTY, Held, KvLayout
+from headway.parallel.sequence.pieces import layout_after
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(make_tiny("llama", Path(tmp_path_factory.mktemp("model")), **SHAPE))
+
+
+def one(tokens: int, ranks: int, keepers: int = 0) -> Part:
+    return Part(tokens, ranks, order="first", in_place=True, keepers=keepers)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_group_shrinks_and_grows_between_tokens(model: Model, tp: int) -> None:
+    parts = [Part(21, 4), one(1, 4), one(1, 4, 2), one(1, 2), one(1, 2), one(1, 4), one(3, 4, 2), one(1, 4)]
+    check(model, parts if tp == 1 else [Part(21, 4), one(1, 4, 2), one(1, 2), one(1, 4)], tp)
+
+
+@st.composite
+def shrinks(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
+    """KV anyhow over some of a group's ranks, and a token with which only some of them keep any."""
+    ranks = tuple(draw(st.permutations(range(draw(st.integers(1, 5))))))
+    tokens = draw(st.integers(1, 40))
+    owner = np.array(draw(st.lists(st.sampled_from(ranks), min_size=tokens, max_size=tokens)))
+    heads = range(CONFIG.kv_heads)
+    held = {rank: Held(heads, np.flatnonzero(owner == rank)) for rank in ranks if (owner == rank).any()}
+    keepers = {ranks[0], *draw(st.sets(st.sampled_from(ranks)))}
+    spec = ChunkSpec(tokens, tokens + 1, SpGroup(ranks), Strategy("ring"), "first", False, True, tuple(sorted(keepers)))
+    return held, spec
+
+
+@settings(max_examples=200)
+@given(shrinks())
+def test_who_stays_keeps_what_it_has_and_gets_an_even_share_of_the_rest(case: tuple[KvLayout, ChunkSpec]) -> None:
+    held, spec = case
+    chunk = ChunkPlan(spec, held, CONFIG)
+    assert sorted(np.concatenate([one.positions for one in chunk.after.values()])) == list(range(spec.end))
+    sizes, grown = {}, []
+    for rank in spec.group.ranks:
+        before = held[rank].positions if rank in held else np.empty(0, dtype=np.int64)
+        after = chunk.history[rank].positions
+        if rank not in spec.keepers:
+            assert not len(chunk.after[rank].positions)
+            continue
+        assert np.array_equal(after[: len(before)], before)
+        sizes[rank] = len(after)
+        grown += [len(after)] if len(after) > len(before) else []
+    if grown:
+        assert max(grown) - min(grown) <= 1
+        assert max(grown) <= min(sizes.values()) + 1
+    marks = moved(held, chunk.history)
+    assert all(np.array_equal(found, marks[rank]) for rank, found in contents(chunk.history).items())
+    after = layout_after([spec], held, CONFIG)
+    assert {r: h.positions.tolist() for r, h in after.items()} == {
+        r: h.positions.tolist() for r, h in chunk.after.items()
+    }
+    smaller = ChunkSpec(spec.end, spec.end + 1, SpGroup(spec.keepers), Strategy("ring"), "first", False, True)
+    assert set(ChunkPlan(smaller, chunk.after, CONFIG).after) == set(spec.keepers), "who has left is not needed"
+
+
+def test_several_single_tokens_are_laid_out_as_one_run() -> None:
+    def decoded(start: int, end: int) -> ChunkSpec:
+        return ChunkSpec(start, end, SpGroup((2, 0, 1)), Strategy("ring"), "first", False, True)
+
+    begin = layout_after([ChunkSpec(0, 9, SpGroup((0, 1)), Strategy("ring"))], EMPTY, CONFIG)
+    by_one, at_once = begin, layout_after([decoded(9, 14)], begin, CONFIG)
+    for at in range(9, 14):
+        by_one = layout_after([decoded(at, at + 1)], by_one, CONFIG)
+    assert {r: h.positions.tolist() for r, h in by_one.items()} == {r: h.positions.tolist() for r, h in at_once.items()}
+    assert at_once[2].positions.tolist() == [9, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("keepers", "in_place", "order"),
+    [((1,), True, "first"), ((0, 7), True, "first"), ((0,), False, "zigzag")],
+)
+def test_keepers_that_cannot_be_are_refused(keepers: tuple[int, ...], in_place: bool, order: str) -> None:
+    with pytest.raises(ConfigError, match="keepers"):
+        ChunkSpec(3, 4, SpGroup((0, 1)), Strategy("ring"), order, False, in_place, keepers)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="order 'first'"):
+        ChunkSpec(3, 4, SpGroup((0, 1)), Strategy("ring"), "first")

@@ -1,0 +1,223 @@
+"""Decodes that a policy pauses, moves, or gives another group while they decode."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fake_instances import FakeCluster, answer
+from routers import ask, prompt, running, until
+
+from headway.cluster.transfers import Piece
+from headway.core.sampling import SamplingParams
+from headway.engine.cluster_messages import Compute, Forget, Halt, Reserve, Run, RunDone, Send
+from headway.engine.protocol import Delta, Submit
+from headway.router.asked import Asked
+from headway.router.attempt import Attempt, Attempts
+from headway.router.fleet import Fleet
+from headway.router.moves import Moves
+from headway.router.stays import Stays
+from headway.router.steps import Steps
+
+
+class _Fleet(Fleet):
+    """Of instances with so much room, which keeps what they are told."""
+
+    def __init__(self, *rooms: int) -> None:
+        self.told: list[tuple[int, Any]] = []
+        super().__init__(cast(Any, self._one(number, room)) for number, room in enumerate(rooms))
+
+    def _one(self, number: int, room: int) -> object:
+        def tell(message: Any, *frames: Any) -> None:
+            self.told.append((number, message))
+
+        return SimpleNamespace(
+            number=number, tell=tell, moves_kv=True, computes_runs=True, submit=tell, abort=lambda wire: None,
+            info=SimpleNamespace(kv_tokens_total=room), stats=SimpleNamespace(kv_tokens_used=0),
+        )  # fmt: skip
+
+    def take(self, kind: type) -> list[tuple[int, Any]]:
+        """Messages of a kind since the last time; others are dropped."""
+        told, self.told[:] = list(self.told), []
+        return [(number, message) for number, message in told if isinstance(message, kind)]
+
+
+class _World:
+    """One decode, of a prompt of 100 tokens."""
+
+    def __init__(self, *rooms: int, in_place: bool = True) -> None:
+        self.fleet, self.attempts, self.sent = _Fleet(*rooms), Attempts(), list[Piece]()
+        self.moves, steps = Moves(self.fleet, self.sent.append), Steps(self.fleet)
+        self.stays = Stays(self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None)
+        asked = Asked(Submit(id="r", prompt_tokens=100, params=SamplingParams(max_tokens=50), received_s=0.0), b"")
+        self.attempt = attempt = Attempt(asked, asked.try_again())
+        self.attempts.add(attempt)
+        attempt.journey = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False))
+        attempt.asked.told.append(7)
+        self.steps = steps
+
+    def token(self) -> list[Compute]:
+        """All of the group under way are done; what follows is told."""
+        attempt = self.attempt
+        (run,) = {message.run for _, message in self.fleet.take(Compute)}
+        assert set(run.group) == attempt.running
+        for number in run.group:
+            index = attempt.step or 0
+            delta = Delta(id="r", tokens=(7,)) if number == run.group[0] else None
+            self.stays.computed(number, attempt, RunDone(id="r", index=index, began_s=0.0, ended_s=0.0, delta=delta))
+        return [message for _, message in self.fleet.told if isinstance(message, Compute)]
+
+    def wants(self, *group: int) -> None:
+        """The policy enqueues it on a group."""
+        self.stays.leave(self.attempt)
+        self.stays.enter(self.attempt, group, "decode")
+        self.stays.pump()
+
+
+def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> None:
+    world = _World(500, 500, 900, 500)
+    attempt = world.attempt
+    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1))], (0, 1), {0, 1}
+    world.stays.enter(attempt, (0, 1), "decode")
+    world.token()
+    world.token()
+    world.wants(0, 1, 2)
+    grown = world.token()[0]
+    assert (grown.run.group, grown.run.keepers) == ((2, 0, 1), ()), "who joins gets what is decoded from now on"
+    assert grown.before == (Run(0, 100, (0, 1)), Run(100, 103, (0, 1), grown.run.strategy, in_place=True))
+    assert len(grown.drawn) == attempt.said
+    world.wants(1, 2)
+    shrunk = world.token()[0]
+    assert (shrunk.run.group, shrunk.run.keepers, shrunk.before) == ((2, 0, 1), (1, 2), ())
+    assert attempt.spread == (0, 1, 2)
+    follows = world.token()[0]
+    assert (follows.run.group, attempt.spread) == ((2, 1), (1, 2))
+    assert world.fleet.take(Forget) == [(0, Forget(attempt.wire, for_good=False))]
+    assert attempt.admitted == {1, 2}
+    assert attempt.left == {0}
+    assert (world.steps.grown, world.steps.shrunk) == (1, 1)
+
+
+def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
+    world = _World(500, 500)
+    attempt = world.attempt
+    attempt.runs, attempt.spread = [Run(0, 100, (0, 1))], (0, 1)
+    world.stays.enter(attempt, (0, 1), "decode")
+    assert world.token()[0].run.group == (0, 1)
+    cast(Any, world.fleet[0].stats).kv_tokens_used = 470
+    assert world.token()[0].run.group == (1, 0)
+    assert world.token()[0].run.group == (1, 0)
+
+
+def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:
+    world = _World(500, 100)
+    attempt = world.attempt
+    attempt.runs, attempt.spread = [Run(0, 100, (0, 1))], (0, 1)
+    world.stays.enter(attempt, (1,), "decode")
+    assert attempt.step is not None, "instance 1 has no room for all of it"
+    world.wants(0)
+    world.token()
+    assert attempt.gathers
+    assert world.fleet.take(Reserve) == [(0, Reserve(attempt.wire, 101))]
+
+
+def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
+    world = _World(500, 500)
+    attempt = world.attempt
+    attempt.at, attempt.whole, attempt.wanted = 1, {1}, (1,)
+    world.wants(1)
+    assert not world.fleet.take(Halt), "it is where it is wanted"
+    world.wants(0, 1)
+    world.wants(0, 1)
+    assert world.fleet.take(Halt) == [(1, Halt(attempt.wire))]
+    attempt.asked.told += [7, 7]
+    world.stays.staged(attempt, 1)
+    message = next(message for _, message in world.fleet.told if isinstance(message, Compute))
+    assert (message.run.start, message.run.group) == (102, (0, 1))
+    assert (message.home, message.before) == (1, (Run(0, 102, (1,)),))
+    assert world.token()[0].home is None
+
+
+def test_a_decode_that_is_moved_stops_first_and_all_that_it_has_said_by_then_is_sent() -> None:
+    world = _World(500, 500)
+    attempt = world.attempt
+    attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
+    world.stays.leave(attempt)
+    known = attempt.request.prompt_tokens + attempt.said
+    world.moves.announced(attempt, 1)
+    world.moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, known))
+    world.stays.pump()
+    assert [type(message) for _, message in world.fleet.told] == [Halt]
+    attempt.asked.told += [7, 7, 7]
+    world.stays.staged(attempt, 0)
+    world.moves.reserved(attempt, 1)
+    (room,) = [message for _, message in world.fleet.told if isinstance(message, Reserve)]
+    ((source, send),) = world.fleet.take(Send)
+    assert (room.tokens, source, send.end) == (103, 0, 103)
+    attempt.moving[send.piece].then()
+    assert len(world.sent) == 1
+    attempt.journey.kv_at = {1}
+    world.stays.enter(attempt, (1,), "decode")
+    assert attempt.at == 1
+    assert world.fleet.take(Forget) == [(0, Forget(attempt.wire, for_good=False))]
+
+
+def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
+    world = _World(500, 500)
+    attempt = world.attempt
+    attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
+    world.stays.leave(attempt)
+    world.moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, 101))
+    attempt.finished = True
+    world.moves.begun(attempt)
+    assert len(world.sent) == 1
+    assert not world.fleet.take(Send)
+
+
+def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
+    world = _World(500, 500, 500)
+    attempt = world.attempt
+    attempt.asked.told.clear()
+    attempt.journey.phase = "prefill"
+    world.stays.enter(attempt, (0,), "prefill")
+    world.moves.reserve(attempt, 2)
+    world.moves.reserved(attempt, 2)
+    before = attempt.wire
+    world.stays.leave(attempt)
+    world.stays.enter(attempt, (1,), "prefill")
+    world.fleet.take(Forget)
+    world.moves.reserve(attempt, 2)
+    assert attempt.wire != before
+    assert world.fleet.take(Reserve) == [(2, Reserve(attempt.wire, 100))]
+    assert not attempt.room[2], "what was kept under the old name is not there any more"
+
+
+def test_a_decode_that_an_instance_has_not_all_kv_of_begins_anew() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.002, token_s=0.002)
+        async with running(fake, ("prefill", "decode"), "tetris", {"sizes": [1]}) as client:
+            asked = asyncio.create_task(ask(client, "r", prompt(1, 60), 20))
+            await until(lambda: fake.processes[1].scheduled)
+            (name,) = fake.processes[1].scheduled
+            fake.processes[1]._leave(name)
+            fake.processes[1]._delta(Delta(id=name, finish="error", error="KV of it has not all come", param="id"))
+            assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
+
+    asyncio.run(run())
+
+
+def test_groups_grow_while_they_decode_and_answers_stay() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.002, token_s=0.001, send_s=0.0005)
+        async with running(fake, ("mixed",) * 3, "loongserve", {"decode_batch": 1}, True) as client:
+            prompts = [prompt(seed, length) for seed, length in enumerate((60, 40, 300, 20, 90, 50))]
+            asks = [asyncio.create_task(ask(client, f"r{i}", ids, 60)) for i, ids in enumerate(prompts)]
+            answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
+            assert answers == [answer(ids, 60) for ids in prompts]
+            report = client.report()
+            assert report.decodes_moved
+            assert report.groups_grown
+            assert any(message.home is not None for message in fake.said(Compute))
+
+    asyncio.run(run())

@@ -1,0 +1,127 @@
+"""The connector over NIXL (UCX on this host): every byte to its slot, nothing after `forget`, ends that go are told of.
+
+Only where NIXL is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_ends import LAYERS, SLOTS, End, meet
+
+from headway.transfer.connector import Save
+from headway.transfer.peers import Peer
+
+pytest.importorskip("nixl")
+
+WIDE = 1 << 13
+Make = Callable[..., list[End]]
+
+SENDS = """
+import sys, threading, numpy as np
+from pathlib import Path
+from kv_ends import LAYERS, SLOTS, End
+from headway.transfer.connector import Save
+from headway.transfer.peers import Peer
+folder = Path(sys.argv[1])
+end = End(1, folder, connector="nixl")
+end.cache = np.full((LAYERS, 2, 2, SLOTS, 8192), 7, dtype=np.uint8)
+end.peers.meet([Peer(n, 0, f"unix:{folder}/{n}") for n in (0, 1)])
+positions = np.arange(SLOTS)
+end.save(Save("a", 1, 0), end.part(positions, positions))
+end.connector.save_kv_layer(Save("b", 2, 0), 0, end.part(positions, positions))
+print("up", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[End] = []
+
+    def make(count: int) -> list[End]:
+        for number in range(count):
+            end = End(number, tmp_path, connector="nixl")
+            end.cache = np.random.default_rng(number).integers(0, 255, (LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
+            made.append(end)
+        meet(*made)
+        return made
+
+    yield make
+    for end in made:
+        end.close()
+
+
+def test_much_more_than_an_arena_holds_comes_whole_both_ways(make: Make) -> None:
+    one, two = make(2)
+    positions = np.arange(SLOTS // 2)
+    for turn in range(4):
+        for here, there in ((one, two), (two, one)):
+            name = f"{here.number}.{turn}"
+            there.open(name, SLOTS // 2, ((SLOTS // 2, SLOTS // 2),))
+            here.save(Save(name, 1, there.number), here.part(positions, positions[::-1].copy()))
+        for here, there in ((one, two), (two, one)):
+            there.until(lambda there=there, turn=turn: len(there.received) == turn + 1)  # type: ignore[misc]
+            half = here.cache[:, :, :, : SLOTS // 2]
+            assert np.array_equal(there.cache[:, :, :, SLOTS // 2 :], half[:, :, :, ::-1])
+    assert one.lost == two.lost == []
+    assert one.connector._lanes[1][0]._ring.bytes <= 2 << 20  # type: ignore[attr-defined]
+
+
+def test_slots_may_change_and_what_was_forgotten_is_not_written(make: Make) -> None:
+    sender, receiver = make(2)
+    positions, before = np.arange(SLOTS), sender.cache.copy()
+    receiver.open("a", SLOTS, ((0, SLOTS),))
+    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    sender.connector.wait_for_save("a")
+    sender.cache[:] = 0
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, before)
+    receiver.open("b", SLOTS, ((0, SLOTS),))
+    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    receiver.connector.forget("b")
+    receiver.peers.forget("b")
+    held = receiver.cache.copy()
+    receiver.open("c", 1, ((0, 1),))
+    sender.save(Save("c", 3, 1), sender.part(positions[:1], positions[:1]))
+    receiver.until(lambda: len(receiver.received) == 2)
+    assert np.array_equal(receiver.cache[:, :, :, 1:], held[:, :, :, 1:])
+    assert receiver.lost == []
+
+
+def test_a_sender_that_is_killed_is_told_and_another_life_is_read(tmp_path: Path) -> None:
+    end = End(0, tmp_path, connector="nixl")
+    end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    for life in range(2):
+        for name in "ab":
+            end.open(name, SLOTS, ((0, SLOTS),))
+        (tmp_path / "1").unlink(missing_ok=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", SENDS, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            end.peers.meet([Peer(0, 0, f"unix:{tmp_path}/0"), Peer(1, 0, f"unix:{tmp_path}/1")])
+            end.until(lambda life=life: len(end.received) == life + 1, 60.0)  # type: ignore[misc]
+            assert np.all(end.cache == 7)
+            end.until(lambda: end.connector.get_num_new_matched_tokens("b") == SLOTS // LAYERS)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        end.until(lambda life=life: len(end.lost) == life + 1)  # type: ignore[misc]
+        assert end.lost[-1].request == "b"
+        for name in "ab":
+            end.connector.forget(name)
+        end.cache[:] = 0
+        time.sleep(0.05)
+    end.close()

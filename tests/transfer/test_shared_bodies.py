@@ -1,0 +1,348 @@
+"""Bodies in shared memory: that they are there, that what it holds is bounded, and every way in which it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_ends import LAYERS, SLOTS, End, meet
+
+from headway.transfer import connection
+from headway.transfer.ahead import Ahead
+from headway.transfer.connection import Connection
+from headway.transfer.connector import Save
+from headway.transfer.frames import Frame, Kind, head
+from headway.transfer.peers import Peer, Peers, Place, Room
+
+ARENA = 1 << 16
+WIDE = 1 << 12
+Make = Callable[..., list[End]]
+
+HANGS = """
+import sys, threading
+from pathlib import Path
+from kv_ends import End
+from headway.transfer.peers import Peer
+number, folder = int(sys.argv[1]), Path(sys.argv[2])
+end = End(number, folder)
+end.peers.handle(lambda *_: print("got", flush=True) or threading.Event().wait())
+end.peers.meet([Peer(n, 0, f"unix:{folder}/{n}") for n in (0, 1)])
+print("up", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[End] = []
+    monkeypatch.setattr("headway.transfer.outlet.PACKET_BYTES", 1 << 20)
+
+    def make(count: int, arena_bytes: int = ARENA) -> list[End]:
+        for number in range(count):
+            end = End(number, tmp_path, arena_bytes=arena_bytes)
+            end.cache = np.random.default_rng(number).integers(0, 255, (LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
+            made.append(end)
+        meet(*made)
+        return made
+
+    yield make
+    for end in made:
+        end.close()
+
+
+def up(end: End, to: int) -> Connection:
+    found = end.peers._connections[to]
+    end.until(lambda: found.up)
+    return found
+
+
+def say(by: Connection, frame: bytes) -> None:
+    """A frame's head, whatever it says."""
+    by._leave(connection._Leaving("r", [memoryview(frame)], connection.Ticket(), None))
+
+
+def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) -> None:
+    sender, receiver = make(2, 1 << 22)
+    receiver.open("a", SLOTS, ((0, SLOTS),))
+    positions = np.arange(SLOTS)
+    there = up(receiver, 0)
+    read, inline = there._body, list[int]()
+
+    def body(ahead: Ahead, frame: Frame) -> bool:
+        inline.append(frame.length)
+        return read(ahead, frame)
+
+    there._body = body  # type: ignore[method-assign]
+    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, sender.cache)
+    assert there._reader.messages > LAYERS
+    assert inline == [0]  # the end of the piece
+
+
+def test_an_arena_of_a_few_bodies_moves_any_number(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.transfer.outlet.PACKET_BYTES", WIDE * 4)
+    sender, receiver, other = make(3)
+    receiver.open("a", SLOTS, ((0, SLOTS),))
+    receiver.open("b", SLOTS // 2, ((0, SLOTS // 2),))
+    positions = np.arange(SLOTS)
+    sender.save(Save("a", 1, 1), sender.part(positions, positions[::-1].copy()))
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, sender.cache[:, :, :, ::-1])
+    other.save(Save("b", 2, 1), other.part(positions[: SLOTS // 2], positions[::2].copy()))
+    receiver.until(lambda: len(receiver.received) == 2)
+    assert np.array_equal(receiver.cache[:, :, :, : SLOTS // 2], other.cache[:, :, :, ::2])
+
+
+def test_a_slow_receiver_costs_an_arena_and_what_changes_meanwhile_is_copied(make: Make) -> None:
+    sender, receiver = make(2, 1 << 22)
+    receiver.open("a", SLOTS, ((0, SLOTS),))
+    sent, before, positions = up(sender, 1), sender.cache.copy(), np.arange(SLOTS)
+    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.until(lambda: sent._ring.bytes >= 3 << 20)
+        time.sleep(0.05)
+        assert sent._ring.bytes <= 1 << 22
+        outlet = sender.connector._outlets[1]  # type: ignore[attr-defined]
+        assert outlet._bytes == 0
+        assert outlet._queue
+        sender.connector.wait_for_save("a")
+        sender.cache[:] = 0
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, before)
+
+
+def test_what_is_forgotten_while_it_waits_for_room_leaves_room_for_the_rest(make: Make) -> None:
+    sender, receiver = make(2, 1 << 22)
+    for name in "ab":
+        receiver.open(name, SLOTS, ((0, SLOTS),))
+    sent, positions = up(sender, 1), np.arange(SLOTS)
+    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.until(lambda: sent._ring.bytes >= 3 << 20)
+        sender.connector.forget("a")
+        sender.peers.forget("a")
+        sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    assert [got.request for got in receiver.received] == ["b"]
+    assert np.array_equal(receiver.cache, sender.cache)
+    assert sender.lost == receiver.lost == []
+
+
+def test_forget_waits_for_the_copy_under_way_and_nothing_is_written_after(make: Make) -> None:
+    sender, receiver = make(2)
+    begun, go_on = threading.Event(), threading.Event()
+    wrote: list[str] = []
+
+    def write(body: object) -> None:
+        begun.set()
+        go_on.wait()
+        wrote.append("all")
+
+    receiver.peers.handle(lambda *_: Place((), lambda: wrote.append("complete"), write))
+    here = up(sender, 1)
+    for _ in range(2):
+        room = here.room(connection.SMALL, lambda: None)
+        assert room is not None
+        assert room.taken is not None
+        here.push("r", b"", room)
+    assert begun.wait(5.0)
+    forgets = threading.Thread(target=receiver.peers.forget, args=("r",))
+    forgets.start()
+    forgets.join(0.05)
+    assert forgets.is_alive()
+    go_on.set()
+    forgets.join(5.0)
+    assert not forgets.is_alive()
+    sender.peers.push(1, "s", b"", [b"x"])
+    receiver.until(lambda: receiver.peers._connections[0]._reader.messages == 2)
+    assert wrote.count("all") <= 2  # "r" and "s"
+    assert wrote[0] == "all"
+
+
+def test_what_has_ceased_is_not_complete_and_may_come_again(make: Make) -> None:
+    """The place of a body that is being written may be given to others: it is not, before that has ended."""
+    sender, receiver = make(2)
+    begun, go_on = threading.Event(), threading.Event()
+    wrote: list[str] = []
+
+    def write(body: object) -> None:
+        begun.set()
+        go_on.wait()
+        wrote.append("all")
+
+    receiver.peers.handle(lambda *_: Place((), lambda: wrote.append("complete"), write))
+    here = up(sender, 1)
+    for turn in ("first", "again"):
+        room = here.room(connection.SMALL, lambda: None)
+        assert room is not None
+        here.push("r", b"", room)
+        if turn == "again":
+            break
+        assert begun.wait(5.0)
+        receiver.peers.cease("other")  # which is not what is written
+        ceases = threading.Thread(target=receiver.peers.cease, args=("r",))
+        ceases.start()
+        ceases.join(0.05)
+        assert ceases.is_alive()
+        go_on.set()
+        ceases.join(5.0)
+        assert not ceases.is_alive()
+        receiver.until(lambda: receiver.peers._connections[0]._reader.messages == 1)
+        assert wrote == ["all"]
+    receiver.until(lambda: wrote == ["all", "all", "complete"])
+
+
+@pytest.mark.parametrize(("at", "length"), [(ARENA, 64), (ARENA - 64, 128), (-2, 64), (2**62, 64), (0, ARENA)])
+def test_places_outside_the_arena_end_the_connection(make: Make, at: int, length: int) -> None:
+    sender, receiver = make(2)
+    there, wrote = up(receiver, 0), []
+    receiver.peers.handle(lambda *_: Place((), lambda: None, wrote.append))
+    here = up(sender, 1)
+    say(here, head(Kind.PUSH, 0, "r", b"", length, at))
+    receiver.until(lambda: there.ended is not None)
+    assert f"{length} bytes at {at} are in no arena" in str(there.ended)
+    assert wrote == []
+
+
+@pytest.mark.parametrize("messages", [1, -1, 2**40])
+def test_a_count_of_what_was_never_sent_ends_the_connection(make: Make, messages: int) -> None:
+    sender, receiver = make(2)
+    there, here = up(receiver, 0), up(sender, 1)
+    say(there, head(Kind.READ, 0, "", b"", 0, messages))
+    sender.until(lambda: here.ended is not None)
+    assert f"{messages} messages read, of 0" in str(here.ended)
+
+
+def test_a_message_in_an_arena_that_there_is_not_ends_the_connection(make: Make) -> None:
+    sender, receiver = make(2, 0)
+    there, here = up(receiver, 0), up(sender, 1)
+    say(here, head(Kind.PUSH, 0, "r", b"", 64, 0))
+    receiver.until(lambda: there.ended is not None)
+    assert "are in no arena" in str(there.ended)
+
+
+def test_a_connection_that_is_cut_gets_another_arena(make: Make) -> None:
+    sender, receiver = make(2)
+    here, positions = up(sender, 1), np.arange(SLOTS)
+    room = here.room(connection.SMALL, lambda: None)
+    assert room is not None
+    cut = here._socket
+    assert cut is not None
+    cut.shutdown(socket.SHUT_RDWR)
+    sender.until(lambda: here.ended is not None)
+    with pytest.raises(connection.PeerLostError):
+        here.push("r", b"", room).wait()
+    asked = here.room(connection.SMALL, lambda: None)
+    assert asked is not None
+    assert asked.taken is None
+    sender.until(lambda: sender.peers._connections.get(1) not in (None, here))
+    receiver.open("a", SLOTS, ((0, SLOTS),))
+    again = up(sender, 1)
+    up(receiver, 0)
+    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, sender.cache)
+    assert again._arena is not None
+    assert again._arena is not here._arena
+
+
+def test_one_end_without_an_arena_still_reads_the_others(tmp_path: Path) -> None:
+    """Each direction has its own: here the mapping fails on one side only."""
+    ends = [End(number, tmp_path, arena_bytes=size) for number, size in enumerate((ARENA, 128))]
+    try:
+        meet(*ends)
+        assert up(ends[0], 1)._arena is not None
+        assert up(ends[1], 0)._arena is None
+    finally:
+        for end in ends:
+            end.close()
+
+
+class Child:
+    """Another process with an end, which hangs in what comes. Killed with the test."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HANGS, str(number), str(folder)],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.says("up")
+
+    def says(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == word
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:headway-kv")
+
+
+def test_a_receiver_that_is_killed_with_a_full_arena_is_told_and_nothing_stays(tmp_path: Path) -> None:
+    def state() -> tuple[int, int]:
+        return mapped(), len(os.listdir("/proc/self/fd"))
+
+    before = state()
+    end, child = End(0, tmp_path), Child(1, tmp_path)
+    end.cache = np.ones((LAYERS, 2, 2, SLOTS, 1 << 16), dtype=np.uint8)
+    positions = np.arange(SLOTS)
+    try:
+        end.peers.meet([Peer(n, 0, f"unix:{tmp_path}/{n}") for n in (0, 1)])
+        up(end, 1)
+        assert mapped() == before[0] + 2
+        end.save(Save("a", 1, 1), end.part(positions, positions))
+        child.says("got")
+        end.until(lambda: end.peers._connections[1]._ring.bytes > 6 << 20)
+        end.connector.wait_for_save("a")
+        child.end()
+        end.until(lambda: bool(end.lost))
+        assert [lost.request for lost in end.lost] == ["a"]
+        assert "instance 1" in end.lost[0].why
+        end.until(lambda: not end.connector._outlets[1]._queue)  # type: ignore[attr-defined]
+    finally:
+        child.end()
+        end.close()
+    end_s = time.monotonic() + 5.0
+    while state() != before:
+        assert time.monotonic() < end_s, (state(), before)
+        time.sleep(0.02)
+
+
+def test_rooms_of_a_socket_are_memory_of_their_own(tmp_path: Path) -> None:
+    peers = [Peers(number, 0, f"unix:{tmp_path}/{number}", arena_bytes=0) for number in (0, 1)]
+    got = bytearray(10)
+    done = threading.Event()
+    peers[1].handle(lambda *_: Place([memoryview(got)], done.set))
+    for each in peers:
+        each.meet([Peer(one.number, 0, one.address) for one in peers])
+    line = peers[0].line("r", (1,))
+    asked = threading.Event()
+    room: Room | None = None
+    while (room := line.room(1, 10, asked.set)) is None:
+        assert asked.wait(5.0)
+        asked.clear()
+    assert room.taken is None
+    room.view[:] = range(10)
+    line.push_from(1, b"", room)
+    assert done.wait(5.0)
+    assert got == bytes(range(10))
+    for each in peers:
+        each.close()
