@@ -325,8 +325,7 @@ def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
     world.clean()
 
 
-@LONG
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=LONG) for seed in (0, 1, 3, 4, 5, 6, 7))])
 def test_whatever_is_told_at_once(world: World, expected: Expected, seed: int) -> None:
     """Runs of overlapping groups, pauses, chats beside them, and requests that are forgotten in the midst."""
     chance = random.Random(seed)

@@ -64,7 +64,10 @@ class Rank:
 
     def turn(self) -> None:
         """Take the next message, or carry out the next plan; waits for one. A run calls it where all ranks of the
-        instance do."""
+        instance do, and may have begun with words behind its own that have come already."""
+        if self._due:
+            self._attend()
+            return
         frames = self._channel.receive(wait=not self._queue)
         if frames is not None:
             self._hear(_decoder.decode(frames[0]), frames[1:])
@@ -168,8 +171,12 @@ class Rank:
 
     def _attend(self) -> None:
         """What concerns KV that moves, as far as the plans before it have been followed."""
-        while self._kv is not None and self._asides and self._asides[0].after <= self._followed and not self._leaves:
+        while self._kv is not None and self._due:
             self._kv.hear(self._asides.popleft().body)
+
+    @property
+    def _due(self) -> bool:
+        return bool(self._asides) and self._asides[0].after <= self._followed and not self._leaves
 
     def _halt(self, seq: int, why: str) -> None:
         self._queue.clear()
