@@ -53,6 +53,19 @@ def answers(futures: list[Future[list[int]]]) -> list[list[int]]:
     return [future.result() for future in futures]
 
 
+def seen(
+    pool: ThreadPoolExecutor, url: str, prompts: list[list[int]], wanted: list[list[int]], *counts: str
+) -> dict[str, Any]:
+    """What the cluster reports once it has done such things: how many come at which time is not said."""
+    for _ in range(8):
+        assert answers(ask(pool, url, prompts)) == wanted
+        until(lambda: empty(url))
+        said = report(url)
+        if all(said[count] for count in counts):
+            return said
+    raise AssertionError(f"none of {counts}: {said}")
+
+
 def empty(url: str) -> bool:
     return not any(each["placed"] or each["kv_tokens_used"] for each in instances(url))
 
@@ -69,14 +82,8 @@ def test_groups_shrink_and_grow_and_one_of_them_dies(
     path = write(tmp_path, llama, "loongserve", {"decode_batch": 1}, MIXED, "in-place", event_log=log, **small)
     with cluster(path) as running, ThreadPoolExecutor(16) as pool:
         url = running.url
-        assert answers(ask(pool, url, TOGETHER)) == wanted[:4]
-        assert report(url)["groups_shrunk"], "a prompt's group has kept what its KV needs"
-        until(lambda: empty(url))
-        assert answers(ask(pool, url, SHORTS)) == wanted[4:]
-        said = report(url)
-        assert said["decodes_moved"]
-        assert said["groups_grown"], "others have joined decodes under way"
-        until(lambda: empty(url))
+        seen(pool, url, TOGETHER, wanted[:4], "groups_shrunk")  # a prompt's group has kept what its KV needs
+        said = seen(pool, url, SHORTS, wanted[4:], "decodes_moved", "groups_grown")  # others have joined decodes
         asked = ask(pool, url, SHORTS)
         until(lambda: report(url)["groups_grown"] > said["groups_grown"])
         busiest = max(instances(url), key=lambda each: each["placed"])

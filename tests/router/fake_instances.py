@@ -128,6 +128,7 @@ class FakeProcess:
         self.tasks: set[asyncio.Task[None]] = set()
         self.counted = 0
         self.line: dict[str, int] = {}
+        self.serials: dict[str, int] = {}
         self.draining = False
         self._out: asyncio.Queue[Any] = asyncio.Queue()
         self._gone: asyncio.Future[str] | None = None
@@ -207,12 +208,13 @@ class FakeProcess:
                 run = self.runs.get(name)
                 if run is not None and run.run.group[0] == self.number:
                     self._do(self._run(run))
-            case Reserve(id=name, tokens=tokens):
+            case Reserve(id=name, tokens=tokens, serial=serial):
                 known = self.requests.get(name)
                 if known is None:
                     self._complain(f"Reserve for {name}, which was not admitted")
                 else:
                     self.line[name] = tokens
+                    self.serials[name] = serial
                     self._grant()
             case Send():
                 self._do(self._send_kv(message))
@@ -238,7 +240,7 @@ class FakeProcess:
                 return
             del self.line[name]
             self.requests[name].room = tokens
-            self._say(Reserved(name))
+            self._say(Reserved(name, self.serials[name]))
 
     def beat(self) -> None:
         """Say a snapshot."""

@@ -119,7 +119,7 @@ def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:
     world.wants(0)
     world.token()
     assert attempt.gathers
-    assert world.fleet.take(Reserve) == [(0, Reserve(attempt.wire, 101))]
+    assert world.fleet.take(Reserve) == [(0, Reserve(attempt.wire, 101, attempt.asked_as[list(attempt.asked_as)[-1]]))]
 
 
 def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
@@ -151,7 +151,7 @@ def test_a_decode_that_is_moved_stops_first_and_all_that_it_has_said_by_then_is_
     assert [type(message) for _, message in world.fleet.told] == [Halt]
     attempt.asked.told += [7, 7, 7]
     world.stays.staged(attempt, 0)
-    world.moves.reserved(attempt, 1)
+    world.moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
     (room,) = [message for _, message in world.fleet.told if isinstance(message, Reserve)]
     ((source, send),) = world.fleet.take(Send)
     assert (room.tokens, source, send.end) == (103, 0, 103)
@@ -182,14 +182,14 @@ def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
     attempt.journey.phase = "prefill"
     world.stays.enter(attempt, (0,), "prefill")
     world.moves.reserve(attempt, 2)
-    world.moves.reserved(attempt, 2)
+    world.moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
     before = attempt.wire
     world.stays.leave(attempt)
     world.stays.enter(attempt, (1,), "prefill")
     world.fleet.take(Forget)
     world.moves.reserve(attempt, 2)
     assert attempt.wire != before
-    assert world.fleet.take(Reserve) == [(2, Reserve(attempt.wire, 100))]
+    assert world.fleet.take(Reserve) == [(2, Reserve(attempt.wire, 100, attempt.asked_as[list(attempt.asked_as)[-1]]))]
     assert not attempt.room[2], "what was kept under the old name is not there any more"
 
 

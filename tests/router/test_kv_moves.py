@@ -60,7 +60,7 @@ def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_as
     known = attempt.request.prompt_tokens + attempt.said
     moves.reserve(attempt, 1)
     attempt.asked.told += [1] * since
-    moves.reserved(attempt, 1)
+    moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
     moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, known))
     attempt.asked.told += [1] * since
     moves.send(attempt, Piece(attempt.request.id, 2, 1, 0, known))
@@ -81,7 +81,7 @@ def test_a_piece_that_waits_for_room_while_its_kv_spreads_is_sent_by_all_who_hav
     moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 40, entry=entries[0]))
     attempt.runs.append(cast(Any, SimpleNamespace(group=(0, 1))))
     attempt.running = {0, 1}
-    moves.reserved(attempt, 2)
+    moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
     assert not [message for message in fleet.told if isinstance(message, Send)]
     attempt.running = set()
     moves.computed(attempt)
@@ -96,7 +96,7 @@ def test_a_piece_goes_as_soon_as_there_is_room() -> None:
     attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
     moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 40, entry=entry))
     assert [type(message) for message in fleet.told] == [Reserve]
-    moves.reserved(attempt, 2)
+    moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, Send)] == [(0, 40, 2)]
 
 
@@ -114,9 +114,9 @@ def test_who_decodes_waits_for_no_room_elsewhere() -> None:
     )
     assert attempt.at == 1
     assert not moves.waiting
-    moves.reserved(attempt, 2)  # it had answered already
+    moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))  # it had answered already
     moves.bring(attempt, 3, (1,), 0, 100, lambda: None)
-    moves.reserved(attempt, 3)
+    moves.reserved(attempt, 3, attempt.asked_as.get(3, 0))
     assert [message.to for message in fleet.told if isinstance(message, Send)] == [3]
     assert not moves.waiting
     moves.forget(attempt)

@@ -66,10 +66,11 @@ class Proceed(msgspec.Struct, frozen=True, tag=True):
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Keep room for `tokens` tokens of a request that was admitted: its KV will come. `Reserved` comes when there is
-    room, in order of asking."""
+    room, in order of asking. serial: comes back with that; an instance that a request has left may be asked again."""
 
     id: str
     tokens: int
+    serial: int = 0
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -135,6 +136,7 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
     """There is room now, and it is kept."""
 
     id: str
+    serial: int = 0
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):

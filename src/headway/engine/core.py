@@ -62,8 +62,9 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.draining = False
-        self.awaits: Callable[[str], bool] = lambda request_id: False
-        """Whether KV of a request is to come that has not come yet; told by who brings it."""
+        self.lacks: Callable[[str, int], bool] = lambda request_id, tokens: False
+        """Whether KV of so many tokens of a request, which a decode is about to take, has not all come; told by who
+        brings it."""
         self.staged: list[Staged] = []
         """Requests of phase "prefill" that have been done, and decodes that have stopped for others to go on, since
         whoever tells of them emptied this, after the deltas of the step."""
@@ -131,7 +132,7 @@ class EngineCore:
         most, told = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)), len(submit.output)
         if told >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
             raise RequestError(f"{told} tokens cannot be the output so far of at most {most} tokens", "output")
-        if submit.phase == "decode" and self.awaits(submit.id):
+        if submit.phase == "decode" and self.lacks(submit.id, int(ids.size) + told - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
         request = Request(
             id=submit.id,

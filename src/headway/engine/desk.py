@@ -52,9 +52,10 @@ class Desk:
         assert custody is not None, "KV does not move between instances of several KV groups"
         self._scheduler, self._custody, self._ledger = core.scheduler, custody, core.scheduler.ledgers[0]
         self._port, self._replay, self._clock = port, replay, clock
-        self._tokens: dict[str, int] = {}
+        self._asked: dict[str, Reserve] = {}
         self._words: list[FromInstance] = []
-        core.awaits = port.awaits
+        self._came: dict[str, int] = {}
+        core.lacks = self.lacks
 
     def take(self, message: Reserve | Send) -> None:
         """See `Moves`."""
@@ -65,13 +66,22 @@ class Desk:
             return
         try:
             self._custody.ask(name, message.tokens, self._clock.now())
-            self._tokens[name] = message.tokens
+            self._asked[name] = message
         except RequestError as error:
             self._words.append(RunLost(name, str(error)))
 
     def granted(self, name: str) -> None:
         """See `Moves`."""
-        self._port.receive(name, self._tokens.pop(name), self._ledger.where(name))
+        self._came[name] = self._asked[name].tokens
+        self._port.receive(name, self._asked[name].tokens, self._ledger.where(name))
+
+    def lacks(self, name: str, tokens: int) -> bool:
+        """Whether KV of the first `tokens` tokens has not all come for a decode that is about to take it. What it takes
+        is the scheduler's from then on, and grows with it."""
+        if self._port.awaits(name) or self._came.get(name, tokens) < tokens:
+            return True
+        self._came.pop(name, None)
+        return False
 
     def settle(self, name: str) -> None:
         """See `Moves`."""
@@ -91,7 +101,7 @@ class Desk:
             self._advance(name)
         received, lost = self._port.finished()
         words, self._words = self._words, []
-        words += [Reserved(name) for name in self._port.opened()]
+        words += [Reserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
         words += [Arrived(*one) for one in received]
         words += [RunLost(*one) for one in lost]
         if self._ledger.untold > _UNTOLD:
@@ -100,7 +110,8 @@ class Desk:
 
     def forget(self, name: str) -> None:
         """See `Moves`."""
-        self._tokens.pop(name, None)
+        self._asked.pop(name, None)
+        self._came.pop(name, None)
         self._port.forget(name)
 
     def _advance(self, name: str) -> None:

@@ -33,12 +33,12 @@ class Attempt:
     computes its next token, where a group decodes, `count` of all runs; token: that run; steps: runs that say where
     KV lies then; home: the instance where a scheduler has left it, until a run has taken it up. left: instances
     that have nothing of it any more. room: instances that were asked to keep room, and whether they do, `space` for
-    how many tokens; unsent: what waits for that, with its senders; late: pieces that wait until its last span is
-    computed; early: pieces that are there before their span is."""
+    how many tokens, `asked_as` by which number; unsent: what waits for that, with its senders; late: pieces that
+    wait until its last span is computed; early: pieces that are there before their span is."""
 
-    __slots__ = ("admitted", "asked", "at", "base", "count", "early", "entry", "finished", "gathers", "halts",
-                 "home", "journey", "late", "left", "moving", "request", "room", "running", "runs", "space", "spread",
-                 "step", "steps", "stopping", "token", "unsent", "wanted", "whole", "wire")  # fmt: skip
+    __slots__ = ("admitted", "asked", "asked_as", "at", "base", "count", "early", "entry", "finished", "gathers",
+                 "halts", "home", "journey", "late", "left", "moving", "request", "room", "running", "runs", "space",
+                 "spread", "step", "steps", "stopping", "token", "unsent", "wanted", "whole", "wire")  # fmt: skip
 
     journey: Journey
 
@@ -65,6 +65,7 @@ class Attempt:
         self.finished = False
         self.room: dict[int, bool] = {}
         self.space: dict[int, int] = {}
+        self.asked_as: dict[int, int] = {}
         self.unsent: list[tuple[int, Send]] = []
         self.moving: dict[int, Movement] = {}
         self.late: list[Piece] = []

@@ -267,8 +267,8 @@ class Live:
                     self.machine.span_paused(entry, layer, now, tokens, share)
             case RunLost(why=why):
                 self._retry(attempt, f"instance {number}: {why}", later=True)
-            case Reserved():
-                self.hands.moves.reserved(attempt, number)
+            case Reserved(serial=serial):
+                self.hands.moves.reserved(attempt, number, serial)
                 return False
             case Arrived():
                 self.hands.moves.arrived(attempt, message)

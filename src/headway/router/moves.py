@@ -21,7 +21,7 @@ class Moves:
     def __init__(self, fleet: Fleet, sent: Callable[[Piece], None]) -> None:
         """sent: told of each of the machine's pieces that is there."""
         self._fleet, self._sent = fleet, sent
-        self._serial = 0
+        self._serial = self._asked = 0
         self.under_way = 0
         """Movements that have not arrived."""
         self.waiting: set[str] = set()
@@ -111,11 +111,13 @@ class Moves:
             attempt.room[target] = False
             attempt.space[target] = attempt.kv_tokens
             self.waiting.add(attempt.request.id)
-            self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens))
+            self._asked += 1
+            attempt.asked_as[target] = self._asked
+            self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens, self._asked))
 
-    def reserved(self, attempt: Attempt, target: int) -> None:
-        """There is room."""
-        if target in attempt.room:
+    def reserved(self, attempt: Attempt, target: int, serial: int) -> None:
+        """There is room for what was asked for as `serial`."""
+        if target in attempt.room and serial == attempt.asked_as[target]:
             attempt.room[target] = True
             if all(attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
@@ -137,6 +139,7 @@ class Moves:
         """Room that was asked for is not needed, and nothing that waits for it is sent: its KV is where it stays."""
         attempt.room.clear()
         attempt.space.clear()
+        attempt.asked_as.clear()
         attempt.unsent.clear()
         self.waiting.discard(attempt.request.id)
 

@@ -146,6 +146,8 @@ class Connection:
         self._filling = False
         self._boxes: dict[tuple[str, int], _Box] = {}
         self._reads: _Into | None = None
+        self._ceased = 0
+        """How often a scope has ceased: a place that a handler gave meanwhile is asked for again."""
         self._ended: str | None = None
         self._arena: Memory | None = None
         self._ring = Ring(0)
@@ -272,6 +274,7 @@ class Connection:
     def cease(self, scope: str) -> None:
         """What was pushed of a scope and is being read is written to its place no more once this has returned."""
         with self._in:
+            self._ceased += 1
             if self._reads is not None and self._reads.scope == scope and self._reads.pushed:
                 self._divert()
 
@@ -369,25 +372,9 @@ class Connection:
     def _place(self, frame: Frame) -> Callable[[], None]:
         """Say where a body goes (`_reads`; None: nowhere), and what follows it."""
         if frame.kind == Kind.PUSH:
-            handler = self._handler()
-            dropped = handler is None or self._forgotten(frame.scope)
-            place = (
-                None if dropped or handler is None else handler(self.instance, frame.scope, frame.note, frame.length)
-            )
-            if place is None:
-                return _nothing
-            views, aside = [view.cast("B") for view in place.views], None
-            if views or place.write is None:
-                if (room := sum(view.nbytes for view in views)) != frame.length:
-                    self.end(f"{frame.length} bytes were pushed for a place of {room}")
-                    return _nothing
-            elif frame.at == INLINE:
-                aside = np.empty(frame.length, dtype=np.uint8)
-                views = [aside.data]
-            with self._in:
-                if self._ended is None and not self._forgotten(frame.scope):
-                    self._reads = _Into(frame.scope, views, place.write, aside, True)
-            return lambda: self._completed(place.complete)
+            while (found := self._pushed(frame)) is None:
+                pass
+            return found
         with self._in:
             if self._ended is not None or self._forgotten(frame.scope):
                 return _nothing
@@ -406,6 +393,28 @@ class Connection:
             box.kept.append(kept)
             self._reads = _Into(frame.scope, [memoryview(kept.body)])
             return lambda: self._filled(box, kept)
+
+    def _pushed(self, frame: Frame) -> Callable[[], None] | None:
+        """See `_place`; None: a scope has ceased since the handler was asked."""
+        handler, ceased = self._handler(), self._ceased
+        dropped = handler is None or self._forgotten(frame.scope)
+        place = None if dropped or handler is None else handler(self.instance, frame.scope, frame.note, frame.length)
+        if place is None:
+            return _nothing
+        views, aside = [view.cast("B") for view in place.views], None
+        if views or place.write is None:
+            if (room := sum(view.nbytes for view in views)) != frame.length:
+                self.end(f"{frame.length} bytes were pushed for a place of {room}")
+                return _nothing
+        elif frame.at == INLINE:
+            aside = np.empty(frame.length, dtype=np.uint8)
+            views = [aside.data]
+        with self._in:
+            if self._ceased != ceased:
+                return None
+            if self._ended is None and not self._forgotten(frame.scope):
+                self._reads = _Into(frame.scope, views, place.write, aside, True)
+        return lambda: self._completed(place.complete)
 
     def _body(self, ahead: Ahead, frame: Frame) -> bool:
         """Read a body to where it goes at the time: a scope may be forgotten meanwhile. False: the connection ended."""

@@ -21,16 +21,18 @@ class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True, tag="room"):
-    """A request's first `tokens` tokens will come, into the blocks of its number. Answered by `Open`."""
+    """A request's first `tokens` tokens will come, into the blocks of its number. Answered by `Open`. `life`: another
+    one each time, so that no word of an earlier room is taken for one of this."""
 
     name: str
     number: int
     tokens: int
+    life: int
 
 
 class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
     """Send tokens [start, end) of a request to instance `to`, as they are or will be computed: under its number
-    (`NOBODY`: none), or by runs. `tokens`: so many are there already; the rank may know of more."""
+    (`NOBODY`: none), or by runs."""
 
     name: str
     number: int
@@ -38,6 +40,12 @@ class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
     to: int
     start: int
     end: int
+
+
+class There(msgspec.Struct, frozen=True, array_like=True, tag="there"):
+    """So many tokens of a request are there under its number; the rank may know of more."""
+
+    number: int
     tokens: int
 
 
@@ -52,6 +60,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """What comes of a request is kept from now on."""
 
     name: str
+    life: int
 
 
 class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
@@ -63,6 +72,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     began_s: float
     ended_s: float
     whole: bool
+    life: int
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
@@ -72,7 +82,7 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     why: str
 
 
-ToRank = Met | Room | Bring | Drop
+ToRank = Met | Room | Bring | There | Drop
 FromRank = Open | Came | Gone
 
 encode = msgspec.msgpack.Encoder().encode

@@ -157,6 +157,7 @@ class KvPort:
         """Nothing of a request is to come or go any more."""
         self._pieces.pop(request, None)
         self._awaited.pop(request, None)
+        self._opened = [name for name in self._opened if name != request]
         self._connector.forget(request)
 
     def close(self) -> None:

@@ -17,13 +17,14 @@ from headway.transfer.connector import Save, make_connector
 from headway.transfer.cut_connector import CutConnector
 from headway.transfer.ends import end_of, heads_of
 from headway.transfer.peers import Peers
-from headway.transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room
+from headway.transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room, There
 from headway.worker.kv_port import KvPort
 from headway.worker.run_notes import encode, to_rank
 from headway.worker.run_rank import RunRank
 from headway.worker.runs import Runs
 from headway.worker.worker import Worker
 
+_NO_LIFE = -1
 _NO_NAME = ""
 
 
@@ -58,6 +59,7 @@ class KvRank:
         worker.leaving = self._leaving
         self._names: dict[str, str] = {}
         self._computed: dict[str, int] = {}
+        self._lives: dict[str, int] = {}
         self._teller = threading.Thread(target=self._tell, name="kv aside", daemon=True)
         self._teller.start()
 
@@ -73,15 +75,18 @@ class KvRank:
             self._peers.meet(said.peers)
         elif isinstance(said, Room):
             self._names[str(said.number)] = said.name
+            self._lives[said.name] = said.life
             self._port.receive(said.name, said.tokens, self._worker.tables.runs(str(said.number)))
-            self._say(encode(Open(said.name)))
+            self._say(encode(Open(said.name, said.life)))
         elif isinstance(said, Bring):
             owner = str(said.number)
             if said.number:
                 self._names[owner] = said.name
             self._port.send(Save(said.name, said.piece, said.to), said.start, said.end)
             self._port.layers_are_there(said.name)
-            self._advance(owner, max(said.tokens, self._computed.get(owner, 0)))
+            self._advance(owner, self._computed.get(owner, 0))
+        elif isinstance(said, There):
+            self._advance(str(said.number), said.tokens)
         elif isinstance(said, Drop):
             if said.for_good:
                 self._peers.forget(said.name)
@@ -89,6 +94,7 @@ class KvRank:
             if not said.for_good:
                 self._peers.cease(said.name)
             self.runs.forget(said.name)
+            self._lives.pop(said.name, None)
             self._names = {owner: name for owner, name in self._names.items() if name != said.name}
         else:
             self.runs.hear(said)
@@ -126,7 +132,10 @@ class KvRank:
             if self._ends:
                 return
             received, lost = self._port.finished()
-            words: list[FromRank] = [Came(*one, whole=not self._port.awaits(one.request)) for one in received]
+            words: list[FromRank] = []
+            for one in received:
+                life = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
+                words.append(Came(*one, whole=not self._port.awaits(one.request), life=life))
             words += [Gone(*one) for one in lost]
             for word in words:
                 self._aside(encode(word))

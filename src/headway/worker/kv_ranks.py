@@ -12,7 +12,7 @@ from headway.core.batch import KvOp
 from headway.parallel.executor import ParallelExecutor
 from headway.transfer.connector import Finished, Lost, Received, Save
 from headway.transfer.peer import Peer
-from headway.transfer.rank_notes import NOBODY, Bring, Came, Drop, Gone, Met, Open, Room, ToRank
+from headway.transfer.rank_notes import NOBODY, Bring, Came, Drop, Gone, Met, Open, Room, There, ToRank
 from headway.worker.run_notes import encode, from_rank
 from headway.worker.run_ranks import RunRanks
 
@@ -29,6 +29,8 @@ class KvRanks:
         self._closed: dict[str, set[int]] = {}
         self._opened: list[str] = []
         self._awaited: dict[str, set[int]] = {}
+        self._lives: dict[str, int] = {}
+        self._life = 0
         self._coming: dict[tuple[str, int, int], dict[int, Came]] = {}
         self._received: list[Received] = []
         self._lost: list[Lost] = []
@@ -46,7 +48,9 @@ class KvRanks:
         assert number is not None, f"no blocks are held for {request}"
         self._closed[request] = set(self._ranks)
         self._awaited[request] = set(self._ranks)
-        self._tell(Room(request, number, tokens))
+        self._life += 1
+        self._lives[request] = self._life
+        self._tell(Room(request, number, tokens, self._life))
 
     def opened(self) -> list[str]:
         """Requests of which room has been made since the last call."""
@@ -60,8 +64,7 @@ class KvRanks:
     def send(self, save: Save, start: int, end: int) -> None:
         """See `KvPort.send`."""
         number = self._executor.number(save.request)
-        tokens = end if self._awaited.get(save.request) == set() else 0
-        self._tell(Bring(save.request, number or NOBODY, save.piece, save.to, start, end, tokens))
+        self._tell(Bring(save.request, number or NOBODY, save.piece, save.to, start, end))
 
     def sending(self) -> list[str]:
         """Nothing: ranks see by themselves when more is there."""
@@ -71,7 +74,10 @@ class KvRanks:
         """Ranks see by themselves."""
 
     def tokens_are_there(self, request: str, tokens: int, blocks: Slots) -> None:
-        """Ranks see by themselves."""
+        """See `KvPort.tokens_are_there`: called once behind `send`. What ranks compute later they see by themselves."""
+        number = self._executor.number(request)
+        if number is not None:
+            self._tell(There(number, tokens))
 
     def settle(self, request: str) -> None:
         """Ranks see by themselves when slots are about to be overwritten."""
@@ -86,6 +92,8 @@ class KvRanks:
         """See `KvPort.forget`. Ranks do when they are told to `drop`."""
         self._closed.pop(request, None)
         self._awaited.pop(request, None)
+        self._lives.pop(request, None)
+        self._opened = [name for name in self._opened if name != request]
         for key in [key for key in self._coming if key[0] == request]:
             del self._coming[key]
 
@@ -97,6 +105,8 @@ class KvRanks:
 
     def _hear(self, rank: int, body: bytes) -> None:
         said = from_rank.decode(body)
+        if isinstance(said, Open | Came) and said.life != self._lives.get(said.name):
+            return
         if isinstance(said, Open):
             closed = self._closed.get(said.name, set())
             closed.discard(rank)
