@@ -128,3 +128,15 @@ def test_whoever_dies_while_groups_change(
         until(lambda: empty(url))
         assert report(url)["decodes_moved"]
     replays(path, log, capsys)
+
+
+@LONG
+def test_decodes_of_instances_of_several_processes_follow_their_group(
+    tmp_path: Path, llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, small = str(tmp_path / "log"), {"kv_cache_memory": "512K"}
+    pools: list[dict[str, Any]] = [{"count": 2, "serve": {"tensor_parallel_size": 2}}]
+    path = write(tmp_path, llama, "loongserve", {"decode_batch": 1}, pools, "in-place", event_log=log, **small)
+    with cluster(path) as running, ThreadPoolExecutor(16) as pool:
+        seen(pool, running.url, SHORTS, wanted[4:], "decodes_moved")
+    replays(path, log, capsys)

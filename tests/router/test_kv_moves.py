@@ -100,6 +100,20 @@ def test_a_piece_goes_as_soon_as_there_is_room() -> None:
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, Send)] == [(0, 40, 2)]
 
 
+def test_room_of_an_earlier_stay_is_none_of_a_later_one() -> None:
+    """A word that was on its way while the request left an instance and was asked to come there again."""
+    fleet, moves = _moves()
+    attempt = _attempt()
+    moves.reserve(attempt, 1)
+    moves.settled(attempt)
+    moves.bring(attempt, 1, (0,), 0, 100, lambda: None)
+    first, second = (message.serial for message in fleet.told if isinstance(message, Reserve))
+    moves.reserved(attempt, 1, first)
+    assert not [message for message in fleet.told if isinstance(message, Send)]
+    moves.reserved(attempt, 1, second)
+    assert [message.to for message in fleet.told if isinstance(message, Send)] == [1]
+
+
 def test_who_decodes_waits_for_no_room_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     fleet, moves = _moves()

@@ -170,6 +170,31 @@ def test_forget_waits_for_the_copy_under_way_and_nothing_is_written_after(make: 
     assert wrote[0] == "all"
 
 
+@pytest.mark.parametrize("arena_bytes", [0, ARENA])
+def test_a_place_that_ceases_before_it_is_read_to_is_asked_for_again(make: Make, arena_bytes: int) -> None:
+    """A handler has just said where a body goes, when that is given to others."""
+    sender, receiver = make(2, arena_bytes)
+    wrote: list[str] = []
+    asked: list[str] = []
+
+    def handle(source: int, scope: str, note: bytes, length: int) -> Place | None:
+        asked.append(scope)
+        if scope == "s":
+            return Place((), lambda: wrote.append("s"), lambda body: None)
+        if asked.count("r") > 1:
+            return None
+        receiver.peers.cease("r")
+        return Place((), lambda: wrote.append("complete"), lambda body: wrote.append("all"))
+
+    receiver.peers.handle(handle)
+    up(sender, 1)
+    sender.peers.push(1, "r", b"", [bytes(connection.SMALL)])
+    sender.peers.push(1, "s", b"", [b"x"])
+    receiver.until(lambda: "s" in wrote)
+    assert asked == ["r", "r", "s"]
+    assert wrote == ["s"]
+
+
 def test_what_has_ceased_is_not_complete_and_may_come_again(make: Make) -> None:
     """The place of a body that is being written may be given to others: it is not, before that has ended."""
     sender, receiver = make(2)

@@ -1,0 +1,58 @@
+"""What ranks say of an earlier room for a request's KV is not taken for a word of a later one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from headway.parallel.executor import ParallelExecutor
+from headway.transfer.rank_notes import Came, Open, Room, There, encode, to_rank
+from headway.worker.kv_ranks import KvRanks
+
+
+def _ranks() -> tuple[KvRanks, list[Any]]:
+    told: list[Any] = []
+    executor = SimpleNamespace(
+        layout=SimpleNamespace(accelerators=2),
+        replay=lambda ops: None,
+        number=lambda name: 7,
+        aside=lambda body: told.append(to_rank.decode(body)),
+        hears=None,
+    )
+    return KvRanks(cast(ParallelExecutor, executor), lambda: ()), told
+
+
+def test_a_room_is_open_and_whole_by_words_of_its_own_life() -> None:
+    ranks, told = _ranks()
+    ranks.receive("r", 10, ())
+    ranks.forget("r")
+    ranks.drop("r", False)
+    ranks.receive("r", 20, ())
+    first, second = (word.life for word in told if isinstance(word, Room))
+    for rank in (0, 1):
+        ranks._hear(rank, encode(Open("r", first)))
+        ranks._hear(rank, encode(Came("r", 1, 5, 0.0, 1.0, True, first)))
+    assert not ranks.opened()
+    assert ranks.awaits("r")
+    assert not ranks.finished().received
+    for rank in (0, 1):
+        ranks._hear(rank, encode(Open("r", second)))
+        ranks._hear(rank, encode(Came("r", 2, 5, 0.0, 1.0, True, second)))
+    assert ranks.opened() == ["r"]
+    assert not ranks.awaits("r")
+    assert [received.piece for received in ranks.finished().received] == [2]
+
+
+def test_a_room_that_was_forgotten_is_not_told_of() -> None:
+    ranks, told = _ranks()
+    ranks.receive("r", 10, ())
+    for rank in (0, 1):
+        ranks._hear(rank, encode(Open("r", told[0].life)))
+    ranks.forget("r")
+    assert not ranks.opened()
+
+
+def test_ranks_are_told_what_is_there() -> None:
+    ranks, told = _ranks()
+    ranks.tokens_are_there("r", 40, ())
+    assert told == [There(7, 40)]
