@@ -49,3 +49,37 @@ def test_a_host_of_the_file_is_there_with_and_without_a_count(
     path.write_text(TWO_HOSTS)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 0
     assert capsys.readouterr().out == "loaded\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--foo",), "unrecognized arguments: --foo"),
+        (("--config", "x"), "unrecognized arguments: --config x"),
+        (("--dry-run", "--replay", "log"), "argument --replay: not allowed with argument --dry-run"),
+    ],
+)
+def test_wrong_flags_show_the_usage_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", str(tmp_path / "cluster.yaml"), *flags])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: headway cluster ")
+    assert said.endswith(f"headway cluster: error: {words}\n")
+
+
+def test_a_dry_run_says_which_pools_do_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.cli.dry_run.loaded", lambda config: None)
+    monkeypatch.setattr("headway.cli.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"])
+    path = tmp_path / "cluster.yaml"
+    for placement, idle in (("fifo", True), ("fixed-sp", False)):
+        size = "long_sp" if placement == "fifo" else "sp"
+        path.write_text(f"pools: [{{}}, {{role: decode, host: 1}}]\nplacement: {placement}\noptions: {{{size}: 1}}\n")
+        assert main(["cluster", str(path), "--dry-run", "--nnodes", "2", "--node-rank", "1"]) == 0
+        said = capsys.readouterr().out
+        assert "threads each\ndecodes\n" in said
+        assert ("pools[1] is of role decode and does nothing: fifo decodes where it prefills" in said) == idle

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from headway.cli.cluster_rules import check_moves, links, rules_of, shape_of
+from headway.cli.cluster_rules import check_moves, links, live_rules, rules_of, shape_of
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.engine.protocol import EngineInfo
@@ -17,7 +18,7 @@ from headway.latency.layout import Layout
 from headway.latency.recorded import describe
 from headway.latency.ring import RingLatency
 from headway.latency.tables import TableLatency, TableSource
-from headway.router.cluster_file import ClusterFile, Pool
+from headway.router.cluster_file import ClusterFile, Pool, idle_pools
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -75,6 +76,46 @@ def test_policies_reckon_with_what_the_first_instance_that_prefills_has_measured
         assert latency.prefill_s(0, 1 << 20, group) == wanted.prefill_s(0, 1 << 20, group)
     other = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 1)
     assert latency.prefill_s(0, 1 << 20, group) < other.prefill_s(0, 1 << 20, group)
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "words"),
+    [
+        ("fifo", {}, "fifo decodes where it prefills"),
+        ("priority", {}, "priority decodes"),
+        ("reservation", {}, "reservation decodes"),
+        ("pecsched", {"disaggregate": False}, "pecsched with `disaggregate: false` decodes"),
+        ("pecsched", {}, None),
+        ("tetris", {}, None),
+        ("fixed-sp", {}, None),
+        ("loongserve", {}, None),
+    ],
+)
+def test_a_decode_pool_that_a_policy_never_uses_is_told_of(
+    placement: str, options: dict[str, Any], words: str | None
+) -> None:
+    said = idle_pools(ClusterFile(pools=APART, placement=placement, options=options))
+    assert len(said) == (words is not None)
+    assert words is None or said[0].startswith(f"pools[1] is of role decode and does nothing: {words}")
+    assert idle_pools(ClusterFile(pools=(Pool(), Pool()), placement=placement, options=options)) == []
+
+
+def test_what_is_odd_about_pools_is_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    table = TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, 1e-6), (64, 6e-5)),
+                                     chunks=((0, 0.0, 0.0), (64, 0.0, 1e-12)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
+    info = msgspec.structs.replace(MOVES, latency=describe(table), layout="tp1-pp1-kvp1")
+    small = msgspec.structs.replace(info, max_model_len=6000)
+    large = msgspec.structs.replace(info, max_model_len=16_384)
+    file = ClusterFile(pools=(Pool(role="prefill", count=2), Pool(role="decode")), placement="fifo")
+    live_rules(file, str(tmp_path), [large, large, small], None)
+    assert [each.message for each in caplog.records] == [
+        "pools[1] is of role decode and does nothing: fifo decodes where it prefills",
+        "requests of up to 6,000 tokens are served, output included: the longest are pools[0] 16,384, pools[1] 6,000",
+    ]
+    caplog.clear()
+    live_rules(ClusterFile(pools=(Pool(count=3),)), str(tmp_path), [large, large, large], None)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp0-pp1-kvp1", "tp1-pp1-kvp1 "])

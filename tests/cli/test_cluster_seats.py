@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway.cli import serve_options
+from headway.cli import cluster_seats, serve_options
 from headway.cli.cluster_rules import links
-from headway.cli.cluster_seats import instance_configs
+from headway.cli.cluster_seats import Seats, instance_configs
 from headway.cli.yaml_once import load
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, RequestError
+from headway.engine.config import EngineConfig
 from headway.router.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
 
 
@@ -51,6 +53,38 @@ def test_cores_and_memory_are_shared_out_host_by_host() -> None:
     assert [config.threads for config in configs] == [4, 4, 4, 4, 4, 4, 3]
     assert [config.memory_share for config in configs] == [0.5] * 2 + [0.2] * 5
     assert {(config.nnodes, config.rdzv_endpoint, config.rdzv_token) for config in configs} == {(1, None, None)}
+
+
+@pytest.mark.parametrize(
+    "setting", [{"api_key": "secret"}, {"host": "0.0.0.0"}, {"log-level": "debug"}, {"journal": "j"}, {"nnodes": 2}]
+)
+def test_what_is_the_endpoints_is_not_a_pools(setting: dict[str, Any]) -> None:
+    values = {option.name: option.default for option in serve_options.ALL}
+    file = file_of({}, {"serve": {"threads": 1, **setting}})
+    words = rf"file: pools\[1\].serve.{next(iter(setting))}: say that for all of the cluster, in its serve:"
+    with pytest.raises(ConfigError, match=words):
+        instance_configs(file, "file", "m", values, set())
+
+
+def test_a_pool_gets_no_more_instances_than_a_file_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        def __init__(self, number: int, role: str, node: int, pool: int, *_: object) -> None:
+            self.number, self.pool, self.state = number, pool, "ready"
+
+    monkeypatch.setattr(cluster_seats, "LiveInstance", Made)
+    monkeypatch.setattr(cluster_seats, "LARGEST_POOL", 3)
+    file, config = file_of({"count": 2}, {}), EngineConfig(model="m")
+    seats = Seats(file, [config] * 3, Path("folder"), {})
+    there = seats.all()
+    there.append(seats.another(3, 0, 0, None))
+    seats.another(4, 1, 0, None)
+    with pytest.raises(RequestError, match="pool 0 has 3 instances, which is as many as a pool may have"):
+        seats.another(5, 0, 0, None)
+    there[1].state = "left"
+    assert seats.another(1, 0, 1, None).number == 1
+    with pytest.raises(RequestError, match="pool 0 has 3 instances"):
+        seats.another(5, 0, 0, None)
+    seats.another(3, 0, 1, None)  # in the place of one that failed and was taken off the list
 
 
 def test_links_between_hosts_are_no_faster_than_the_network() -> None:

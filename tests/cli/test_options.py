@@ -73,8 +73,8 @@ def test_an_unknown_key_is_refused_with_those_that_are_close(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "environment", "text", "message"),
     [
-        (["--port", "x"], {}, "", "--port: .*'x'"),
-        ([], {"HEADWAY_PORT": "1.5"}, "", "HEADWAY_PORT: .*'1.5'"),
+        (["--port", "x"], {}, "", "^--port: 'x' is not a whole number$"),
+        ([], {"HEADWAY_PORT": "1.5"}, "", "HEADWAY_PORT: '1.5' is not a whole number"),
         ([], {}, "port: abc\n", "headway.yaml: port: .*'abc'"),
         ([], {}, "port: 16.5\n", "port: 16.5 is not a whole number"),
         ([], {}, "port: true\n", "port: True is not a whole number"),
@@ -82,7 +82,9 @@ def test_an_unknown_key_is_refused_with_those_that_are_close(tmp_path: Path) -> 
         (["--t-target", "nan"], {}, "", "--t-target: 'nan' is not a finite number"),
         ([], {}, "t_target: .inf\n", "t_target: inf is not a finite number"),
         ([], {}, "quiet: perhaps\n", "quiet: 'perhaps' is neither true nor false"),
-        ([], {}, "port: [1]\n", "headway.yaml: port: "),
+        ([], {}, "port: [1]\n", r"headway.yaml: port: \[1\] is not a whole number"),
+        (["--t-target", "fast"], {}, "", "^--t-target: 'fast' is not a number$"),
+        ([], {}, "t_target: 1\nt-target: 2\n", "'t_target' and 't-target' are one setting: say it once"),
     ],
 )
 def test_a_wrong_value_is_told_where_it_came_from(
@@ -96,7 +98,7 @@ def test_a_wrong_value_is_told_where_it_came_from(
     ("content", "message"),
     [
         (b"- a\n- b\n", "must be a mapping of settings"),
-        (b"1: 2\n", "must be a mapping of settings"),
+        (b"1: 2\n", ": 1 is not the name of a setting: these are words, such as 'port: 8000'"),
         (b"port: [1\n", "not valid YAML"),
         (b"\xff\xfe\x00", "not valid YAML"),
         (b"!!python/object/apply:os.system [echo]\n", "not valid YAML"),

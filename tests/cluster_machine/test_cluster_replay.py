@@ -105,6 +105,28 @@ def test_a_log_that_was_cut_off_replays_as_far_as_it_goes() -> None:
         Replay([], lambda _: made("fifo"))
 
 
+@pytest.mark.parametrize("garbage", [b"GARBAGE\n", b'{"do":"arr\n', b"\0" * 99 + b"\n", b"[1]\n", b"\xff\n", b"\n"])
+def test_a_log_that_is_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> None:
+    lines = recorded("fifo", made("fifo"))
+    with pytest.raises(ConfigError, match="line 41 of the log cannot be read, and others follow"):
+        Replay([*lines[:40], garbage, *lines[41:]], lambda _: made("fifo"))
+    assert Replay([*lines, garbage], lambda _: made("fifo")).run() is None
+
+
+@pytest.mark.parametrize("line", [{"do": "lost"}, {"do": "arrive", "t": 0.0}, {"do": "lost", "t": 0.0, "instance": 99}])
+def test_a_callback_that_lacks_something_is_refused_with_the_line(line: dict[str, object]) -> None:
+    lines = recorded("fifo", made("fifo"))
+    lines[40] = msgspec.json.encode(line) + b"\n"
+    with pytest.raises(ConfigError, match="line 41 of the log cannot be replayed: "):
+        Replay(lines, lambda _: made("fifo")).run()
+
+
+def test_a_line_of_no_known_kind_is_refused_with_its_number() -> None:
+    lines = recorded("fifo", made("fifo"))
+    with pytest.raises(ConfigError, match="line 3 of the log is not of a cluster's log"):
+        Replay([*lines[:2], b'{"x": 1}', *lines[3:]], lambda _: made("fifo"))
+
+
 @settings(max_examples=25)
 @given(st.integers(0, 1 << 30))
 def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:

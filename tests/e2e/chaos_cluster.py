@@ -10,17 +10,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import chaos_router
 import httpx
 from chaos_links import processes
-from cluster_probe import instances, until
+from cluster_probe import instances, pid_of, until
 from http_probe import model_of
+from test_cluster_ranks import ranks_of
 from test_serving_failures import gone
 
 from headway.bench.server_process import ServerProcess
@@ -30,15 +33,26 @@ MOST = 160
 """Tokens of the longest answer."""
 FAULTS = ("kill", "router", "cut", "stop", "slow", "stop for good")
 MOMENTS = ("computing", "handing over", "some time")
-_PATIENCE_S = 2.0
+ENOUGH = 20
+"""Tokens of one more answer, where those of the plan have come to their end before what they were to meet."""
+_PATIENCE_S = 100.0
+_STALL_S = 0.6
+"""A stop that is not noticed; what is to be noticed stays stopped."""
 _GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
 
 
 class Cluster:
-    """Routers one after the other, over one journal. `folder`: its path must be short, and only this cluster's."""
+    """Routers one after the other, over one journal. `folder`: its path must be short, and only this cluster's.
+    linked: whatever it serves, its instances come to speak to each other; hands_over: and KV goes from one to another
+    before it is decoded. ranks: processes of an instance. harmed:
+    processes under this router that were killed, or stopped for good, one of an instance's life. struck: how often
+    something was done, and how often while KV moved."""
 
-    def __init__(self, folder: Path, file: str) -> None:
-        self.folder, self.file = folder, file
+    def __init__(self, folder: Path, file: str, linked: bool, hands_over: bool, ranks: int) -> None:
+        self.folder, self.file, self.linked, self._ranks = folder, file, linked, ranks
+        self.hands_over = hands_over
+        self.harmed: set[int] = set()
+        self.struck: Counter[str] = Counter()
         self.logs: list[Path] = []
         self._there = threading.Event()
         self._given_up = False
@@ -75,11 +89,21 @@ class Cluster:
         """And start another when nothing is left of it."""
         assert self._running._process is not None
         pids = [each["pid"] for each in instances(self.url)]
+        assert self.restarts() <= len(self.harmed), "an instance was lost to which nothing was done"
         self._there.clear()
         self._running._process.kill()
         assert all(gone(pid) for pid in pids), "instances stay when their router is killed"
         self._running.stop()
+        self.harmed.clear()
         self.start()
+
+    def restarts(self) -> int:
+        """Under this router."""
+        return sum(each["restarts_total"] for each in instances(self.url))
+
+    def processes_of(self, number: int) -> list[int]:
+        """Those of an instance that have its KV."""
+        return [pid_of(self.url, number)] if self._ranks == 1 else ranks_of(self.url, number)
 
     def links(self, **asked: object) -> int:
         """See `chaos_router`."""
@@ -109,7 +133,10 @@ class Cluster:
 
     def end(self) -> None:
         """All of it ends, and leaves no process."""
+        until(lambda: self.restarts() >= len(self.harmed))
         until(lambda: all(each["state"] == "ready" for each in instances(self.url)))
+        assert self.restarts() == len(self.harmed), "an instance was lost to which nothing was done"
+        assert all(gone(pid) for pid in self.harmed)
         self.settle()
         self._running.stop()
         until(lambda: not processes(self.folder), 10)
@@ -205,79 +232,131 @@ class Plan:
         return plan
 
 
+class Run:
+    """One plan carried out: its clients, and more of them while what is to be met has not come."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, prompts: Sequence[list[int]]) -> None:
+        self._cluster, self._plan, self._prompts = cluster, plan, prompts
+        self._asked: list[tuple[int, int]] = []
+        self.clients: list[Client] = []
+        for prompt, count, after_s in plan.requests:
+            self._ask(prompt, count, after_s)
+        self._healing: list[threading.Timer] = []
+
+    def _ask(self, prompt: int, count: int, after_s: float = 0.0) -> None:
+        self._asked.append((prompt, count))
+        name = f"s{self._plan.seed}.{len(self.clients)}"
+        self.clients.append(Client(self._cluster, name, self._prompts[prompt], count, after_s))
+
+    def meets(self, moment: str, share: float) -> dict[str, Any]:
+        """The cluster's state at a moment that comes: in time, or with one more long prompt."""
+        total = share * sum(client.count for client in self.clients)
+        reached: dict[str, Callable[[dict[str, Any]], object]] = {
+            "computing": lambda state: any(each["queued_tokens"] for each in state["instances"]),
+            "handing over": lambda state: state["transfers"],
+            "some time": lambda state: sum(len(client.told) for client in self.clients) > total,
+        }
+        with self._more() as more:
+            while not reached[moment](state := self._cluster.state()):
+                more()
+        return state
+
+    @contextmanager
+    def _more(self) -> Iterator[Callable[[], None]]:
+        """To be called between two looks at what is to come: see that something is under way."""
+        deadline = time.monotonic() + _PATIENCE_S
+
+        def more() -> None:
+            assert time.monotonic() < deadline, "what was to be met has not come"
+            if not any(client.is_alive() for client in self.clients):
+                self._ask(0, ENOUGH)
+            time.sleep(0.005)
+
+        yield more
+
+    def strike(self, state: dict[str, Any], kind: str, moment: str, share: float, victim: int) -> str:
+        """Do harm to somebody to whom none is done yet, and who has something to do; what it came upon, in words."""
+        cluster = self._cluster
+        cluster.struck[kind] += 1
+        cluster.struck["while KV moves"] += bool(state["transfers"])
+        if kind == "router":
+            cluster.kill_router()
+            return "the next one is there"
+        if kind == "slow":
+            cluster.links(slow=0.1 * share)
+            self._heal(1.5, lambda: cluster.links(slow=0.0))
+            return f"{share / 10:.3f} s a read"
+        victims = [each for each in state["instances"] if each["state"] == "ready" and not self._harmed(each["id"])]
+        work = "queued_tokens" if moment == "computing" else "placed"
+        victims = [each for each in victims if each[work]] or victims
+        each = victims[victim % len(victims)]
+        found = f"{each['id']}, {each['placed']} placed, {each['queued_tokens']} queued, {state['transfers']} transfers"
+        if kind == "cut":
+            return f"{found}, {self._cut(each['id'], share)} sockets"
+        pids = cluster.processes_of(each["id"])
+        pid = pids[int(share * 100) % len(pids)]
+        os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if kind == "stop":
+            self._heal(_STALL_S * share, lambda: _go_on(pid))
+        else:
+            cluster.harmed.add(pid)
+        return found
+
+    def _harmed(self, number: int) -> bool:
+        return not self._cluster.harmed.isdisjoint(self._cluster.processes_of(number))
+
+    def _cut(self, number: int, share: float) -> int:
+        """Between this one and another, if there is anything, or else between any two: how many sockets."""
+        cluster = self._cluster
+        with self._more() as more:
+            while True:
+                ids = [each["id"] for each in instances(cluster.url) if each["state"] == "ready"]
+                other = (number + 1 + int(2 * share)) % 3
+                pairs = sorted(combinations(ids, 2), key=lambda pair: (set(pair) != {number, other}, pair))
+                for pair in pairs:
+                    if hit := cluster.links(cut=[cluster.processes_of(one) for one in pair]):
+                        cluster.struck["sockets"] += hit
+                        return hit
+                if not cluster.linked:
+                    return 0
+                more()
+
+    def _heal(self, after_s: float, what: Callable[[], object]) -> None:
+        self._healing.append(threading.Timer(after_s, what))
+        self._healing[-1].start()
+
+    def answers(self) -> list[list[int] | None]:
+        """When all have come, and what was to go over is over."""
+        for client in self.clients:
+            client.join(100)
+            assert client.error is None, client.error
+            assert not client.is_alive(), f"{client.name} hangs after {len(client.told)} tokens"
+        for timer in self._healing:
+            timer.join()
+        return [client.answer for client in self.clients]
+
+    def wanted(self, wanted: Sequence[list[int]]) -> list[list[int]]:
+        return [wanted[prompt][:count] for prompt, count in self._asked]
+
+
 def go(cluster: Cluster, plan: Plan, prompts: Sequence[list[int]], wanted: Sequence[list[int]]) -> None:
     """One run: all requests, with their faults, checked."""
-    if any(moment == "handing over" for _, moment, _, _ in plan.faults):  # which would be over in milliseconds
-        cluster.links(slow=0.02)
-    clients = [
-        Client(cluster, f"s{plan.seed}.{i}", prompts[prompt], count, after_s)
-        for i, (prompt, count, after_s) in enumerate(plan.requests)
-    ]
-    healing: list[threading.Timer] = []
-    for fault in plan.faults:
-        kind, moment, share, _ = fault
-        state = _await(cluster, clients, moment, share)
-        left = sum(client.is_alive() for client in clients)
-        print(f"{kind}, {moment}, {left} under way: {_strike(cluster, state, fault, healing)}")
-    for client in clients:
-        client.join(100)
-        assert client.error is None, client.error
-        assert not client.is_alive(), f"{client.name} hangs after {len(client.told)} tokens"
-    for timer in healing:
-        timer.join()
-    cluster.links(slow=0.0)
+    run = Run(cluster, plan, prompts)
+    for kind, moment, share, victim in plan.faults:
+        if moment == "handing over" and not cluster.hands_over:
+            moment = "computing"
+        if moment == "handing over":  # which would be over in milliseconds
+            cluster.links(slow=0.02)
+        state = run.meets(moment, share)
+        left = sum(client.is_alive() for client in run.clients)
+        print(f"{kind}, {moment}, {left} under way: {run.strike(state, kind, moment, share, victim)}")
+        if moment == "handing over" and kind != "slow":
+            cluster.links(slow=0.0)
+    answers = run.answers()
     cluster.settle()
-    answers = [client.answer for client in clients]
-    assert answers == [wanted[prompt][:count] for prompt, count, _ in plan.requests]
+    assert answers == run.wanted(wanted)
 
 
-def _await(cluster: Cluster, clients: Sequence[Client], moment: str, share: float) -> dict[str, Any]:
-    """Wait for a moment, or for a share of all answers at the latest; the cluster's state then."""
-    reached: dict[str, Callable[[dict[str, Any]], object]] = {
-        "computing": lambda state: any(each["queued_tokens"] for each in state["instances"]),
-        "handing over": lambda state: state["transfers"],
-        "some time": lambda state: False,
-    }
-    latest = (share if moment == "some time" else 0.8) * sum(client.count for client in clients)
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        state = cluster.state()
-        told = sum(len(client.told) for client in clients)
-        if reached[moment](state) or told > latest or time.monotonic() > deadline:
-            return state
-        time.sleep(0.005)
-
-
-def _strike(
-    cluster: Cluster, state: dict[str, Any], fault: tuple[str, str, float, int], healing: list[threading.Timer]
-) -> str:
-    """Do harm; what it came upon, in words. Who is hurt while there is computing is one of those who compute."""
-    kind, moment, share, victim = fault
-    if kind == "router":
-        cluster.kill_router()
-        return "the next one is there"
-    computing = [number for number, each in enumerate(state["instances"]) if each["queued_tokens"]]
-    if moment == "computing" and computing:
-        victim = computing[victim % len(computing)]
-    each, other = state["instances"][victim], state["instances"][(victim + 1 + int(2 * share)) % 3]
-    pid = each["pid"]
-    found = f"{victim} {each['state']}, {each['placed']} placed, {each['queued_tokens']} queued, "
-    found += f"{state['transfers']} transfers"
-    if kind == "cut":
-        return f"{found}, {cluster.links(cut=[pid, other['pid']])} sockets"
-    if kind == "slow":
-        cluster.links(slow=0.1 * share)
-        healing.append(threading.Timer(1.5, cluster.links, kwargs={"slow": 0.0}))
-    elif kind == "stop" or each["state"] != "ready":
-        _signal(pid, signal.SIGSTOP)
-        healing.append(threading.Timer(1.5 * share, _signal, (pid, signal.SIGCONT)))
-    else:
-        _signal(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        return found
-    healing[-1].start()
-    return found
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
+def _go_on(pid: int) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 _MOST = 1 << 16
@@ -34,10 +35,11 @@ class Links:
                 threading.Thread(target=self._accept, args=(listener, path), daemon=True).start()
             return self._vias[address]
 
-    def cut(self, pids: tuple[int, int]) -> int:
-        """End what is between two processes; how many sockets that were."""
+    def cut(self, ends: tuple[list[int], list[int]]) -> int:
+        """End what is between processes of one instance and those of another; how many sockets that were."""
+        pairs = {frozenset(pair) for pair in product(*ends)}
         with self._lock:
-            hit = [link for link in self._up if set(link.pids) == set(pids)]
+            hit = [link for link in self._up if not link.over and frozenset(link.pids) in pairs]
         for link in hit:
             link.end()
         return len(hit)

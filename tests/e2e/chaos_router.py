@@ -1,6 +1,7 @@
 """`headway cluster` with links between its instances that can be hurt: `chaos_router.py CONTROL cluster.yaml ...`.
 
-At the socket CONTROL: one line of JSON a connection, `{"cut": [pid, pid]}` or `{"slow": seconds}`, and one as answer.
+At the socket CONTROL: one line of JSON a connection, `{"cut": [[pids], [pids]]}` or `{"slow": seconds}`, and one as
+answer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def through(links: Links) -> None:
 
     def peer(self: LiveInstance) -> Peer | None:
         found: Peer | None = direct.fget(self) if direct.fget is not None else None
-        return None if found is None else msgspec.structs.replace(found, address=links.via(found.address))
+        if found is None:
+            return None
+        others = tuple(links.via(each) for each in found.others)
+        return msgspec.structs.replace(found, address=links.via(found.address), others=others)
 
     LiveInstance.peer = property(peer)  # type: ignore[assignment,method-assign]
 

@@ -23,7 +23,9 @@ from headway.cli.main import main
 
 SHORT = {"long_tokens": 500, "long_sp": 2}
 RINGS = {**SHORT, "long_replicas": "fixed"}
-CLUSTERS = {
+IN_PLACE = {"group_decode": "in-place", "kv_cache_memory": "1M"}
+TWO = {"tensor_parallel_size": 2}
+CLUSTERS: dict[str, tuple[str, object, object]] = {
     "pecsched": ("pecsched", RINGS, APART),
     "tetris": ("tetris", {}, APART),
     "weave": ("weave", {}, APART),
@@ -36,7 +38,12 @@ CLUSTERS = {
     "loongserve-mixed": ("loongserve", {}, MIXED),
     "fifo-mixed": ("fifo", SHORT, MIXED),
     "jsq-mixed": ("jsq", {}, MIXED),
+    "tetris-ranks": ("tetris", {"sizes": [1, 2]}, APART),
+    "pecsched-ranks": ("pecsched", RINGS, APART),
+    "loongserve-in-place": ("loongserve", {"decode_batch": 1}, MIXED),
 }
+ALONE = ("tetris-mixed", "loongserve-mixed", "jsq-mixed")
+"""Where an instance may do all that there is to do alone."""
 NAMES = list(CLUSTERS)
 QUICK = ("pecsched", "tetris")
 TURNS = 5
@@ -60,13 +67,18 @@ def wanted(llama: Path) -> list[list[int]]:
 def cluster(request: pytest.FixtureRequest, llama: Path) -> Iterator[Cluster]:
     placement, options, pools = CLUSTERS[request.param]
     folder = Path(tempfile.mkdtemp(prefix="hw-chaos-"))
-    file = write(folder, llama, placement, options, pools, worker_timeout="3", max_restarts=100)
+    ranks, in_place = request.param.endswith("-ranks"), request.param.endswith("-in-place")
+    settings = {**(TWO if ranks else {}), **(IN_PLACE if in_place else {})}
+    file = write(folder, llama, placement, options, pools, worker_timeout="3", max_restarts=100, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
-        running = Cluster(folder, file)
+        linked = request.param not in ALONE
+        running = Cluster(folder, file, linked, hands_over=linked and not in_place, ranks=2 if ranks else 1)
         try:
             yield running
             running.end()
+            print(running.struck)
+            assert running.struck["sockets"] >= running.struck["cut"] or not running.linked
             for log in running.logs:
                 assert main(["cluster", file, "--replay", str(log)]) == 0, "its log is decided otherwise"
         finally:

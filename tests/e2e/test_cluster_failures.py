@@ -87,6 +87,7 @@ def decoding(url: str, one: Stream) -> object:
     return len(one.told) >= 20
 
 
+@LONG
 def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
     tmp_path: Path, llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_dry_run_says_what_is_where(tmp_path: Path, llama: Path, capsys: pytes
     assert "pool 0: 1 x prefill, on host 0, 1 threads each\nmodel " in said
     assert "pool 1: 1 x decode, on host 1, 1 threads each\n  loaded on this host; " in said
     assert "predicted capacity" in said
+    assert said.count("prompt of this length") == 1  # a decode pool gets none
     assert main(["cluster", path, "--dry-run", "--nnodes", "2", "--node-rank", "1"]) == 0
     said = capsys.readouterr().out
     assert said.count("KV cache ") == 1

@@ -71,6 +71,7 @@ def test_greedy_tokens_equal_transformers(
     assert main(["cluster", path, "--replay", log]) == 0
 
 
+@LONG
 def test_ranks_that_die_and_hang_change_no_answer(
     tmp_path: Path, llama: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
     assert answers == [reference.tokens(p, n) for p, n in prompts]
 
 
+@pytest.mark.long
 def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: Reference) -> None:
     arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512", "--block-size", "16"]
     with ServerProcess([*arguments, "--reserve-tokens", "16"]) as running:

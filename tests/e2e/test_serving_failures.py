@@ -61,6 +61,7 @@ def told_through(running: ServerProcess, harm: object, at: tuple[int, ...]) -> l
     return told
 
 
+@pytest.mark.long
 def test_a_stream_goes_on_when_workers_are_killed_and_hang(llama: Path, wanted: list[int]) -> None:
     arguments = [str(llama), "--pipeline-parallel-size", "2", "--worker-timeout", "2"]
     with ServerProcess(arguments) as running:

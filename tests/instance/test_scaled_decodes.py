@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import pytest
 from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
@@ -33,13 +34,16 @@ class Decode:
     def said(self) -> tuple[int, ...]:
         return tuple(token for delta in self.deltas for token in delta.tokens)
 
-    def step(self, group: tuple[int, ...], home: int | None = None) -> None:
-        """One token; all KV is with `group` then, the new token's with its first."""
+    def step(self, group: tuple[int, ...], home: int | None = None, attn: str = "ring") -> None:
+        """One token; all KV is with `group` then, the new token's with its first. ulysses: by heads, in its order."""
         gone = self.held - set(group)
         order = (group[0], *sorted((self.held | set(group)) - {group[0]}))
+        if attn == "ulysses":
+            assert not gone
+            order = group
         joins = set(order) - self.held | ({home} if home is not None else set())
         self.world.admit(self.name, self.prompt, sorted(joins), self.params, self.said)
-        self.parts.append(Part(1, order, in_place=True, keepers=group if gone else ()))
+        self.parts.append(Part(1, order, attn, in_place=True, keepers=group if gone else ()))
         self.world.compute(self.name, self.parts, len(self.parts) - 1, drawn=self.said, home=home)
         word = self.world.done(self.name, self.parts[-1])
         assert word.delta is not None
@@ -81,6 +85,69 @@ def test_a_group_grows_and_shrinks_between_tokens(world: World, expected: Expect
     assert not one.used(3)
     while one.deltas[-1].finish is None:
         one.step((2, 1))
+    one.end(expected)
+
+
+BY_HEADS = [Part(31, (1,), rows=8), Part(59, (1, 0), "ulysses", rows=8)]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param([(1, 0), (0, 1), (0, 1)], id="another master"),
+        pytest.param([(3, 0, 1), (3, 0, 1), (2, 0, 1, 3)], id="one joins"),
+        pytest.param([(1,), (1,), (0, 1), (1, 0)], id="one leaves, and comes back"),
+        pytest.param([(2, 0), (2, 0), (2, 3, 0)], id="one takes another's place"),
+        pytest.param([(2, 3), (3, 2), (3,)], id="to two others"),
+    ],
+)
+def test_kv_by_heads_is_laid_out_by_tokens_once_the_group_changes(
+    world: World, expected: Expected, groups: list[tuple[int, ...]]
+) -> None:
+    """First it decodes as its prompt was computed."""
+    one = Decode(world, f"heads-{groups}", prompt_of(90, 14), 12, BY_HEADS)
+    for _ in range(3):
+        one.step((1, 0), attn="ulysses")
+    for group in groups:
+        one.step(group)
+    while one.deltas[-1].finish is None:
+        one.step(groups[-1])
+    one.end(expected)
+
+
+def test_kv_by_heads_of_two_nodes_is_decoded_in_place_and_laid_out_by_tokens(world: World, expected: Expected) -> None:
+    group = (2, 3, 0, 1)
+    one = Decode(world, "nodes", prompt_of(90, 15), 12, [Part(90, group, "ulysses", node=2, rows=8)])
+    for _ in range(4):
+        one.parts.append(Part(1, group, "ulysses", node=2, in_place=True))
+        world.compute(one.name, one.parts, len(one.parts) - 1, drawn=one.said)
+        word = world.done(one.name, one.parts[-1])
+        assert word.delta is not None
+        one.deltas.append(word.delta)
+    one.step((0, 1, 2))
+    one.step((1, 0, 2, 3))
+    while one.deltas[-1].finish is None:
+        one.step((1, 2))
+    one.end(expected)
+
+
+@pytest.mark.parametrize("attn", ["ulysses", "ring"])
+def test_what_a_group_has_decoded_over_kv_by_heads_is_gathered(world: World, expected: Expected, attn: str) -> None:
+    count = 12
+    one = Decode(world, f"back-{attn}", prompt_of(90, 16), count, BY_HEADS)
+    one.step((1, 0), attn="ulysses")
+    one.step((1, 0), attn=attn)
+    one.step((1, 0), attn=attn)
+    known = 90 + len(one.said) - 1
+    world.admit(one.name, one.prompt, [2], one.params, one.said)
+    world[2].tell(Reserve(one.name, known))
+    world[2].wait(Reserved, one.name)
+    for number in (0, 1):
+        world[number].tell(Send(id=one.name, piece=number, start=0, end=known, to=2))
+    for _ in range(2):
+        world[2].wait(Arrived, one.name)
+    before = Delta(id=one.name, tokens=one.said)
+    one.deltas += world.decode(one.name, one.prompt, before, 2, logprobs=0, max_tokens=count)
     one.end(expected)
 
 

@@ -12,6 +12,7 @@ from headway.core.errors import InvariantError
 from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
 from headway.core.span import Run
+from headway.transfer.peer import PeerLostError
 from headway.worker.run_notes import (
     Begin,
     Begun,
@@ -52,6 +53,9 @@ class Ranks:
         self.told.append(word)
         if answers := self._answers.get(type(word)):
             self._mail += enumerate(answers.pop(0))
+
+    def number(self, request_id: str) -> int | None:
+        return None
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         self.told.append(ops)
@@ -133,11 +137,12 @@ def test_kv_that_becomes_the_request_s_own_is_told_before_its_decode() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_one_rank_that_cannot_go_on_ends_the_run(order: int) -> None:
-    words: list[RunFromRank] = [Through("r"), Broken("r", "a peer is gone")]
+@pytest.mark.parametrize(("end", "error"), [(None, RunError), (1, PeerLostError)])
+def test_one_rank_that_cannot_go_on_ends_the_run(order: int, end: int | None, error: type[Exception]) -> None:
+    words: list[RunFromRank] = [Through("r"), Broken("r", "a peer is gone", end)]
     ranks = Ranks(READY | {Begin: [both(Begun("r"))], Go: [words[:: 1 - 2 * order]]})
     ranks.begin()
-    with pytest.raises(RunError, match="a peer is gone"):
+    with pytest.raises(error, match="a peer is gone"):
         ranks.runs.go("r", None, lambda layers: None)
 
 

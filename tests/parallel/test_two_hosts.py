@@ -121,6 +121,7 @@ def prefilled(hosts: Hosts) -> float:
     return float(found[1])
 
 
+@pytest.mark.long
 def test_heads_on_two_hosts_through_a_killed_worker_and_a_pulled_cable(hosts: Hosts, llama: Path) -> None:
     """A long prompt in the midst of its prefill and chats in the midst of their answers, each time."""
     asks = [(prompt_of(1, 1800), 8), (prompt_of(2, 20), 300), (prompt_of(3, 9), 280)]

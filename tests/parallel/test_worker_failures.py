@@ -201,6 +201,7 @@ def chaos(
             assert serve_through(core, ASKS, harm) == wanted, (seed, left)
 
 
+@pytest.mark.long
 def test_ten_random_faults(llama: Path, wanted: list[list[int]]) -> None:
     chaos(llama, wanted, 7, 10)
 

@@ -78,6 +78,39 @@ def test_who_stays_keeps_what_it_has_and_gets_an_even_share_of_the_rest(case: tu
     assert set(ChunkPlan(smaller, chunk.after, CONFIG).after) == set(spec.keepers), "who has left is not needed"
 
 
+@st.composite
+def relays(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
+    """KV that some of a group's ranks have by heads, and a token with which all, or some, have it by tokens."""
+    group = tuple(draw(st.permutations(range(draw(st.sampled_from([2, 4, 8]))))))
+    size = draw(st.sampled_from([size for size in (2, 4, 8) if size <= len(group)]))
+    tokens, node = draw(st.integers(1, 40)), draw(st.sampled_from([None, 2]))
+    spec = ChunkSpec(0, tokens, SpGroup(group[:size], node=node), Strategy("ulysses"))
+    held = layout_after([spec], EMPTY, CONFIG)
+    keepers = tuple(sorted({group[0], *draw(st.sets(st.sampled_from(group)))})) if draw(st.booleans()) else ()
+    return held, ChunkSpec(tokens, tokens + 1, SpGroup(group), Strategy("ring"), "first", False, True, keepers)
+
+
+@settings(max_examples=100)
+@given(relays())
+def test_kv_by_heads_is_laid_out_evenly_by_tokens_with_the_first_token_of_a_ring(
+    case: tuple[KvLayout, ChunkSpec],
+) -> None:
+    held, spec = case
+    chunk = ChunkPlan(spec, held, CONFIG)
+    assert sorted(np.concatenate([one.positions for one in chunk.after.values()])) == list(range(spec.end))
+    assert all(one.heads == range(CONFIG.kv_heads) for one in chunk.after.values())
+    sizes = {rank: len(one.positions) for rank, one in chunk.history.items()}
+    kept = [sizes.pop(rank) for rank in spec.keepers or spec.group.ranks]
+    assert max(kept) - min(kept) <= 1
+    assert not any(sizes.values())
+    marks = moved(held, chunk.history)
+    assert all(np.array_equal(found, marks[rank]) for rank, found in contents(chunk.history).items())
+    follows = ChunkSpec(
+        spec.end, spec.end + 1, SpGroup(spec.keepers or spec.group.ranks), Strategy("ring"), "first", in_place=True
+    )
+    assert not ChunkPlan(follows, chunk.after, CONFIG).moves()
+
+
 def test_several_single_tokens_are_laid_out_as_one_run() -> None:
     def decoded(start: int, end: int) -> ChunkSpec:
         return ChunkSpec(start, end, SpGroup((2, 0, 1)), Strategy("ring"), "first", False, True)

@@ -138,11 +138,24 @@ def test_rows_that_go_to_the_keys_of_nodes(models: dict[str, Model], tp: int, no
         check(models["llama"], own + [Part(n, 4, attn, "megatron", node=node, in_place=True) for n in (1, 1, 5)], tp)
 
 
-def test_in_place_is_refused_where_heads_lie_otherwise(models: dict[str, Model]) -> None:
-    with pytest.raises(ConfigError, match="in_place: rank 0 holds KV heads"):
-        check(models["llama"], [Part(21, 2, "ring"), Part(1, 2, "ulysses", in_place=True)])
-    with pytest.raises(ConfigError, match="must include ranks"):
-        check(models["llama"], [Part(21, 2), Part(1, 1, in_place=True)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_in_place_over_kv_that_is_cut_otherwise_lays_it_out_anew(models: dict[str, Model], tp: int) -> None:
+    """Once: from heads to tokens, on all, on more, on fewer, from the heads of nodes, and back."""
+
+    def here(tokens: int, size: int, attn: str = "ring", keepers: int = 0, node: int | None = None) -> Part:
+        return Part(tokens, size, attn, order="first", in_place=True, keepers=keepers, node=node)
+
+    by_heads = Part(21, 4, "ulysses")
+    check(models["llama"], [by_heads, here(1, 4, "ulysses"), here(1, 4), here(1, 4), here(3, 4, "ulysses")], tp)
+    check(models["llama"], [by_heads, here(1, 4, keepers=2), here(1, 2), here(1, 6), here(2, 6, keepers=4)], tp)
+    check(models["llama"], [Part(21, 4, "ulysses", node=2), here(1, 4, "ulysses", node=2), here(1, 6), here(1, 6)], tp)
+    check(models["qwen2"], [Part(21, 2, "ulysses"), here(1, 4), here(1, 4, keepers=2), Part(9, 4, "ulysses")], tp)
+
+
+def test_in_place_needs_all_who_hold_anything(models: dict[str, Model]) -> None:
+    for attn in ("ring", "ulysses"):
+        with pytest.raises(ConfigError, match="must include ranks"):
+            check(models["llama"], [Part(21, 2, attn), Part(1, 1, in_place=True)])
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,21 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
     path.write_text("{}")
     assert main(["trace", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"schema": "headway.cluster.log/1", "layers": 1}, "events.jsonl is the log of a cluster's router; .*l.0, "),
+        ({"event": "start"}, "says of no request and no batch"),
+    ],
+)
+def test_a_log_of_nothing_to_draw_leaves_an_earlier_trace_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any], words: str
+) -> None:
+    path, out = tmp_path / "events.jsonl", tmp_path / "trace.json"
+    path.write_bytes(msgspec.json.encode(line) + b"\n" + msgspec.json.encode({"do": "woken", "t": 0.0}) + b"\n")
+    out.write_text("of before")
+    assert main(["trace", str(path), "--out", str(out)]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert out.read_text() == "of before"

@@ -70,7 +70,8 @@ class Known:
 @dataclass
 class FakeCluster:
     """All instances, by number; `launcher(n)` starts processes. Times in seconds. `complaints` must stay empty. full:
-    room for KV is limited (it is for what is kept for others; whatever is computed finds some)."""
+    room for KV is limited (it is for what is kept for others; whatever is computed finds some). apart: two that cannot
+    reach each other, either way. longest: request that an instance holds; kv_bytes: that those who join were given."""
 
     token_s: float = 0.0
     run_s: float = 0.0
@@ -82,7 +83,10 @@ class FakeCluster:
     complaints: list[str] = field(default_factory=list)
     kv: dict[str, dict[int, set[int]]] = field(default_factory=dict)
     log: list[tuple[int, Any]] = field(default_factory=list)
+    longest: dict[int, int] = field(default_factory=dict)
+    kv_bytes: list[int | None] = field(default_factory=list)
     refuse: Callable[[int, int], str | None] = lambda number, serial: None
+    apart: Callable[[FakeProcess, FakeProcess], bool] = lambda one, other: False
 
     def launcher(self, number: int) -> Callable[[EngineConfig, int], FakeProcess]:
         """See `router.instance.Launch`."""
@@ -125,6 +129,7 @@ class FakeProcess:
         self.runs: dict[str, Compute] = {}
         self.decoding: dict[str, Known] = {}
         self.paused: dict[str, int] = {}
+        self.stopped: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.counted = 0
         self.line: dict[str, int] = {}
@@ -140,7 +145,12 @@ class FakeProcess:
         else:
             self._out.put_nowait(
                 msgspec.structs.replace(
-                    INFO, kv_tokens_total=cluster.kv_tokens, peer_address=f"fake:{number}:{serial}", latency=None
+                    INFO,
+                    kv_tokens_total=cluster.kv_tokens,
+                    kv_bytes=1000 + number,
+                    max_model_len=cluster.longest.get(number, INFO.max_model_len),
+                    peer_address=f"fake:{number}:{serial}",
+                    latency=None,
                 )
             )
 
@@ -205,6 +215,7 @@ class FakeProcess:
                         self.cluster.processes[i].paused[name] = 1
             case Proceed(id=name):
                 self.paused.pop(name, None)
+                self.stopped.discard(name)
                 run = self.runs.get(name)
                 if run is not None and run.run.group[0] == self.number:
                     self._do(self._run(run))
@@ -304,10 +315,16 @@ class FakeProcess:
     def _compute(self, message: Compute) -> None:
         if message.id not in self.requests:
             self._complain(f"Compute of {message.id}, which was not admitted")
-        if not message.run.in_place and any(not run.run.in_place for run in self.runs.values()):
-            self._complain(f"two runs at once: {message.id} and {next(iter(self.runs))}")
+        computing = [name for name, run in self.runs.items() if not run.run.in_place and name not in self.stopped]
+        if not message.run.in_place and computing:
+            self._complain(f"two runs at once: {message.id} and {computing[0]}")
         self.runs[message.id] = message
         group = [self.cluster.processes.get(i) for i in message.run.group]
+        for one in group:
+            if one is not None and one is not self and self.cluster.apart(self, one):
+                del self.runs[message.id]
+                self._say(RunLost(message.id, f"instance {one.number} cannot be reached", one.number))
+                return
         if any(one is None or not one.alive for one in group):
             del self.runs[message.id]
             self._say(RunLost(message.id, "a peer is gone"))
@@ -323,6 +340,7 @@ class FakeProcess:
             return
         if name in self.paused:
             for one in group:
+                one.stopped.add(name)
                 one._say(_paused(name, message))
             return
         self._hold(name, message.run)
@@ -363,6 +381,9 @@ class FakeProcess:
 
     async def _send_kv(self, send: Send) -> None:
         target = self.cluster.processes[send.to]
+        if self.cluster.apart(self, target):
+            self._say(RunLost(send.id, f"instance {target.number} cannot be reached", target.number))
+            return
         known = target.requests.get(send.id)  # a new process knows nothing of it, and does not mind
         if known is not None and known.room < send.end:
             self._complain(f"{send.id}: KV is sent to {send.to}, which has no room for it")

@@ -51,9 +51,10 @@ def router(
             policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE, rows=32
         )
 
-    def another(number: int, pool: int, incarnation: int) -> LiveInstance:
+    def another(number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:
         if pool:
             raise RequestError("pool 0 is the only one", "pool")
+        fake.kv_bytes.append(kv_bytes)
         return LiveInstance(number, roles[0], 0, 0, CONFIG, fake.launcher(number), incarnation)
 
     instances = [LiveInstance(i, role, 0, 0, CONFIG, fake.launcher(i)) for i, role in enumerate(roles)]

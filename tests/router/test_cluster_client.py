@@ -159,6 +159,20 @@ def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypat
     asyncio.run(run())
 
 
+def test_word_of_a_loss_that_a_decode_has_gone_on_without_is_ignored() -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.2)
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            asked = asyncio.create_task(ask(client, "a", prompt(0, 300)))
+            await until(lambda: fake.said(Submit))
+            for process in fake.processes.values():
+                process._say(RunLost("a#1", "what it had of a movement that nobody waits for"))
+            assert await asked == answer(prompt(0, 300), 4)
+            assert [message.id for message in fake.said(Submit)] == ["a#1"]
+
+    asyncio.run(run())
+
+
 def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.2)
@@ -176,7 +190,23 @@ def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> 
     asyncio.run(run())
 
 
-def test_instances_join_drain_and_leave_while_serving() -> None:
+def test_who_joins_has_the_room_of_its_pool_and_is_refused_with_less_than_was_promised() -> None:
+    async def run() -> None:
+        fake = FakeCluster()
+        async with running(fake, ("mixed", "mixed"), "jsq") as client:
+            fake.longest[2] = client.info.max_model_len - 1
+            client.join(0)
+            await until(lambda: client.report().instances[2].state == "failed")
+            assert "and this cluster serves such of up to" in (client.report().instances[2].failure or "")
+            assert fake.kv_bytes == [1001]
+            assert await ask(client, "a", prompt(0, 30)) == answer(prompt(0, 30), 4)
+
+    asyncio.run(run())
+
+
+def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     async def run() -> None:
         fake = FakeCluster(run_s=0.005, token_s=0.002)
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 100, "long_sp": 2}) as client:
@@ -208,6 +238,10 @@ def test_instances_join_drain_and_leave_while_serving() -> None:
             assert await ask(client, "d", prompt(3, 300)) == answer(prompt(3, 300), 4)
 
     asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "is ready" in line or "has left" in line or "is lost" in line] == [
+        "instance 2 is ready", "instance 0 has left", "instance 1 has left", "instance 0 is ready",
+    ]  # fmt: skip
 
 
 def begun(fake: FakeCluster) -> list[tuple[int, str]]:
@@ -339,10 +373,8 @@ def test_a_load_spreads_progress_over_the_prompts_that_wait() -> None:
     load.take(EngineStats(prefill_tokens_total=1200))
     load.take(EngineStats(prefill_tokens_total=1200))
     assert (load.queued, load.left_s) == (200, 2.0)
-    load.computed_beside(100)
-    load.take(EngineStats(prefill_tokens_total=1200))
-    load.take(EngineStats(prefill_tokens_total=1300))
-    assert (load.queued, load.left_s) == (200, 2.0)
+    load.take(EngineStats(prefill_tokens_total=9200, run_tokens_total=8000))
+    assert (load.queued, load.left_s) == (200, 2.0), "shares of runs are none of the waiting prompts'"
     load.first_token("b")
     assert (load.queued, load.left_s) == (200, 2.0)
     load.remove("a")

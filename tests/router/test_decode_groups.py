@@ -6,11 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from fake_instances import FakeCluster, answer
 from routers import ask, prompt, running, until
 
 from headway.cluster.transfers import Piece
 from headway.core.sampling import SamplingParams
+from headway.core.span import Strategy
 from headway.engine.cluster_messages import Compute, Forget, Halt, Reserve, Run, RunDone, Send
 from headway.engine.protocol import Delta, Submit
 from headway.router.asked import Asked
@@ -44,13 +46,13 @@ class _Fleet(Fleet):
 
 
 class _World:
-    """One decode, of a prompt of 100 tokens."""
+    """One decode, of a prompt of `prompt` tokens."""
 
-    def __init__(self, *rooms: int, in_place: bool = True) -> None:
+    def __init__(self, *rooms: int, in_place: bool = True, prompt: int = 100) -> None:
         self.fleet, self.attempts, self.sent = _Fleet(*rooms), Attempts(), list[Piece]()
         self.moves, steps = Moves(self.fleet, self.sent.append), Steps(self.fleet)
         self.stays = Stays(self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None)
-        asked = Asked(Submit(id="r", prompt_tokens=100, params=SamplingParams(max_tokens=50), received_s=0.0), b"")
+        asked = Asked(Submit(id="r", prompt_tokens=prompt, params=SamplingParams(max_tokens=50), received_s=0.0), b"")
         self.attempt = attempt = Attempt(asked, asked.try_again())
         self.attempts.add(attempt)
         attempt.journey = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False))
@@ -99,6 +101,22 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
     assert (world.steps.grown, world.steps.shrunk) == (1, 1)
 
 
+def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
+    world = _World(500, 500, 500)
+    attempt = world.attempt
+    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
+    world.stays.enter(attempt, (0, 1, 2), "decode")
+    cast(Any, world.fleet[1].stats).kv_tokens_used = 400
+    world.wants(0, 1)
+    for _ in range(2):
+        waits = world.token()[0].run
+        assert (waits.keepers, attempt.spread) == ((), (0, 1, 2)), "50 tokens and some more do not fit instance 1"
+    cast(Any, world.fleet[1].stats).kv_tokens_used = 300
+    assert world.token()[0].run.keepers == (0, 1)
+    assert world.token()[0].run.keepers == ()
+    assert (attempt.spread, world.steps.shrunk) == ((0, 1), 1)
+
+
 def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
     world = _World(500, 500)
     attempt = world.attempt
@@ -108,6 +126,67 @@ def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
     cast(Any, world.fleet[0].stats).kv_tokens_used = 470
     assert world.token()[0].run.group == (1, 0)
     assert world.token()[0].run.group == (1, 0)
+
+
+def _by_heads(*rooms: int, in_place: bool = True) -> _World:
+    """A decode whose prompt has left KV cut by heads on instances 2 and 0: Ulysses."""
+    world = _World(*rooms, in_place=in_place)
+    attempt = world.attempt
+    attempt.runs = [Run(0, 60, (2,)), Run(60, 100, (2, 0), Strategy("ulysses"), rows=8)]
+    attempt.spread, attempt.admitted = (2, 0), {0, 2}
+    world.stays.enter(attempt, (0, 2), "decode")
+    return world
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_group_decodes_over_kv_by_heads_as_it_was_left(in_place: bool) -> None:
+    world = _by_heads(140, 500, 110, in_place=in_place)
+    for _ in range(3):
+        assert world.token()[0].run.group == (2, 0), "whose heads are whose is said by the order"
+        run = world.attempt.token
+        assert run is not None
+        assert (run.strategy, run.in_place, run.keepers) == (Strategy("ulysses"), True, ())
+    assert world.attempt.spread == (0, 2)
+    assert world.attempt.steps[2:] == [Run(100, 103, (2, 0), Strategy("ulysses"), in_place=True)]
+
+
+def test_kv_by_heads_is_laid_out_by_tokens_when_a_group_grows_and_there_is_room() -> None:
+    world = _by_heads(500, 500, 90)
+    attempt = world.attempt
+    world.wants(0, 1, 2)
+    waits = world.token()[0]
+    assert (waits.run.group, waits.run.strategy.attn, attempt.running) == ((2, 0), "ulysses", {0, 2})
+    assert attempt.places() == {0, 2}, "instance 1 has no part in it yet"
+    cast(Any, world.fleet[2].info).kv_tokens_total = 100
+    grown = world.token()[0]
+    assert (grown.run.group, grown.run.strategy.attn, grown.run.keepers) == ((1, 0, 2), "ring", ())
+    assert grown.before == (*attempt.runs, Run(100, 102, (2, 0), Strategy("ulysses"), in_place=True))
+    assert [(run.group, run.strategy.attn) for run in (world.token()[0].run, world.token()[0].run)] == [
+        ((1, 0, 2), "ring")
+    ] * 2
+    assert attempt.steps[-1] == Run(102, 104, (1, 0, 2), Strategy("ring"), in_place=True)
+    assert (world.steps.grown, world.steps.shrunk) == (1, 0)
+
+
+def test_kv_by_heads_of_a_group_that_shrinks_goes_to_those_that_stay() -> None:
+    world = _by_heads(500, 500, 500)
+    attempt = world.attempt
+    world.wants(1, 2)
+    first = world.token()[0]
+    assert (first.run.group, first.run.keepers, first.run.strategy.attn) == ((1, 0, 2), (1, 2), "ring")
+    assert world.token()[0].run.group == (1, 2)
+    assert world.fleet.take(Forget) == [(0, Forget(attempt.wire, for_good=False))]
+
+
+def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
+    world = _by_heads(400, 500, 300)
+    cast(Any, world.fleet[2].stats).kv_tokens_used = 240
+    run = world.token()[0].run
+    assert (run.group, run.keepers, run.strategy.attn) == ((0, 2), (0,), "ring")
+    assert world.token()[0].run.group == (0, 2)
+    world = _by_heads(120, 500, 300)
+    cast(Any, world.fleet[2].stats).kv_tokens_used = 240
+    assert world.token()[0].run.strategy.attn == "ulysses", "nobody has room for all of it"
 
 
 def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:

@@ -55,7 +55,7 @@ async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeRou
             (1, "failed", "no memory"),
         ]
         assert (await client.get("/v1/cluster/instances/1")).json()["role"] == "decode"
-        for missing in ("2", "x", "1e3", "-1", "9" * 30):
+        for missing in ("2", "x", "1e3", "-1", "9" * 30, "01", "00", "%D9%A1", "%C2%B9"):
             assert (await client.get(f"/v1/cluster/instances/{missing}")).status_code == 404
             assert (await client.delete(f"/v1/cluster/instances/{missing}")).status_code == 404
         assert engine.left is None

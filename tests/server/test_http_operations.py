@@ -13,9 +13,9 @@ from asgi_driver import Caller
 from fake_engine import FakeEngine, fail, say
 from prometheus_client.parser import text_string_to_metric_families
 
+from headway.core.log_lines import JsonFormatter, TextFormatter
 from headway.engine.protocol import EngineStats
 from headway.server.docs_page import docs_page
-from headway.server.logging import _JsonFormatter, _TextFormatter
 from headway.server.metrics import ALIASES
 
 pytestmark = pytest.mark.anyio
@@ -178,7 +178,7 @@ async def test_one_log_line_a_request_without_the_prompt(
     assert (fields["request_id"], fields["status"], fields["output_tokens"]) == ("r1", 200, 3)
     assert fields["finish_reason"] == "length"
     assert fields["ttft_s"] >= 0
-    text, parsed = _TextFormatter().format(lines[0]), json.loads(_JsonFormatter().format(lines[0]))
+    text, parsed = TextFormatter().format(lines[0]), json.loads(JsonFormatter().format(lines[0]))
     assert "request_id=r1" in text
     assert parsed["request_id"] == "r1"
     assert "secret" not in caplog.text + text + str(parsed)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.server.app import create_app
+from headway.server.binding import bind
 from headway.server.run import serve
 from headway.server.settings import ServerSettings
 from headway.server.tokenizer import Tokenizer
@@ -38,14 +40,24 @@ class Engine(FakeEngine):
         while sys.argv[3] == "hangs":
             print("loading", file=sys.stderr, flush=True)
             await asyncio.sleep(0.1)
+        self.telling = asyncio.create_task(tell())
         return await super().start()
 
     async def close(self):
         print("closed", file=sys.stderr, flush=True)
 
-settings = ServerSettings(port=0, drain_timeout_s=20)
+async def tell():
+    told = 0
+    while True:
+        if told != app.state.headway.in_flight:
+            told = app.state.headway.in_flight
+            print("in flight:", told, file=sys.stderr, flush=True)
+        await asyncio.sleep(0.01)
+
+settings = ServerSettings(port=0, drain_timeout_s=float(sys.argv[4]))
 engine = Engine(delay_s=float(sys.argv[2]))
-started = serve(create_app(engine, Tokenizer.none(), settings), settings)
+app = create_app(engine, Tokenizer.none(), settings)
+started = serve(app, settings)
 print("ended", started, len(engine.aborted), file=sys.stderr, flush=True)
 """
 
@@ -53,20 +65,30 @@ print("ended", started, len(engine.aborted), file=sys.stderr, flush=True)
 class Process:
     """A server process, its port, and what it wrote to stderr."""
 
-    def __init__(self, delay_s: float = 0.0, engine: str = "works", until: str = r"running on .*:(\d+)") -> None:
-        command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(delay_s), engine]
+    def __init__(
+        self,
+        delay_s: float = 0.0,
+        engine: str = "works",
+        until: str = r"running on .*:(\d+)",
+        drain_timeout_s: float = 20.0,
+    ) -> None:
+        words = (Path(__file__).parent, delay_s, engine, drain_timeout_s)
+        command = [sys.executable, "-c", PROGRAM, *map(str, words)]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
         )
-        assert self.process.stderr is not None
         self.lines: list[str] = []
-        self.port = 0
+        found = self.read_until(until)
+        self.port = int(found[1]) if found is not None and found.groups() else 0
+
+    def read_until(self, words: str) -> re.Match[str] | None:
+        """Read its log up to a line that matches; None at its end."""
+        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            found = re.search(until, line)
-            if found:
-                self.port = int(found[1]) if found.groups() else 0
-                break
+            if found := re.search(words, line):
+                return found
+        return None
 
     def post(self, tokens: int) -> bytes:
         body = {"model": "fake-model", "prompt": [2], "max_tokens": tokens, "stream": True}
@@ -142,6 +164,71 @@ def test_second_signal_ends_at_once(slow: Process) -> None:
     assert slow.process.returncode is not None
     assert "ending at once" in log
     assert "[DONE]" not in got[0].decode()
+
+
+def _told_of_the_end(process: Process, *signals: signal.Signals) -> str:
+    """A stream and three whole answers, all cut off by these signals: what the log says."""
+    stream, events = _in_background(process, 4000)
+    _until_busy(process)
+    body = json.dumps({"model": "fake-model", "prompt": [2], "max_tokens": 4000}).encode()
+    waiting = [_raw(process.port, b"POST /v1/completions", body) for _ in range(3)]
+    late = _raw(process.port, b"POST /v1/completions", body, b'{"model": ')
+    process.read_until("in flight: 5")
+    for number in signals:
+        process.process.send_signal(number)
+    log = process.end()
+    stream.join(20)
+    for connection in (*waiting, late):
+        head, _, content = connection.makefile("rb").read().partition(b"\r\n\r\n")
+        connection.close()
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 5\r\n" in head.lower()
+        error = json.loads(content)["error"]
+        assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
+        assert "the server is ending" in error["message"]
+    last = json.loads(events[0].split(b"\n\n")[-2].removeprefix(b"data: "))
+    assert last["error"]["code"] == 503
+    assert "Traceback" not in log
+    assert process.process.returncode == 0
+    return log
+
+
+def _raw(port: int, what: bytes, body: bytes, sent: bytes | None = None) -> socket.socket:
+    """A request of which the body, or that part of it, has been sent."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    head = b"%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (what, len(body))
+    connection.sendall(head + (body if sent is None else sent))
+    return connection
+
+
+def test_a_second_signal_tells_everybody_who_waits(slow: Process) -> None:
+    log = _told_of_the_end(slow, signal.SIGINT, signal.SIGTERM)
+    assert "ending at once" in log
+    assert "closed" in log
+
+
+def test_the_end_of_the_drain_time_tells_everybody_who_waits() -> None:
+    process = Process(0.02, drain_timeout_s=0.2)
+    log = _told_of_the_end(process, signal.SIGTERM)
+    assert "draining took too long in_flight=5" in log
+    process.kill()
+
+
+def test_whoever_begins_to_listen_while_the_engine_starts_keeps_the_port() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from fake_engine import FakeEngine
+
+    settings, engine = ServerSettings(port=0), FakeEngine()
+    sockets = bind(settings.host, settings.port)
+    port = sockets[0].getsockname()[1]
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        app = create_app(engine, Tokenizer.none(), ServerSettings(port=port))
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"):
+            serve(app, ServerSettings(port=port), sockets=sockets)
+    assert engine.closed
 
 
 def test_an_engine_that_cannot_start_says_so_without_a_stack_trace() -> None:

@@ -125,3 +125,38 @@ def test_a_sender_that_is_killed_is_told_and_another_life_is_read(tmp_path: Path
         end.cache[:] = 0
         time.sleep(0.05)
     end.close()
+
+
+def test_an_end_that_never_answers_is_told_whatever_waits_for_it(tmp_path: Path) -> None:
+    end = End(1, tmp_path, connector="nixl")
+    end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
+    (tmp_path / "0").touch()
+    end.peers.meet([Peer(0, 0, f"unix:{tmp_path}/0"), Peer(1, 0, f"unix:{tmp_path}/1")])
+    positions = np.arange(SLOTS)
+    for piece in range(4):  # more than the memory that others may read
+        end.save(Save("a", piece, 0), end.part(positions, positions))
+    end.until(lambda: len(end.lost) == 4)
+    end.close()
+
+
+def test_a_read_that_nothing_ends_is_given_up_with_its_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = make(2)
+    agent = receiver.connector._agent._agent  # type: ignore[attr-defined]
+    looked: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(agent, "transfer", lambda handle: "PROC")
+        patched.setattr(agent, "check_xfer_state", lambda handle: looked.append(handle) or "PROC")
+        receiver.open("a", SLOTS, ((0, SLOTS),))
+        positions = np.arange(SLOTS)
+        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        receiver.until(lambda: bool(looked))
+        for connection in list(sender.peers._connections.values()):
+            connection.end("it was cut")
+        receiver.until(lambda: bool(receiver.lost))
+    for end in (sender, receiver):
+        end.connector.forget("a")
+        end.peers.forget("a")
+    receiver.open("b", SLOTS, ((0, SLOTS),))
+    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache, sender.cache)

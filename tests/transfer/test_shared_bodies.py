@@ -22,7 +22,7 @@ from headway.transfer.ahead import Ahead
 from headway.transfer.connection import Connection
 from headway.transfer.connector import Save
 from headway.transfer.frames import Frame, Kind, head
-from headway.transfer.peers import Peer, Peers, Place, Room
+from headway.transfer.peers import Peer, PeerLostError, Peers, Place, Room
 
 ARENA = 1 << 16
 WIDE = 1 << 12
@@ -266,7 +266,7 @@ def test_a_connection_that_is_cut_gets_another_arena(make: Make) -> None:
     assert cut is not None
     cut.shutdown(socket.SHUT_RDWR)
     sender.until(lambda: here.ended is not None)
-    with pytest.raises(connection.PeerLostError):
+    with pytest.raises(PeerLostError):
         here.push("r", b"", room).wait()
     asked = here.room(connection.SMALL, lambda: None)
     assert asked is not None

@@ -7,17 +7,22 @@ are one zero-copy view and one attention call, whatever the block size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from headway.core.errors import ConfigError
+from headway.hardware.memory import available_bytes, gib
 
 
 class KvPool:
     """The keys and values of `slots` tokens.
 
     `data` is (layers, 2, kv_heads, slots, head_dim): index 0 of the second axis is keys, 1 is values. It is reserved
-    but not touched, so on CPU resident memory grows with the slots that are used, not with the size of the pool.
+    but not touched, so on CPU resident memory grows with the slots that are used, not with the size of the pool. Raises
+    ConfigError where that much cannot be reserved.
     """
 
     def __init__(
@@ -33,7 +38,15 @@ class KvPool:
         self.kv_heads = kv_heads
         self.slots = slots
         self.head_dim = head_dim
-        self.data: Tensor = torch.empty((layers, 2, kv_heads, slots, head_dim), dtype=dtype, device=device)
+        shape = (layers, 2, kv_heads, slots, head_dim)
+        try:
+            self.data: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch has no other for it
+            size, free = gib(math.prod(shape) * dtype.itemsize), gib(_free(torch.device(device)))
+            raise ConfigError(
+                f"there is no memory for a KV cache of {size} ({slots} tokens): {free} is available; give "
+                "--kv-cache-memory less"
+            ) from error
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,3 +90,7 @@ class KvPool:
         """Raise ValueError unless the run lies in the pool."""
         if first < 0 or count < 0 or first + count > self.slots:
             raise ValueError(f"slots {first}..{first + count} are outside the pool's {self.slots}")
+
+
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()

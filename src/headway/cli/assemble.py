@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headway import embedded
+from headway.cli.event_log import open_event_log
 from headway.core.clock import Clock
 from headway.core.errors import ConfigError
 from headway.core.executor import Executor
@@ -83,15 +84,16 @@ def assemble(config: EngineConfig, clock: Clock, wanted: Callable[[], bool] = la
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
     fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
+    log = event_log(config.event_log)  # whether it can be written is known before loading takes its time
     built = build(config, wanted)
     try:
-        return _engine(config, clock, schedule, built)
+        return _engine(config, clock, schedule, built, log)
     except BaseException:
         built.executor.close()
         raise
 
 
-def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built) -> EngineCore:
+def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built, log: Log | None) -> EngineCore:
     ledgers = [Ledger(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)
@@ -120,7 +122,7 @@ def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built
         latency=describe(latency),
     )
     restarts = Restarts(config.max_restarts, "the workers")
-    return EngineCore(scheduler, built.executor, clock, info, event_log(config.event_log), restarts)
+    return EngineCore(scheduler, built.executor, clock, info, log, restarts)
 
 
 def latency_source(config: EngineConfig, built: Built) -> tuple[TableSource, float]:
@@ -213,10 +215,11 @@ def model_name(folder: str) -> str:
 
 
 def event_log(path: str | None) -> Log | None:
-    """A JSON-lines file of everything that the scheduler saw, for replay; None when not asked for."""
+    """A JSON-lines file of everything that the scheduler saw, for replay; None when not asked for. See
+    `cli.event_log`."""
     if path is None:
         return None
-    file = Path(path).open("wb", buffering=1 << 20)  # noqa: SIM115 - open for the process's life
+    file = open_event_log(path, buffering=1 << 20)
     encoder = msgspec.json.Encoder()
 
     def write(kind: str, fields: dict[str, object]) -> None:

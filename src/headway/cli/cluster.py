@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,16 +17,20 @@ from headway.cli.serve import model_folder
 from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
 from headway.engine.numerics import settle
-from headway.router.cluster_file import ClusterFile, check_hosts, cluster_file, model_of, nodes_of
+from headway.router.cluster_file import ClusterFile, check_hosts, cluster_file, idle_pools, model_of, nodes_of
 from headway.router.instance import LiveInstance, seen
+
+if TYPE_CHECKING:
+    from headway.server.settings import ServerSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a YAML file such as examples/cluster.yaml; docs/live-cluster.md")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--dry-run", action="store_true", help="load one instance of each pool, print what fits, and exit"
     )
-    parser.add_argument(
+    instead.add_argument(
         "--replay", metavar="LOG", type=Path, help="decide again what --event-log LOG tells, say whether it is the same"
     )
     parser.add_argument(
@@ -35,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     where = str(arguments.file)
-    file = cluster_file(read_yaml(where), where)
+    file = cluster_file(read_yaml(where, "pools: [{count: 2}]"), where)
     values, given = combine(serve_options.ALL, arguments, environment(), file.serve, f"{where}: serve")
     named, node = model_of(file, arguments.file.parent), values["node_rank"]
     if node and not arguments.dry_run:
@@ -58,10 +64,28 @@ def run(arguments: argparse.Namespace) -> int:
     check_hosts(file, where, values["nnodes"])
     instance_configs(file, where, model, values, given)
     config = hosts.settle_token(serve_options.engine_config(model, values, given), node, instances=True)
-    from headway.server.binding import check_binding
+    from headway.server.binding import bind, check_binding, release
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
+    sockets = bind(settings.host, settings.port)
+    try:
+        return _serve(arguments, file, where, model, values, given, config, settings, sockets)
+    finally:
+        release(sockets)
 
+
+def _serve(
+    arguments: argparse.Namespace,
+    file: ClusterFile,
+    where: str,
+    model: str,
+    values: dict[str, Any],
+    given: set[str],
+    config: EngineConfig,
+    settings: ServerSettings,
+    sockets: list[socket],
+) -> int:
+    """From bound sockets to the end."""
     from headway.core.scratch import ScratchFolder
     from headway.router.client import ClusterClient
 
@@ -89,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             in_place=file.group_decode == "in-place",
         )
         app = create_app(client, Tokenizer.load(Path(model)), settings)
-        started = serve(app, settings, force_binding=arguments.allow_public)
+        started = serve(app, settings, force_binding=arguments.allow_public, sockets=sockets)
         instances = list(client.fleet)
     finally:
         for each in instances:
@@ -120,8 +144,10 @@ def _report(file: ClusterFile, model: str, configs: list[EngineConfig], node: in
                 f"  loaded on this host; `--dry-run --node-rank {pool.host}` on host {pool.host} says what fits there"
             ]
         core = loaded(configs[first])
-        lines += described(core)
+        lines += described(core, prefills=pool.role != "decode")
         cores += [core] * pool.count
+    idle = idle_pools(file)
+    lines += ["", *idle] if idle else []
     if node:
         return "\n".join(lines)
     infos = [msgspec.structs.replace(core.info, latency=describe(core.scheduler.latency)) for core in cores]

@@ -16,6 +16,7 @@ from headway.latency.groups import GroupShape
 from headway.latency.sharded_decode import ShardedDecode
 from headway.placement.base import Arrived, Commit, Enqueue, Reject
 from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.report.units import duration
 from headway.router.client import Rules
 from headway.simulator.cluster.spec import ClusterSpec
 from headway.simulator.cluster.world import simulate_cluster
@@ -83,7 +84,7 @@ def capacity(plan: Plan) -> list[str]:
             low = rate
         else:
             high = rate
-    targets = " and ".join(f"{_target_s(plan, tokens):.2g} s" for tokens in lengths)
+    targets = " and ".join(duration(_target_s(plan, tokens)) for tokens in lengths)
     inside, across = plan.links.inside.bytes_per_s / 1e9, plan.links.across.bytes_per_s / 1e9
     hosts = "" if across == inside else f", between hosts at {across:g} (network_gbit_s)"
     found = f"{low:.3g} requests/s" if low else f"below {high:.3g} requests/s"

@@ -14,8 +14,9 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from headway.cli.cluster_seats import first_of
+from headway.cli.event_log import open_event_log
 from headway.core.errors import ConfigError
-from headway.router.cluster_file import ClusterFile, moves_kv
+from headway.router.cluster_file import ClusterFile, idle_pools, moves_kv
 
 if TYPE_CHECKING:
     from headway.engine.protocol import EngineInfo
@@ -41,10 +42,7 @@ def links(file: ClusterFile) -> Links:
 
 def open_log(path: str | None) -> IO[bytes] | None:
     """Where the router's decisions are written; those of instances go to FILE.0, FILE.1 and so on."""
-    try:
-        return None if path is None else open(path, "wb", buffering=0)
-    except OSError as error:
-        raise ConfigError(f"event-log: {error}") from error
+    return None if path is None else open_event_log(path)
 
 
 def sink(log: IO[bytes]) -> Callable[[bytes], None]:
@@ -78,9 +76,19 @@ def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
 
 
 def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> Rules:
-    """`rules_of`, of instances that have started."""
+    """`rules_of`, of instances that have started. What is odd about them is logged, once."""
     check_moves(file, infos)
+    for words in (*idle_pools(file), *_unequal(file, infos)):
+        logging.getLogger("headway.router").warning("%s", words)
     return rules_of(file, model, infos, log)
+
+
+def _unequal(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
+    lengths = [infos[first].max_model_len for first in first_of(file)]
+    if len(set(lengths)) == 1:
+        return []
+    each = ", ".join(f"pools[{i}] {length:,}" for i, length in enumerate(lengths))
+    return [f"requests of up to {min(lengths):,} tokens are served, output included: the longest are {each}"]
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
@@ -134,7 +142,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
     def make(replay: Replay) -> Policies:
         about = replay.about or {}
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
-            raise ConfigError(f"{path} is of placement {about.get('placement')!r} with options {about.get('options')}")
+            raise ConfigError(f"it is of placement {about.get('placement')!r} with options {about.get('options')}")
         made.append(Policies(policies_of(file, surroundings_of(file, model, about)), may_of(replay.machine)))
         return made[0]
 
@@ -150,9 +158,11 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
         raise ConfigError(f"replay: {error}") from error
     try:
         replay = Replay(lines, make, noted)
+        difference = replay.run()
+    except ConfigError as error:
+        raise ConfigError(f"replay: {path}: {error}") from error
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"replay: {path} has a line that is not of a cluster's log: {error}") from None
-    difference = replay.run()
+        raise ConfigError(f"replay: {path}: its first line is not that of a cluster's log: {error}") from None
     print(f"{replay.decisions} decisions, all as recorded" if difference is None else str(difference))
     return 0 if difference is None else 1
 

@@ -15,12 +15,14 @@ from headway.core.cores import CORES
 from headway.core.errors import ConfigError, RequestError
 from headway.engine.config import EngineConfig
 from headway.parallel.secret import peers_secret
-from headway.router.cluster_file import ClusterFile, computes_alone, moves_kv, nodes_of
+from headway.router.cluster_file import LARGEST_POOL, ClusterFile, computes_alone, moves_kv, nodes_of
 from headway.router.instance import Launch, LiveInstance
 from headway.router.launch import host_launcher, launcher
 from headway.worker.rendezvous import Rendezvous
 
-_OF_ALL = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_token", "rdzv_timeout")
+_MEETING = frozenset(("nnodes", "node_rank", "rdzv_endpoint", "rdzv_token", "rdzv_timeout"))
+_OF_ALL = _MEETING.union(option.name for option in serve_options.server_options())
+"""What there is once: how hosts meet, and the endpoint."""
 
 
 class Seats:
@@ -39,6 +41,7 @@ class Seats:
         self._file, self._configs, self._folder = file, configs, folder
         self._first, self._nodes = first_of(file), nodes_of(file)
         self._host_of, self._meeting, self._token = host_of, meeting, token
+        self._made: dict[int, LiveInstance] = {}
 
     def all(self) -> list[LiveInstance]:
         """Those of the file."""
@@ -48,18 +51,26 @@ class Seats:
             for number, (pool, node, config) in enumerate(zip(pools, self._nodes, self._configs, strict=True))
         ]
 
-    def another(self, number: int, pool: int, incarnation: int) -> LiveInstance:
+    def another(self, number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:
         """See `router.roster.Another`."""
         if not 0 <= pool < len(self._file.pools):
             raise RequestError(f"pool must be between 0 and {len(self._file.pools) - 1}, not {pool}", "pool")
+        others = (each for i, each in self._made.items() if i != number and each.pool == pool)
+        if sum(each.state != "left" for each in others) >= LARGEST_POOL:
+            raise RequestError(f"pool {pool} has {LARGEST_POOL} instances, which is as many as a pool may have", "pool")
         like = self._first[pool]
         config = joining(self._configs[like], like, number, incarnation)
+        if config.kv_cache_bytes is None:  # the same room, however little is free now
+            config = msgspec.structs.replace(config, kv_cache_bytes=kv_bytes)
         return self._start(number, pool, self._nodes[like], config, incarnation)
 
     def _start(self, number: int, pool: int, node: int, config: EngineConfig, incarnation: int) -> LiveInstance:
         host = self._host_of[number] = self._file.pools[pool].host
         role = self._file.pools[pool].role
-        return LiveInstance(number, role, node, pool, config, self._launcher(number), incarnation, host)
+        launch = self._launcher(number)
+        made = LiveInstance(number, role, node, pool, config, launch, incarnation, host)
+        self._made[number] = made
+        return made
 
     def _launcher(self, number: int) -> Launch:
         connector = self._file.kv_connector
@@ -83,9 +94,9 @@ def instance_configs(
     sizes: dict[int, int] = {}
     for i, pool in enumerate(file.pools):
         own, named = combine(serve_options.ALL, argparse.Namespace(), {}, pool.serve, f"{where}: pools[{i}].serve")
-        for name in _OF_ALL:
-            if name in named:
-                raise ConfigError(f"{where}: pools[{i}].serve.{name}: say that for all of the cluster")
+        for name in pool.serve:
+            if name.replace("-", "_") in _OF_ALL:
+                raise ConfigError(f"{where}: pools[{i}].serve.{name}: say that for all of the cluster, in its serve:")
         mine = {**values, **{name: own[name] for name in named}}
         made = serve_options.engine_config(model, mine, given | named)
         made = msgspec.structs.replace(made, nnodes=1, rdzv_endpoint=None, rdzv_token=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from headway.cli.assemble import assemble
 from headway.core.clock import ManualClock
 from headway.engine.config import EngineConfig
@@ -19,14 +21,14 @@ def report(config: EngineConfig) -> str:
 
 
 def loaded(config: EngineConfig) -> EngineCore:
-    """An engine that has been measured and does not serve."""
-    core = assemble(config, ManualClock())
+    """An engine that has been measured and does not serve, nor writes a log."""
+    core = assemble(msgspec.structs.replace(config, event_log=None), ManualClock())
     core.executor.close()
     return core
 
 
-def described(core: EngineCore) -> list[str]:
-    """What fits, and which chunks and times to expect, in lines."""
+def described(core: EngineCore, prefills: bool = True) -> list[str]:
+    """What fits, and which chunks and times to expect, in lines. prefills: whether it gets prompts."""
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
     per_token = info.kv_bytes // info.kv_tokens_total
@@ -49,9 +51,10 @@ def described(core: EngineCore) -> list[str]:
         f"memory available     {gib(available_bytes())}",
         f"longest context      {info.max_model_len:,} tokens, output included",
         f"policy               {policy}",
-        "",
-        "context so far   next chunk   prompt of this length takes, alone",
     ]
+    if not prefills:
+        return lines
+    lines += ["", "context so far   next chunk   prompt of this length takes, alone"]
     times = PrefillCache(latency, budget, max(scheduler.config.min_chunk, 16))
     past = 0
     while past < info.max_model_len:

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headway.core.clock import Clock
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, LostError
+from headway.core.log_lines import setup
 from headway.engine.config import EngineConfig
 from headway.engine.recovery import GaveUpError
 from headway.engine.service import EngineService
 from headway.parallel.beats import PER_TIMEOUT
+
+log = logging.getLogger("headway.engine")
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
@@ -56,29 +59,39 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
     """Serve until drained (0) or unable to start or go on (1)."""
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    owner = {} if config.instance is None else {"instance": config.instance.number}
+    setup(config.log_level, config.log_format, **owner)
     clock = WallClock()
     elsewhere = endpoint.startswith("tcp:")
     service = EngineService(endpoint, clock, server_pid, config.rdzv_token if elsewhere else None)
     service.live(config.worker_timeout_s / PER_TIMEOUT)
+    core: EngineCore | None = None
     try:
         core, member = make(config, clock, service, server_pid)
-    except HeadwayError as error:
-        service.fail(str(error))
-        service.close()
-        return 1
-    try:
         service.run(core, member)
     except Exception as error:
-        gave_up = isinstance(error, GaveUpError)
-        if not gave_up:
-            logging.getLogger("headway.engine").exception("the engine cannot go on")
-        service.fail(str(error) if gave_up else f"the engine failed: {error}", final=gave_up)
-        core.executor.close()
-        service.close()
+        service.fail(*_end(error, core is not None))
         return 1
-    core.executor.close()
-    service.close()
+    finally:
+        if core is not None:
+            core.executor.close()
+        service.close()
     return 0
+
+
+def _end(error: Exception, ready: bool) -> tuple[str, bool]:
+    """What the server is to know of it, and whether it is final. ready: the engine had started. What nobody has
+    foreseen is logged with its trace."""
+    if not ready and isinstance(error, HeadwayError):
+        return str(error), True
+    if isinstance(error, GaveUpError):
+        return str(error), True
+    if isinstance(error, LostError):  # another process is what mends it
+        log.warning("this engine ends: %s", error)
+    else:
+        log.exception("the engine cannot %s", "go on" if ready else "start")
+    words = str(error) or type(error).__name__
+    return (f"the engine failed: {words}", False) if ready else (f"the engine cannot start: {words}", True)
 
 
 def live(make: Make = real) -> None:

@@ -63,9 +63,9 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
 def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
     """Be node `node`, until node 0 ends or we are told to. Raises ConfigError when it does not take us."""
     from headway.cli.assemble import layout_of
+    from headway.core.log_lines import setup
     from headway.engine.numerics import settle
     from headway.parallel.terms import terms
-    from headway.server.logging import setup
     from headway.worker.launch import Ranks
 
     settle()
@@ -78,10 +78,10 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
 def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, named: str | None) -> int:
     """The same in a cluster: run the instances that node 0 wants here, of this host's copy of the model. named: where
     that is, None for the embedded one."""
+    from headway.core.log_lines import setup
     from headway.engine.starter import Engines
     from headway.parallel.network import parse_endpoint, resolve
     from headway.parallel.terms import cluster_terms
-    from headway.server.logging import setup
 
     setup(settings.log_level, settings.log_format)
     if named is None:

@@ -58,13 +58,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"headway {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run: Callable[[argparse.Namespace], int] | None = None
+    asked = parser
     for name, (module_name, text) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             module = import_module(module_name)
             module.add_arguments(sub)
-            run = module.run
-    arguments = parser.parse_args(words)
+            run, asked = module.run, sub
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        asked.error(f"unrecognized arguments: {' '.join(unknown)}")
     assert run is not None
     return _guarded(run, arguments)
 

@@ -122,6 +122,9 @@ def _build(
         token=config.rdzv_token if hosts is not None else None,
         timeout_s=config.worker_timeout_s,
         start_timeout_s=_START_S if hosts is None else _START_S + config.rdzv_timeout_s,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        instance=None if config.instance is None else config.instance.number,
         peer=_peer(config, layout),
     )
     wire = ProcessWire(ranks, hosts)

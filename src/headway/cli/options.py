@@ -82,6 +82,11 @@ def combine(
         if key.replace("-", "_") not in known:
             close = ", ".join(sorted(name for name in known if name[:3] == key[:3])) or ", ".join(sorted(known))
             raise ConfigError(f"{config}: unknown setting {key!r}; did you mean one of: {close}?")
+    spelled: dict[str, str] = {}
+    for key in file:
+        other = spelled.setdefault(key.replace("-", "_"), key)
+        if other != key:
+            raise ConfigError(f"{config}: {other!r} and {key!r} are one setting: say it once")
     file = {key.replace("-", "_"): value for key, value in file.items()}
     values: dict[str, Any] = {}
     given: set[str] = set()
@@ -108,14 +113,19 @@ def _parse(option: Option, value: Any) -> Any:
     number = option.parse in (int, float)
     if number and (isinstance(value, bool) or (option.parse is int and isinstance(value, float) and value % 1)):
         raise ConfigError(f"{value!r} is not a {'whole ' if option.parse is int else ''}number")
-    parsed = option.parse(value)
+    try:
+        parsed = option.parse(value)
+    except (ValueError, TypeError, OverflowError):
+        if not number:
+            raise
+        raise ConfigError(f"{value!r} is not a {'whole ' if option.parse is int else ''}number") from None
     if isinstance(parsed, float) and not math.isfinite(parsed):
         raise ConfigError(f"{value!r} is not a finite number")
     return parsed
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """A flat mapping of settings; raises ConfigError otherwise."""
+def read_yaml(path: str, such_as: str = "port: 8000") -> dict[str, Any]:
+    """A mapping of settings; raises ConfigError otherwise. such_as: an example of one."""
     import yaml
 
     from headway.cli.yaml_once import load
@@ -128,8 +138,11 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if data is None:
         return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{path} must be a mapping of settings, such as 'port: 8000'")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must be a mapping of settings, such as '{such_as}'")
+    for key in data:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: {key!r} is not the name of a setting: these are words, such as '{such_as}'")
     return data
 
 

@@ -53,22 +53,26 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(report(config))
         return 0
-    from headway.server.binding import check_binding
+    from headway.server.binding import bind, check_binding, release
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
+    sockets = bind(settings.host, settings.port)
 
     from headway.engine.client import ProcessEngineClient
 
-    client = ProcessEngineClient(config)  # the engine loads while this process imports the server
+    client: ProcessEngineClient | None = None
     try:
+        client = ProcessEngineClient(config)  # the engine loads while this process imports the server
         from headway.server.app import create_app
         from headway.server.run import serve
         from headway.server.tokenizer import Tokenizer
 
         app = create_app(client, Tokenizer.load(Path(model)), settings)
-        started = serve(app, settings, force_binding=arguments.allow_public)
+        started = serve(app, settings, force_binding=arguments.allow_public, sockets=sockets)
     finally:
-        client.end()
+        release(sockets)
+        if client is not None:
+            client.end()
     if client.failure is not None:
         raise ConfigError(client.failure)
     return 0 if started else 1

@@ -10,12 +10,17 @@ from headway.cli.units import size, tokens
 from headway.core.errors import ConfigError
 from headway.engine.config import EngineConfig
 from headway.hardware.device import check
+from headway.model.config import check_dtype
 from headway.scheduling.config import SchedulerConfig
 from headway.server.settings import ServerSettings
 
 
 def _text(value: Any) -> str:
     return str(value)
+
+
+def _dtype(value: Any) -> str:
+    return check_dtype(str(value))
 
 
 def _device(value: Any) -> str:
@@ -33,7 +38,7 @@ def _schedule(value: Any) -> str:
 
 
 ENGINE_OPTIONS = (
-    Option("dtype", _text, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
+    Option("dtype", _dtype, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
     Option(
         "device",
         _device,
@@ -124,7 +129,11 @@ ENGINE_OPTIONS = (
         metavar="N",
     ),
     Option(
-        "event_log", _text, None, "write what the scheduler saw and decided to this JSON-lines file", metavar="FILE"
+        "event_log",
+        _text,
+        None,
+        "write what the scheduler saw and decided to this JSON-lines file; what is there stays, as FILE.until-TIME",
+        metavar="FILE",
     ),
 )
 
@@ -227,6 +236,8 @@ def engine_config(model: str, values: dict[str, Any], given: set[str]) -> Engine
         event_log=values["event_log"],
         worker_timeout_s=values["worker_timeout"],
         max_restarts=values["max_restarts"],
+        log_level=values["log_level"],
+        log_format=values["log_format"],
     )
 
 

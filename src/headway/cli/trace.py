@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +21,23 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.report.live_trace import live_trace_events, timeline
     from headway.simulator.replay import read_log
 
-    told = timeline(read_log(arguments.log))
+    told = timeline(_of_an_engine(read_log(arguments.log), arguments.log))
+    if not told.slices and not told.requests:
+        raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
     arguments.out.write_bytes(msgspec.json.encode(live_trace_events(told)))
     lanes = len({(one.group, one.stage) for one in told.slices})
     print(f"{len(told.slices)} slices on {lanes} lanes, {len(told.requests)} requests: {arguments.out}")
     return 0
+
+
+def _of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
+    """The events, unless they are a router's."""
+    from headway.cluster.record import SCHEMA
+
+    for event in events:
+        if event.get("schema") == SCHEMA:
+            raise ConfigError(
+                f"{path} is the log of a cluster's router; its instances', which can be drawn, are {path}.0, {path}.1 "
+                "and so on"
+            )
+        yield event

@@ -1,4 +1,4 @@
-"""What must hold of a machine between any two callbacks. For tests, and for a live router's chaos runs."""
+"""What must hold of a machine between any two callbacks. For tests."""
 
 from __future__ import annotations
 

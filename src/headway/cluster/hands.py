@@ -53,6 +53,12 @@ class Hands(Protocol):
         """Something has changed there (a span ended, a request entered …): what its schedulers have now. Called before
         the policy is asked, once for each instance that was touched."""
 
+    def fits(self, entry: SpanEntry) -> bool:
+        """Whether there is room on a span's group for the KV that its request, and those along, will have there. Asked
+        when all else lets it begin, which it does not before there is: decodes that wait behind it go first meanwhile.
+        Asked again whenever something has changed there."""
+        return True
+
     # -- what it does -------------------------------------------------------------------------------------------------
 
     def committed(self, entry: SpanEntry, now: float) -> None:

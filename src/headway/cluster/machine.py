@@ -181,12 +181,12 @@ class Machine:
         state.closed.discard(instance)
         state.gone.add(instance)
         self._news.append(Lost(instance))
-        hit = [journey for journey in self.journeys.values() if instance in state.places(journey)]
-        for journey in hit:
-            self._drop(journey, f"instance {instance} is gone")
-        self._holds.lose(instance)
-        state.transfers.lose(instance)
-        state.anew()
+        hit = [self.journeys[name] for name, places in state.everywhere().items() if instance in places]
+        with state.once():
+            for journey in hit:
+                self._drop(journey, f"instance {instance} is gone")
+            self._holds.lose(instance)
+            state.transfers.lose(instance)
         return [journey.request for journey in hit]
 
     def close(self, instance: int, now: float) -> None:
@@ -217,9 +217,7 @@ class Machine:
 
     def quiet(self, instance: int) -> bool:
         """Whether nobody has anything there."""
-        return self.lanes.empty(instance) and not any(
-            instance in self.state.places(journey) for journey in self.journeys.values()
-        )
+        return self.lanes.empty(instance) and not any(instance in places for places in self.state.everywhere().values())
 
     # -- the policy ---------------------------------------------------------------------------------------------------
 
@@ -289,6 +287,9 @@ class Machine:
             touched, state.touched = state.touched, set()
             for entry in lanes.candidates(sorted(touched)):
                 if entry.state == "waiting" and lanes.ready(entry) and self._clear(entry):
+                    if isinstance(entry, SpanEntry) and not entry.beside and not self._hands.fits(entry):
+                        self._stays.overtake(entry)
+                        continue
                     lanes.start(entry)
                     state.touch(entry.group)
                     self._start(entry)

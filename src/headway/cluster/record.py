@@ -201,6 +201,11 @@ class RecordedHands(Hands):
         self._said(f"refresh {instance}", figures)
         return figures
 
+    def fits(self, entry: SpanEntry) -> bool:
+        fits = self._hands.fits(entry)
+        self._said("fits", fits)
+        return fits
+
     def committed(self, entry: SpanEntry, now: float) -> None:
         self._hands.committed(entry, now)
 

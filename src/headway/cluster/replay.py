@@ -55,7 +55,8 @@ class Replay:
         noted: Callable[[str], None] | None = None,
     ) -> None:
         """`make`: the policy, new, as the driver made it (it may look at `machine` and `about` when it is asked).
-        `noted` is told the driver's notes. A last line that is not whole is left out. ConfigError: it is no log."""
+        `noted` is told the driver's notes. A last line that is not whole is left out. ConfigError: it is no log, or
+        damaged; it names the line."""
         header, self._calls, answers, self._decided = _read(lines)
         self.about: Any = header["about"]
         self.decisions = 0
@@ -77,12 +78,18 @@ class Replay:
 
     def run(self) -> Difference | None:
         """Drive it to the log's end; None: all decisions were the same. (What follows from the last callback may have
-        been cut off.)"""
+        been cut off.) ConfigError names a line that nothing can be driven by."""
         left = len(self._calls)
         try:
-            for call in self._calls:
+            for number, call in self._calls:
                 left -= 1
-                self._do(call)
+                try:
+                    self._do(call)
+                except _Differs:
+                    raise
+                except Exception as error:
+                    what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+                    raise ConfigError(f"line {number} of the log cannot be replayed: {what}") from error
         except _Differs as differs:
             if not left and differs.recorded is None:
                 return None
@@ -161,32 +168,43 @@ class Replay:
         return journey
 
 
-def _read(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[Any], dict[str, list[Any]], list[Any]]:
-    """(header, callbacks, answers by question, decisions)."""
+def _read(
+    lines: Iterable[bytes | str],
+) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]], dict[str, list[Any]], list[Any]]:
+    """(header, callbacks with their lines' numbers, answers by question, decisions)."""
     read = iter(lines)
     try:
         header = msgspec.json.decode(next(read))
         if header["schema"] != SCHEMA:
             raise KeyError(header["schema"])
-    except (StopIteration, KeyError, TypeError, msgspec.DecodeError):
+    except (StopIteration, KeyError, TypeError, UnicodeDecodeError, msgspec.DecodeError):
         raise ConfigError(f"this is no log of a cluster: its first line should name the schema {SCHEMA}") from None
-    calls: list[Any] = []
+    calls: list[tuple[int, dict[str, Any]]] = []
     answers: dict[str, list[Any]] = {}
     decided: list[Any] = []
-    for text in read:
-        try:
-            line = msgspec.json.decode(text)
-        except msgspec.DecodeError:
+    torn = 0
+    for number, text in enumerate(read, start=2):
+        if torn:
             break
-        if "do" in line:
-            calls.append(line)
-        elif "said" in line:
-            answers.setdefault(line["said"], []).append((line["n"], line["is"]))
-        elif "wake" in line:
-            decided.append(line["wake"])
-        else:
-            decided.append([line["event"], line["actions"]])
-    return header, calls, answers, decided
+        try:
+            line = msgspec.json.decode(text, type=dict[str, Any])
+        except (UnicodeDecodeError, msgspec.MsgspecError):
+            torn = number
+            continue
+        try:
+            if "do" in line:
+                calls.append((number, line))
+            elif "said" in line:
+                answers.setdefault(line["said"], []).append((line["n"], line["is"]))
+            elif "wake" in line:
+                decided.append(line["wake"])
+            else:
+                decided.append([line["event"], line["actions"]])
+        except (KeyError, TypeError):
+            raise ConfigError(f"line {number} of the log is not of a cluster's log") from None
+    else:
+        return header, calls, answers, decided
+    raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
 
 
 class _LoggedHands(Hands):
@@ -228,6 +246,9 @@ class _LoggedHands(Hands):
 
     def refresh(self, instance: int) -> Figures:
         return msgspec.convert(self._said(f"refresh {instance}"), Figures)
+
+    def fits(self, entry: SpanEntry) -> bool:
+        return bool(self._said("fits")) if "fits" in self._next else True  # logs of 0.1 do not say
 
     def begin(self, entry: SpanEntry, now: float) -> None:
         self.running[entry.owner, entry.index] = entry

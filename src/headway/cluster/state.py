@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -37,6 +38,7 @@ class State:
         self.gone: set[int] = set()
         self.touched: set[int] = set()
         self._stale: set[int] = set()
+        self._several = False
         self.tokens = [0.0] * count
 
     def _busy_s(self, entry: Entry) -> float:
@@ -65,11 +67,10 @@ class State:
         return chosen
 
     def _check_open(self, group: tuple[int, ...], journey: Journey | None) -> None:
-        at = self.places(journey) if journey is not None else set()
         for i in group:
             if i in self.gone:
                 raise Impossible(f"instance {i} is gone")
-            if i in self.closed and i not in at:
+            if i in self.closed and (journey is None or i not in self.places(journey)):
                 raise Impossible(f"instance {i} takes nothing new")
 
     def places(self, journey: Journey) -> set[int]:
@@ -80,6 +81,17 @@ class State:
         asked = {i for entry in waiting if entry.owner == name for i in entry.group}
         return journey.places() | self.transfers.ends(name) | held | asked
 
+    def everywhere(self) -> dict[str, set[int]]:
+        """`places` of all requests."""
+        found = {name: journey.places() for name, journey in self.journeys.items()}
+        others = [*self.transfers.all_ends(), *((name, i) for i, name in enumerate(self.lanes.holder))]
+        for lane in self.lanes.waiting:
+            others += ((entry.owner, i) for entry in lane if entry.kind == "hold" for i in entry.group)
+        for name, i in others:
+            if name in found:
+                found[name].add(i)
+        return found
+
     # -- what has changed ---------------------------------------------------------------------------------------------
 
     def touch(self, group: Iterable[int]) -> None:
@@ -89,7 +101,18 @@ class State:
 
     def anew(self) -> None:
         """Predictions were wrong, or something left its place."""
-        self._stale.update(self.timeline.anew(self.now))
+        if not self._several:
+            self._stale.update(self.timeline.anew(self.now))
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Many things leave their places, and nothing begins meanwhile."""
+        self._several = True
+        try:
+            yield
+        finally:
+            self._several = False
+        self.anew()
 
     def count(self, group: tuple[int, ...], tokens: int) -> None:
         """So many tokens more (or fewer) wait or run on a group, besides those in schedulers."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headway.cluster.entries import Door
 from headway.cluster.hands import Impossible
 from headway.cluster.journey import Journey
+from headway.cluster.lanes import Entry
 from headway.cluster.state import State
 from headway.core.errors import RequestError
 from headway.core.span import Phase
@@ -42,6 +43,19 @@ class Stays:
         journey.door = None
         self._uncount(door)
         self._enter(journey, door.group, door.phase)
+
+    def overtake(self, entry: Entry) -> None:
+        """Decodes that wait behind a span which has no room for its KV go before it, wherever they are: they have
+        theirs, and give it back."""
+        lanes = self._state.lanes
+        behind = {other for lane in lanes.waiting for other in lane if entry < other}
+        doors = sorted(other for other in behind if isinstance(other, Door) and other.phase == "decode")
+        for door in reversed(doors):
+            lanes.park(door)
+            lanes.push(door)
+            self._state.touch(door.group)
+        if doors:
+            self._state.anew()
 
     def _uncount(self, door: Door) -> None:
         self._state.count(door.group, -door.tokens)

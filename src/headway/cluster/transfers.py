@@ -8,6 +8,7 @@ all pieces that a request has announced are there: no request's later chunks sta
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import Any
 
 from headway.cluster.entries import SpanEntry
@@ -122,9 +123,14 @@ class Transfers:
 
     def ends(self, request: str) -> set[int]:
         """Instances that send or receive something of a request, or wait to."""
+        return {instance for name, instance in self.all_ends() if name == request}
+
+    def all_ends(self) -> Iterator[tuple[str, int]]:
+        """(request, instance) of all that is sent or waits to be, some more than once."""
         waiting = (item[2] for heap in self._waiting.values() for item in heap)
-        pieces = [piece for piece in (*waiting, *self._sending.values()) if piece.request == request]
-        return {instance for piece in pieces for instance in (piece.source, piece.target)}
+        for piece in (*waiting, *self._sending.values()):
+            yield piece.request, piece.source
+            yield piece.request, piece.target
 
     def behind(self) -> dict[str, set[str]]:
         """Of each request that has announced pieces whose senders send others' pieces: whose."""

@@ -50,11 +50,11 @@ class Strategy(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a request as live instances compute them: what `parallel.sequence.ChunkSpec` needs.
     `group`: instances. node: how many of them make a node, None for all. in_place: KV of earlier runs stays where it
-    lies, the run's own goes to the group's first. So the whole group decodes: one token a run, each `last`; several
-    tokens in `before` stand for as many runs. keepers: of such a run, those of the group that keep KV; what the others
-    hold is brought to them with it. (): all do. rows: the group computes it piece by piece, with at most so many rows
-    of an instance at once (`cut`); 0: at once. All of the group, and who joins later, know from here how it is cut, and
-    so where its KV lies."""
+    lies, unless its heads are cut otherwise than this run's; its own goes to the group's first (of Ulysses: node). So
+    the whole group decodes: one token a run, each `last`; several tokens in `before` stand for as many runs. keepers:
+    of such a run, those of the group that keep KV; what the others hold is brought to them with it. (): all do. rows:
+    the group computes it piece by piece, with at most so many rows of an instance at once (`cut`); 0: at once. All of
+    the group, and who joins later, know from here how it is cut, and so where its KV lies."""
 
     start: int
     end: int

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class EngineChild:
         """What it said of its own end."""
         self.served = False
         """Whether it has ever been ready."""
+        self._reaper: threading.Thread | None = None
         try:
             self.process = spawn(endpoint, config, module)
         except BaseException:
@@ -76,13 +78,17 @@ class EngineChild:
         return f"has ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
     def end(self, at_once: bool = False) -> None:
-        """End it, whatever it is doing. Harmless when repeated."""
+        """End it, whatever it is doing. at_once: returns at once; else it has a moment to end in order. One that the
+        system does not let go of (it frees much memory, or waits for a disk) is left behind. Harmless when repeated."""
         self._line.hang_up()
-        if self.process.poll() is None:
+        if self.process.poll() is None and self._reaper is None:
             if not at_once:
                 self.process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(_END_S)
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+                self._reaper = threading.Thread(target=self.process.wait, name="reaper", daemon=True)
+                self._reaper.start()
+        if self._reaper is not None and not at_once:
+            self._reaper.join(_END_S)

@@ -126,10 +126,12 @@ class RunPaused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunLost(msgspec.Struct, frozen=True, tag=True):
-    """A run, or what was to be sent, cannot be completed here: a peer is gone. The router forgets the attempt."""
+    """A run, or what was to be sent, cannot be completed here. The router forgets the attempt. by: the instance that it
+    is laid to: one that cannot be reached from here, or this one itself, where something has failed; None: neither."""
 
     id: str
     why: str
+    by: int | None = None
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):

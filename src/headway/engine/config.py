@@ -25,8 +25,8 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's.
-    memory_share: of the free memory, what this engine may think of as its own. instance: None for an engine that is
-    alone: it listens to no others."""
+    memory_share: of the free memory, what this engine may think of as its own. log_level, log_format: the server's, and
+    its processes'. instance: None for an engine that is alone: it listens to no others."""
 
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -52,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     event_log: str | None = None
     worker_timeout_s: float = 10.0
     max_restarts: int = 3
+    log_level: str = "info"
+    log_format: str = "text"
     instance: InstanceConfig | None = None
 
     def __post_init__(self) -> None:

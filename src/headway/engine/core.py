@@ -318,6 +318,7 @@ class EngineCore:
     def computed(self, prefill: int, decodes: int) -> None:
         """Tokens that were computed here beside the scheduler: this instance's share of a run."""
         self._count("prefill_tokens_total", prefill)
+        self._count("run_tokens_total", prefill)
         self._count("decode_tokens_total", decodes)
 
     def _account(self, batch: Batch, result: StepResult, now: float, progress: list[Progress]) -> None:

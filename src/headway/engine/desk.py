@@ -15,6 +15,7 @@ from headway.core.errors import RequestError
 from headway.engine.cluster_messages import Arrived, FromInstance, Reserve, Reserved, RunLost, Send
 from headway.engine.core import EngineCore
 from headway.transfer.connector import Finished, Save
+from headway.transfer.ends import instance_of
 
 _UNTOLD = 1024
 """KV operations that may wait for a batch to carry them."""
@@ -103,7 +104,7 @@ class Desk:
         words, self._words = self._words, []
         words += [Reserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
         words += [Arrived(*one) for one in received]
-        words += [RunLost(*one) for one in lost]
+        words += [RunLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
         if self._ledger.untold > _UNTOLD:
             self._replay(self._ledger.take_ops())
         return words

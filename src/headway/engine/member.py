@@ -41,6 +41,8 @@ from headway.engine.core import EngineCore
 from headway.engine.live import Live
 from headway.engine.protocol import Submit
 from headway.kv.custody import Custody, runs_of
+from headway.transfer.ends import instance_of
+from headway.transfer.peer import PeerLostError
 
 log = logging.getLogger("headway.engine")
 
@@ -287,12 +289,15 @@ class Member:
             word = self._done(job) if self._carry_out(job, loop) else self._paused(job)
         except _EndedError:
             return
+        except PeerLostError as error:
+            self._lose(name, str(error), loop, None if error.end is None else instance_of(error.end))
+            return
         except HeadwayError as error:
             self._lose(name, str(error), loop)
             return
         except Exception as error:
             log.exception("a run of %s failed", name)
-            self._lose(name, f"it failed: {error}", loop)
+            self._lose(name, f"it failed: {error}", loop, self._peers.number)
             return
         loop.say(word)
 
@@ -405,11 +410,11 @@ class Member:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _lose(self, name: str, why: str, loop: Loop) -> None:
-        """A run cannot be completed. Nothing of the request is of use any more."""
+    def _lose(self, name: str, why: str, loop: Loop, by: int | None = None) -> None:
+        """A run cannot be completed. Nothing of the request is of use any more. by: see `RunLost`."""
         log.warning("a run of %s is lost: %s", name, why)
         self.forget(name)
-        loop.say(RunLost(name, why))
+        loop.say(RunLost(name, why, by))
 
     def _give_back(self, name: str) -> None:
         """The room of a request's runs."""

@@ -77,6 +77,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     in_flight: batches under way. stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone
     and new ones start. lost_tokens_total: what was in the KV of those that were lost, and is computed again.
+    run_tokens_total: those of the prefill tokens that were no scheduler's but this instance's share of runs.
     engine_restarts_total is the server's own count.
     """
 
@@ -86,6 +87,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    run_tokens_total: int = 0
     decode_tokens_total: int = 0
     iterations_total: int = 0
     preemptions_total: int = 0
@@ -113,8 +115,7 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent once, when the engine is ready to serve. latency: its model as data (`latency.recorded`), for a router.
     peer_address: where other instances of its cluster reach it; None: it takes no part in runs, and no KV moves.
-    peer_others: of one that is several processes, where they reach its other ranks: KV moves, but runs it takes no part
-    in."""
+    peer_others: of one that is several processes, where they reach its other ranks."""
 
     model: str
     architecture: str

@@ -53,9 +53,7 @@ class DecoderConfig:
         """The type to compute in, "float32" or "bfloat16", from a setting ("auto": the checkpoint's own)."""
         if name == "auto":
             name = "bfloat16" if self.checkpoint_dtype == "bfloat16" else "float32"
-        if name not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype '{name}' is not supported; supported are auto, float32, bfloat16")
-        return name
+        return check_dtype(name)
 
     def with_max_model_len(self, tokens: int) -> DecoderConfig:
         """The same model serving up to `tokens`. Raises ConfigError beyond `longest`, CheckpointError beyond a window.
@@ -156,6 +154,13 @@ def _refuse(data: Mapping[str, Any], origin: str) -> None:
     activation = data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"{origin}: 'hidden_act' {activation!r} is not supported; supported is 'silu'")
+
+
+def check_dtype(name: str) -> str:
+    """The setting, if it is one. Raises ConfigError otherwise."""
+    if name not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"dtype '{name}' is not supported; supported are auto, float32, bfloat16")
+    return name
 
 
 def _dtype(data: Mapping[str, Any], origin: str) -> str:

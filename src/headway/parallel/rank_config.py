@@ -27,7 +27,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     it; None: the CPU. `host` is the address of node 0, where the rendezvous store is; `token` is what
     the engine's socket asks for when it can be reached from other hosts. `patience_s` bounds how long ranks wait for
     each other in a collective (a rank that is gone is noticed much sooner by its process). `timeout_s`: a rank that was
-    not heard of for so long is lost; `start_timeout_s` while it loads. `peer`: None where KV does not move."""
+    not heard of for so long is lost; `start_timeout_s` while it loads. `log_level`, `log_format`: the server's;
+    `instance`: whose number log lines bear, if anybody's. `peer`: None where KV does not move."""
 
     model: str
     dtype: str
@@ -47,6 +48,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 300.0
     timeout_s: float = 10.0
     start_timeout_s: float = 120.0
+    log_level: str = "info"
+    log_format: str = "text"
+    instance: int | None = None
     peer: RankPeer | None = None
 
     def device(self, rank: int) -> str:

@@ -23,4 +23,4 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 def context_parallel(surroundings: Surroundings, options: Options) -> FixedSp:
     """A fixed group of everything."""
     attn: Literal["striped", "ring"] = "striped" if options.partition == "striped" else "ring"
-    return FixedSp(surroundings, fixed_sp.Options(mode=options.mode, sp=0), attn)
+    return FixedSp(surroundings, fixed_sp.Options(mode=options.mode, sp=0), attn, "context-parallel")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from headway.core.request import Request
 from headway.placement.base import Action, Arrived, Enqueue, Event, SpanDone
-from headway.placement.groups import first_free_group, least_loaded, ring_commit
+from headway.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
 
@@ -46,7 +46,7 @@ class Fifo:
         return None
 
     def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
-        able = view.with_role("mixed", "prefill")
+        able = prefilling(view, "fifo")
         if request.prompt_tokens <= self._options.long_tokens:
             return [Enqueue(request.id, (least_loaded(view, able),))]
         group = first_free_group(view, able, min(self._options.long_sp, len(able)))

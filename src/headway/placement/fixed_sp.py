@@ -11,6 +11,7 @@ from headway.core.request import Request
 from headway.core.span import AttentionStrategy, Span, Strategy
 from headway.placement.base import Action, Arrived, Commit, Dropped, Event, Finished, Refused
 from headway.placement.decode import DecodeSide
+from headway.placement.groups import prefilling
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
 
@@ -29,8 +30,15 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 class FixedSp:
     """See the module."""
 
-    def __init__(self, surroundings: Surroundings, options: Options, attn: AttentionStrategy = "striped") -> None:
-        self._sp, self._attn = options.sp, attn
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        options: Options,
+        attn: AttentionStrategy = "striped",
+        name: str = "fixed-sp",
+    ) -> None:
+        """name: what errors call it."""
+        self._sp, self._attn, self._name = options.sp, attn, name
         self._decodes = DecodeSide()
         self._groups: tuple[tuple[int, ...], ...] = ()
         self._requests: dict[str, Request] = {}
@@ -65,7 +73,7 @@ class FixedSp:
 
     def _cut(self, view: ClusterView) -> tuple[tuple[int, ...], ...]:
         """Consecutive instances, node by node; what is left over makes no group unless nothing else does."""
-        able = view.ordered(view.with_role("prefill", "mixed"))
+        able = view.ordered(prefilling(view, self._name))
         sp = min(self._sp or len(able), len(able))
         self._groups = tuple(able[i : i + sp] for i in range(0, len(able) - sp + 1, sp))
         return self._groups

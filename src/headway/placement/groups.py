@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.placement.base import Commit
 from headway.placement.view import ClusterView
+
+
+def prefilling(view: ClusterView, policy: str) -> tuple[int, ...]:
+    """Ids of the instances that prefill; ConfigError where there are none, in the words of a policy."""
+    able = view.with_role("mixed", "prefill")
+    if not able:
+        raise ConfigError(f"{policy} needs at least one instance of role mixed or prefill")
+    return able
 
 
 def by_free_time(view: ClusterView, able: Iterable[int]) -> dict[int, list[int]]:

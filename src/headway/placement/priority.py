@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from headway.core.request import Request
 from headway.placement.base import Action, Arrived, Dropped, Enqueue, Event, Finished, Prefilled, SpanDone
-from headway.placement.groups import first_free_group, least_loaded, ring_commit
+from headway.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
 
@@ -45,9 +45,9 @@ class Priority:
         """See Placement."""
         actions: list[Action] = []
         if isinstance(event, Arrived):
-            request = event.request
+            request, able = event.request, prefilling(view, "priority")
             if request.prompt_tokens <= self._options.long_tokens:
-                return [Enqueue(request.id, (least_loaded(view, view.with_role("mixed", "prefill")),))]
+                return [Enqueue(request.id, (least_loaded(view, able),))]
             self._longs[request.id] = request
         elif isinstance(event, SpanDone) and event.last:
             group = self._groups[event.request]
@@ -72,9 +72,10 @@ class Priority:
     def _begin(self, view: ClusterView) -> list[Action]:
         """The first of the long requests, if it can begin at this very moment."""
         taken = {i for group in self._groups.values() for i in group}
-        idle = [i for i in view.with_role("mixed", "prefill") if i not in taken and self._idle(i, view)]
-        size = min(self._options.long_sp, len(view.with_role("mixed", "prefill")))
-        if len(idle) < size:
+        able = view.with_role("mixed", "prefill")
+        idle = [i for i in able if i not in taken and self._idle(i, view)]
+        size = min(self._options.long_sp, len(able))
+        if not able or len(idle) < size:
             return []
         request = self._longs.pop(next(iter(self._longs)))
         group = first_free_group(view, idle, size)

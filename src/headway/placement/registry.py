@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headway.core.allowed import allowed
 from headway.core.errors import ConfigError
 from headway.hardware.shapes import ModelShape
 from headway.latency.edges import edges_of
@@ -100,5 +101,7 @@ def _options(name: str, options: Mapping[str, Any]) -> Any:
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:
-        allowed = ", ".join(field.name for field in msgspec.structs.fields(kind))
-        raise ConfigError(f"options of {name}: {error} (its options: {allowed})") from None
+        hint = allowed(kind, error)
+        if not hint.startswith("allowed"):
+            hint = f"its options: {', '.join(kind.__struct_fields__)}"
+        raise ConfigError(f"options of {name}: {error} ({hint})") from None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.placement.base import Action, Arrived, Enqueue, Event, Lost, SpanDone
-from headway.placement.groups import first_free_group, least_loaded, ring_commit
+from headway.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.view import ClusterView
 
@@ -46,7 +46,7 @@ class Reservation:
 
     def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
         """See Placement."""
-        if not self._kept:
+        if not self._kept and isinstance(event, Arrived):
             self._divide(view)
         if isinstance(event, Lost):
             self._divide_again(view)
@@ -61,7 +61,7 @@ class Reservation:
         return None
 
     def _divide(self, view: ClusterView) -> None:
-        able = view.with_role("mixed", "prefill")
+        able = prefilling(view, "reservation")
         count = self._options.reserved or self._options.long_sp
         if count >= len(able):
             raise ConfigError(f"{count} of {len(able)} instances cannot be reserved: short requests need at least one")

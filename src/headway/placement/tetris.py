@@ -18,6 +18,7 @@ from headway.placement.base import Action, Arrived, Commit, Dropped, Event, Fini
 from headway.placement.cdsp import CdspPlanner
 from headway.placement.cdsp_literal import Allocation, Chunk, LiteralPlanner
 from headway.placement.decode import DecodeSide
+from headway.placement.groups import prefilling
 from headway.placement.registry import PolicyOptions, Surroundings
 from headway.placement.tetris_rates import RateControl, RateTable, load_rates
 from headway.placement.view import ClusterView
@@ -122,7 +123,7 @@ class Tetris:
                 self._own_free_s[i] = at
 
     def _make(self, view: ClusterView) -> CdspPlanner | LiteralPlanner:
-        self._ids = view.ordered(view.with_role("prefill", "mixed"))
+        self._ids = view.ordered(prefilling(view, "tetris"))
         self._own_free_s = [0.0] * len(self._ids)
         nodes = [view.instances[i].node for i in self._ids]
         if self._options.literal:

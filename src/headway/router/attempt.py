@@ -88,6 +88,11 @@ class Attempt:
             found.add(self.at)
         return found
 
+    def may_lose(self, number: int) -> bool:
+        """Whether an instance does something for it that it can fail at: a run, room or KV that moves. What it says of
+        anything else is late: the request has gone on without that."""
+        return number in self.running or number in self.room or bool(self.moving)
+
 
 class Attempts:
     """Those under way, by the id that instances know."""

@@ -159,6 +159,7 @@ class ClusterClient:
                 rules.log,
             )
             live.renew()
+            live.look_out()
             if live.able is not None:
                 raise ConfigError(live.able)
         except ConfigError as error:
@@ -292,7 +293,9 @@ class ClusterClient:
         if instance.state == "left":
             self._roster.remove(instance)
         if self._live is not None and self.state == "lost":
-            self._live.give_up(UnavailableError(f"nobody is left to serve: {instance.failure}", 30.0))
+            self._live.give_up(
+                UnavailableError(f"nobody is left to serve: {instance.failure or self._live.able}", 30.0)
+            )
 
     def _differs(self, number: int) -> str | None:
         """Why an instance that has joined cannot be one of this cluster."""
@@ -302,6 +305,9 @@ class ClusterClient:
             merged_info([self.info, info])
         except ConfigError as error:
             return str(error)
+        longest = self.info.max_model_len
+        if info.max_model_len < longest:  # requests of up to that length have been accepted
+            return f"it holds requests of {info.max_model_len} tokens, and this cluster serves such of up to {longest}"
         return None
 
     # -- for operators ------------------------------------------------------------------------------------------------
@@ -318,7 +324,7 @@ class ClusterClient:
             decodes_moved=0 if live is None else live.hands.stays.halted,
             groups_grown=0 if live is None else live.hands.steps.grown,
             groups_shrunk=0 if live is None else live.hands.steps.shrunk,
-            instances=[self._roster.report(each, live) for each in self.fleet],
+            instances=self._roster.reports(live),
         )
 
     def join(self, pool: int) -> InstanceReport:

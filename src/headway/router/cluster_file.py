@@ -8,16 +8,18 @@ from typing import Any, Literal
 
 import msgspec
 
+from headway.core.allowed import allowed
 from headway.core.errors import ConfigError
 from headway.placement.registry import check_options, names
 from headway.placement.view import Role
 from headway.transfer.connector import check_connector
 
 SPAN_ROWS = 512
-_LARGEST = 1024
+LARGEST_POOL = 1024
 _WHOLE = ("jsq", "fifo", "priority", "reservation")
 """Policies that give every request whole to one instance, where `long_sp` is 1."""
 _DECODES_APART = ("weave",)
+_DECODES_WITHIN = ("fifo", "priority", "reservation")
 _SIZES = ("sp", "long_sp", "reserved")
 """Options that are numbers of instances that prefill."""
 
@@ -63,12 +65,13 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
     try:
         made = msgspec.convert(data, ClusterFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error} (fields: {', '.join(ClusterFile.__struct_fields__)})") from None
+        hint = allowed(ClusterFile, error)
+        raise ConfigError(f"{where}: {error}{hint and f' ({hint})'}") from None
     if not made.pools:
         raise ConfigError(f"{where}: pools is empty: name at least one, such as `- {{count: 2}}`")
     for i, pool in enumerate(made.pools):
-        if not 1 <= pool.count <= _LARGEST:
-            raise ConfigError(f"{where}: pools[{i}].count must be between 1 and {_LARGEST}, not {pool.count}")
+        if not 1 <= pool.count <= LARGEST_POOL:
+            raise ConfigError(f"{where}: pools[{i}].count must be between 1 and {LARGEST_POOL}, not {pool.count}")
         if pool.host < 0:
             raise ConfigError(f"{where}: pools[{i}].host must be the --node-rank of a host, from 0, not {pool.host}")
         if pool.per_node is not None and not 1 <= pool.per_node <= pool.count:
@@ -118,6 +121,18 @@ def _check_placement(file: ClusterFile, where: str) -> None:
 
 def _disaggregates(file: ClusterFile) -> bool:
     return file.placement == "pecsched" and bool(file.options.get("disaggregate", True))
+
+
+def idle_pools(file: ClusterFile) -> list[str]:
+    """What to tell of pools that the policy never uses, a sentence each. They are allowed: a comparison of policies
+    wants the same instances under all of them."""
+    who = file.placement
+    if who == "pecsched" and not _disaggregates(file):
+        who = "pecsched with `disaggregate: false`"
+    elif who not in _DECODES_WITHIN:
+        return []
+    decodes = (i for i, pool in enumerate(file.pools) if pool.role == "decode")
+    return [f"pools[{i}] is of role decode and does nothing: {who} decodes where it prefills" for i in decodes]
 
 
 def moves_kv(file: ClusterFile) -> bool:

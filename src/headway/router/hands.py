@@ -23,6 +23,7 @@ from headway.router.attempt import Attempt, Attempts
 from headway.router.fleet import Fleet
 from headway.router.loads import Load
 from headway.router.moves import Moves
+from headway.router.rooms import Rooms
 from headway.router.runs import Runs
 from headway.router.stays import Stays
 from headway.router.steps import Steps
@@ -63,6 +64,7 @@ class LiveHands:
         self.ended: deque[tuple[Attempt, str | None]] = deque()
         self.steps = Steps(fleet)
         self.stays = Stays(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
+        self.rooms = Rooms(fleet, clock)
         self.runs = Runs(fleet, shape, rows, self.stays.submit, self.moves.begun)
 
     # -- what it expects ----------------------------------------------------------------------------------------------
@@ -91,12 +93,17 @@ class LiveHands:
         free_at_s = self._clock() + left_s if left_s else 0.0
         return Figures(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
 
+    def fits(self, entry: SpanEntry) -> bool:
+        return not self.runs.computes(entry) or self.rooms.fits(entry)
+
     # -- what it does -------------------------------------------------------------------------------------------------
 
     def committed(self, entry: SpanEntry, now: float) -> None:
         self.runs.committed(entry)
 
     def begin(self, entry: SpanEntry, now: float) -> None:
+        if self.runs.computes(entry):
+            self.rooms.begun(entry)
         self.runs.begin(entry)
 
     def pause(self, entry: SpanEntry, now: float) -> None:
@@ -134,6 +141,7 @@ class LiveHands:
         name = attempt.request.id
         for load in self.loads.values():
             load.remove(name)
+        self.rooms.forget(name)
         self.fleet.forget(attempt)
         self.moves.forget(attempt)
         self.attempts.remove(attempt)
@@ -158,13 +166,6 @@ class LiveHands:
     def load(self, instance: int) -> Load:
         """What an instance's scheduler was given."""
         return self.loads.setdefault(instance, Load())
-
-    def count(self, number: int, attempt: Attempt) -> None:
-        """An instance has computed its share of the run under way, as even as can be (`engine.member`)."""
-        if number in attempt.running and attempt.runs:
-            run = attempt.runs[-1]
-            at, size, tokens = run.group.index(number), len(run.group), run.end - run.start
-            self.load(number).computed_beside((at + 1) * tokens // size - at * tokens // size)
 
     def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
         """Where a span has paused that its group has told of: layer, tokens before its piece, and the share of its time

@@ -123,8 +123,13 @@ class LiveInstance:
         self._launch = launch
         self._ended = False
         """Whether its process was ended from here, for good."""
+        self._doomed: str | None = None
+        """Why its process was ended from here, to be started again, unless it was given up."""
+        self._given_up = False
         self._process = launch(config, incarnation)
         self._restarts = Restarts(config.max_restarts, f"instance {number}")
+        self.heard_s = time.monotonic()
+        """When it has said something: an engine tells its figures several times a second, whatever it does."""
 
     @property
     def stats(self) -> EngineStats:
@@ -195,6 +200,11 @@ class LiveInstance:
         self._ended = True
         self._process.end(at_once=True)
 
+    def restart(self, why: str, for_good: bool) -> None:
+        """End its process at once, as if that had been lost. for_good: it is given up."""
+        self._doomed, self._given_up = why, for_good
+        self._process.end(at_once=True)
+
     def end(self) -> None:
         """End its process, whatever it is doing. Harmless when repeated."""
         if self.state not in ("failed", "left"):
@@ -214,6 +224,7 @@ class LiveInstance:
                 words = self._process.words
                 where = f" (on host {self.host})" if self.host else ""
                 why = f"the process of instance {self.number} {why}" if words is None else f"{words.error}{where}"
+                why, self._doomed = self._doomed or why, None
                 self._process.end(at_once=True)
                 self.state = "left" if leaves else "lost"
                 self._stats = carried(self._stats, EngineStats())
@@ -241,7 +252,7 @@ class LiveInstance:
         going = asyncio.ensure_future(self._process.gone())
         try:
             await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
-            if self._ended:  # its socket is closed, which is no word of the process
+            if self._ended or self._doomed is not None:  # its socket is closed, which is no word of the process
                 return "was ended"
             if listening.done():
                 listening.result()
@@ -255,6 +266,7 @@ class LiveInstance:
         process = self._process
         while True:
             message = await process.receive()
+            self.heard_s = time.monotonic()
             if isinstance(message, Outputs):
                 if message.stats is not None:
                     self._stats = carried(self._before, message.stats)
@@ -280,6 +292,9 @@ class LiveInstance:
         first = self.info is None
         if first or self._process.abandoned or (words is not None and words.final and served):
             self._fail(why if words is not None or not first else f"{why} while starting")
+            return False
+        if self._given_up:
+            self._fail(why)
             return False
         try:
             self._restarts.spend(time.monotonic(), why)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,8 +32,12 @@ from headway.router.hands import LatencyOf, LiveHands
 from headway.router.knots import EVERY_S, Knots
 from headway.router.policies import Policies, may_of
 from headway.router.retries import Retries
+from headway.router.suspects import Suspects
 
 log = logging.getLogger("headway.router")
+
+SILENT_S = 300.0
+"""An instance that says nothing for so long is stuck, though its process beats: no iteration takes that long."""
 
 
 class DecisionLog(NamedTuple):
@@ -69,6 +74,7 @@ class Live:
         self._sent: list[Any] = []
         self._alarm: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
+        self._lookout: asyncio.TimerHandle | None = None
         self._settling = False
         self.leaving: set[int] = set()
         """Instances that are drained, until nobody has anything there."""
@@ -91,6 +97,7 @@ class Live:
         kind = Machine if log is None else partial(Recorded, sink=log.sink, about=log.about)
         self.machine: Machine = kind(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
         self._may = may_of(self.machine)
+        self._suspects = Suspects()
         self._knots = Knots(fleet, self.attempts, self.machine.state.transfers)
         for each in fleet:
             if each.state != "ready":
@@ -119,16 +126,17 @@ class Live:
         free = [self.book.instances[number].free_at_s - now for number in self._there()]
         return min(30.0, max(1.0, min(free, default=1.0)))
 
-    def figures(self, number: int) -> tuple[int, int, float]:
-        """Of an instance: requests of which anything is or will be there, prompt tokens that are not computed, and
-        seconds until they are."""
+    def placed(self) -> Counter[int]:
+        """Of each instance: requests of which anything is or will be there."""
+        planned = self.machine.state.everywhere()
+        return Counter(i for each in self.attempts for i in each.places() | planned.get(each.request.id, set()))
+
+    def figures(self, number: int) -> tuple[int, float]:
+        """Of an instance: prompt tokens that are not computed, and seconds until they are."""
         if number >= len(self.book.instances):
-            return 0, 0, 0.0
-        placed = sum(
-            1 for each in self.attempts if number in each.places() or number in self.machine.state.places(each.journey)
-        )
+            return 0, 0.0
         seen = self.book.instances[number]
-        return placed, seen.queued, max(0.0, seen.free_at_s - time.monotonic())
+        return seen.queued, max(0.0, seen.free_at_s - time.monotonic())
 
     def give_up(self, error: Exception) -> None:
         """Nobody is left, and nobody will come."""
@@ -253,24 +261,29 @@ class Live:
         if attempt is None:
             return False
         now = time.monotonic()
+        if isinstance(message, RunDone):
+            self._suspects.worked({number, *attempt.running})
         match message:
             case RunDone() if attempt.step is not None:
                 if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
                     self.machine.stayed(attempt.journey, attempt.said, True, now)
             case RunDone():
-                self.hands.count(number, attempt)
                 self._complete(self.hands.runs.done(number, attempt, message))
             case RunPaused():
                 entry = self.hands.runs.paused(number, attempt, message)
                 if entry is not None:
                     layer, tokens, share = self.hands.paused(entry)
                     self.machine.span_paused(entry, layer, now, tokens, share)
-            case RunLost(why=why):
+            case RunLost() if not attempt.may_lose(number):
+                return False
+            case RunLost(why=why, by=by):
                 self._retry(attempt, f"instance {number}: {why}", later=True)
+                self._suspect(number, by, attempt.asked.submit.id, why)
             case Reserved(serial=serial):
                 self.hands.moves.reserved(attempt, number, serial)
                 return False
-            case Arrived():
+            case Arrived(source=source):
+                self._suspects.worked((number, source))
                 self.hands.moves.arrived(attempt, message)
             case Staged():
                 if attempt.at == number and attempt.halts:
@@ -285,7 +298,10 @@ class Live:
     def measured(self, number: int) -> None:
         """See `instance.Listener`."""
         self._knots.heard(number, time.monotonic())
+        self.hands.rooms.measured(number)
         self._changed(number)
+        if self.hands.rooms.waiting:
+            self.settle()
 
     def _changed(self, number: int) -> None:
         self.machine.changed((number,), time.monotonic())
@@ -294,6 +310,7 @@ class Live:
         """A span, or a batch, is complete."""
         if entry is None:
             return
+        self.hands.rooms.done(entry)
         members = [member.journey.driver for member in (entry, *entry.along)]
         self.machine.span_done(entry, time.monotonic(), entry.driver.over)
         for attempt in members:
@@ -303,25 +320,41 @@ class Live:
 
     def joined(self, number: int) -> None:
         """See `instance.Listener`."""
+        log.info("instance %d is ready", number)
         self.machine.open(self.fleet[number].seen, time.monotonic())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
         """See `instance.Listener`."""
-        log.warning("instance %d is lost: %s", number, why)
         known = {attempt.request.id: attempt for attempt in self.attempts}
         on_it = [attempt for attempt in known.values() if number in attempt.places()]
+        if on_it or self.fleet[number].state != "left":
+            log.warning("instance %d is lost: %s", number, why)
+        else:
+            log.info("instance %d has left", number)
+        innocent = self._suspects.gone(number)
         for request in self.machine.lost(number, time.monotonic()):
             self.retries.count(known[request.id])
             self.retries.soon(known[request.id].asked)
         for attempt in on_it:
             if not attempt.journey.ended:
                 self._retry(attempt, why)
-            if (error := self.retries.lost_with(attempt.asked)) is not None:
+            if not innocent and (error := self.retries.lost_with(attempt.asked)) is not None:
                 self._fail(attempt.asked, error)
         self.leaving.discard(number)
         self.hands.loads.pop(number, None)
         self.renew()
+
+    def _suspect(self, number: int, by: int | None, request: str, why: str) -> None:
+        """Something was lost there, which an instance is laid to that is not known to be gone."""
+        other = None if by is None else self.fleet.get(by)
+        if by is None or other is None or not other.serves:
+            return
+        verdict = self._suspects.lost(number, by, request, time.monotonic())
+        if verdict is not None:
+            for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
+            what = f"instances {number} and {by} do not work together: {why}" if number != by else why
+            self.fleet[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
 
     def close(self, number: int) -> None:
         """Nothing new goes there; `quiet` says when nothing is left."""
@@ -420,6 +453,15 @@ class Live:
             log.exception("the router has failed at waking policies")
         self.settle()
 
+    def look_out(self) -> None:
+        """End instances that are stuck, now and from now on."""
+        now = time.monotonic()
+        for each in self.fleet:
+            if each.serves and now - each.heard_s > SILENT_S:
+                why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
+                each.restart(why, for_good=False)
+        self._lookout = asyncio.get_running_loop().call_later(SILENT_S / 30, self.look_out)
+
     def _untie(self) -> None:
         """Where requests wait for each other's room, the youngest lets go of its own, so that the others go on."""
         self._watch = None
@@ -485,7 +527,7 @@ class Live:
 
     def close_all(self) -> None:
         """No alarm rings any more."""
-        for timer in (self._alarm, self._watch):
+        for timer in (self._alarm, self._watch, self._lookout):
             if timer is not None:
                 timer.cancel()
         self.retries.close()

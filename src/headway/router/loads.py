@@ -17,7 +17,7 @@ class Load:
         self._here: set[str] = set()
         self._tokens, self._seconds = 0, 0.0
         self._credit = 0
-        self._counted = self._beside = 0
+        self._counted = 0
 
     def add(self, request: str, prompt_tokens: int, prefill_s: float) -> None:
         """A request is placed there; its prefill alone takes `prefill_s`."""
@@ -58,13 +58,9 @@ class Load:
 
     def take(self, stats: EngineStats) -> None:
         """A snapshot; the same one may be given again."""
-        counted = stats.prefill_tokens_total - self._beside
+        counted = stats.prefill_tokens_total - stats.run_tokens_total
         self._credit += max(0, counted - self._counted)
         self._counted = max(self._counted, counted)
-
-    def computed_beside(self, tokens: int) -> None:
-        """The engine has counted its share of a run too, which is none of the waiting prompts'."""
-        self._beside += tokens
 
     @property
     def expects(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from headway.core.errors import RequestError, UnavailableError
@@ -13,8 +14,9 @@ from headway.router.instance import Listener, LiveInstance
 from headway.router.listing import InstanceReport
 from headway.router.live import Live
 
-Another = Callable[[int, int, int], LiveInstance]
-"""Starts one more instance, of (number, pool, how many processes had the number). Raises RequestError."""
+Another = Callable[[int, int, int, int | None], LiveInstance]
+"""Starts one more instance, of (number, pool, how many processes had the number, bytes of KV that others of the pool
+have; None: nobody of it is there). Raises RequestError."""
 
 
 class Roster:
@@ -35,10 +37,17 @@ class Roster:
         for task in self._tasks.values():
             task.cancel()
 
-    def report(self, instance: LiveInstance, live: Live | None) -> InstanceReport:
-        """An instance now."""
+    def reports(self, live: Live | None) -> list[InstanceReport]:
+        """All instances now."""
+        placed = Counter[int]() if live is None else live.placed()
+        return [self._report(each, live, placed) for each in self._fleet]
+
+    def _report(self, instance: LiveInstance, live: Live | None, all_placed: Counter[int]) -> InstanceReport:
         number, stats = instance.number, instance.stats
-        placed, queued, free_in_s = (0, 0, 0.0) if live is None else live.figures(number)
+        placed = all_placed[number]
+        queued, free_in_s = (0, 0.0) if live is None else live.figures(number)
+        if instance.state == "lost":
+            queued, free_in_s = 0, 0.0
         return InstanceReport(
             id=number,
             role=instance.role,
@@ -69,13 +78,18 @@ class Roster:
         while self._fleet.get(number) is not None:
             number += 1
         try:
-            instance = self._another(number, pool, self._incarnations.get(number, 0))
+            instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
         except OSError as error:
             raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
         self._fleet.add(instance)
         live.reserve(number)
         self.look_after(instance)
-        return self.report(instance, live)
+        return self._report(instance, live, live.placed())
+
+    def _kv_bytes(self, pool: int) -> int | None:
+        """What instances of a pool have, whatever was free when they began."""
+        infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
+        return max((info.kv_bytes for info in infos), default=None)
 
     def leave(self, number: int, live: Live) -> InstanceReport:
         """See `listing.Instances`."""
@@ -90,7 +104,7 @@ class Roster:
                 raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
             live.close(number)
             self.look(live)
-        return self.report(instance, live)
+        return self._report(instance, live, live.placed())
 
     def look(self, live: Live) -> None:
         """Let instances end that are drained and have nothing left."""

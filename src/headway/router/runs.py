@@ -51,7 +51,7 @@ class Runs:
     def committed(self, entry: SpanEntry) -> None:
         """Its prompt goes to its group ahead of its turn."""
         for member in (entry, *entry.along):
-            if self._runs(member):
+            if self.computes(member):
                 self._fleet.admit(_attempt(member.journey), member.group)
 
     def begin(self, entry: SpanEntry) -> None:
@@ -67,7 +67,7 @@ class Runs:
     def pause(self, entry: SpanEntry) -> None:
         """At the next layer edge."""
         attempt = _attempt(entry.journey)
-        if not self._runs(entry) or attempt.running != set(entry.group):
+        if not self.computes(entry) or attempt.running != set(entry.group):
             raise Impossible(f"{entry.owner} cannot be paused any more")
         self._fleet.tell(entry.group[:1], Pause(attempt.wire))
 
@@ -136,7 +136,7 @@ class Runs:
     def _start(self, entry: SpanEntry) -> None:
         attempt, span = _attempt(entry.journey), entry.span
         attempt.entry = entry
-        if not self._runs(entry):
+        if not self.computes(entry):
             self._submit(attempt, entry.group[0], "all")
             return
         run = self._run(span, entry.group)
@@ -169,7 +169,8 @@ class Runs:
             strategy = Strategy("ring" if size > 1 else "local")
         return Run(span.start, span.end, group, strategy, node, rows=self._rows)
 
-    def _runs(self, entry: SpanEntry) -> bool:
+    def computes(self, entry: SpanEntry) -> bool:
+        """Whether a span is a run of its group; else a stay in a scheduler."""
         return all((one := self._fleet.get(i)) is not None and one.moves_kv for i in entry.group)
 
 

@@ -5,6 +5,10 @@ a token, which the paper, whose instances have a scheduler in common, has not. A
 grows without moving anything: who joins holds nothing, and gets the KV of what is decoded from then on, being the
 master. It shrinks with a token: while the layers of that are computed, KV of those that leave is brought to those that
 stay, evenly. (The paper scales down while a prompt is computed, and so needs no movement; a decode it never does.)
+
+A prompt that was computed with Ulysses leaves KV that is cut by heads. Its group decodes so too: each gets its heads of
+every token, and nothing moves. Once its group changes, or one of it is full, KV is laid out by tokens with the next
+token (a ring, as above), as soon as those who are to have it have room for that beside what they have.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from headway.router.attempt import Attempt
 from headway.router.fleet import Fleet
 
 _LOW = 64
-"""KV tokens: with less room than that on the master, the roomiest of the group is the next one."""
+"""KV tokens that are to be free: with less room the master is followed by the roomiest of the group."""
 
 
 class Steps:
@@ -44,17 +48,16 @@ class Steps:
         attempt.steps.clear()
 
     def next(self, attempt: Attempt, group: tuple[int, ...]) -> None:
-        """Compute a token; these instances have all KV with that, whoever has it before."""
+        """Compute a token; these instances have all KV with that, whoever has it before: as soon as each has room for
+        its part of it."""
         assert attempt.step is not None
         asked, held = attempt.asked, set(attempt.spread)
         known = asked.submit.prompt_tokens + len(asked.told)
-        master, everybody = self._master(attempt, group), held.union(group)
-        order = (master, *sorted(everybody - {master}))
-        keepers = tuple(sorted(group)) if held.difference(group) else ()
-        run = attempt.token = Run(known - 1, known, order, Strategy("ring"), None, True, keepers=keepers)
-        begins = attempt.home is not None or bool(everybody - held)  # some know nothing of what was
+        run = attempt.token = self._run(attempt, group, known)
+        order = run.group
+        begins = attempt.home is not None or bool(set(order) - held)  # some know nothing of what was
         self._fleet.admit(attempt, order)
-        attempt.running = everybody
+        attempt.running = set(order)
         message = Compute(
             id=attempt.wire,
             index=attempt.step,
@@ -86,11 +89,7 @@ class Steps:
         attempt.step = attempt.count = attempt.step + 1
         attempt.home = None
         last = attempt.steps[-1]
-        if (
-            last.in_place
-            and last.end == run.start
-            and (last.group, last.keepers) == (run.group, ()) == (last.group, run.keepers)
-        ):
+        if last.in_place and not run.keepers and msgspec.structs.replace(last, start=run.start, end=run.end) == run:
             attempt.steps[-1] = msgspec.structs.replace(last, end=run.end)
         else:
             attempt.steps.append(run)
@@ -100,6 +99,26 @@ class Steps:
         self.shrunk += bool(held - kept)
         if held - kept:
             self._fleet.leave(attempt, but=kept)
+
+    def _run(self, attempt: Attempt, group: tuple[int, ...], known: int) -> Run:
+        """The token's, in the form that KV has, or gets with it."""
+        last, held = attempt.steps[-1], set(attempt.spread)
+        everybody = tuple(sorted(held.union(group)))
+        keepers = tuple(sorted(group)) if held.difference(group) and self._fits(attempt, group) else ()
+        if last.strategy.attn == "ulysses" and not keepers:
+            full = {number for number in held if self._fleet.room(number) <= _LOW}
+            others = tuple(number for number in everybody if number not in full)
+            if full and others and self._fits(attempt, others):
+                keepers = others
+            elif held.issuperset(group) or not self._fits(attempt, everybody):
+                return Run(known - 1, known, last.group, last.strategy, last.node, True)
+        master = self._master(attempt, keepers or group)
+        order = (master, *(number for number in everybody if number != master))
+        return Run(known - 1, known, order, Strategy("ring"), None, True, keepers=keepers)
+
+    def _fits(self, attempt: Attempt, group: tuple[int, ...]) -> bool:
+        """Whether KV that is dealt to these evenly fits, whoever has how much of it before."""
+        return all(self._fleet.room(number) >= attempt.kv_tokens // len(group) + _LOW for number in group)
 
     def _master(self, attempt: Attempt, group: tuple[int, ...]) -> int:
         """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from headway.server.job import Asker, Job
 from headway.server.kept import Kind, Ticket
 from headway.server.logprobs import Scored
 from headway.server.merge import cancel_all, merged
+from headway.server.ongoing import Ongoing, cut_off
 from headway.server.prompts import PromptReader
 from headway.server.record import GenerationRecord
 from headway.server.sse import DONE, SseResponse, client_gone, event
@@ -106,8 +107,8 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         pieces = run_job(server, job, request_id, records, ticket)
         if job.stream:
             release = held.pop_all()
-            return SseResponse(_events(form, pieces, records), server.settings, release.close)
-        answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)))
+            return SseResponse(_events(form, pieces, records), server.settings, server.ongoing, release.close)
+        answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)), server.ongoing)
         response = json_response(form.whole(answers, usage(job, records)))
         response.background = BackgroundTask(_close, held.pop_all())  # once it is sent
         return response
@@ -170,12 +171,16 @@ async def _collect(pieces: AsyncGenerator[tuple[int, Piece], None], count: int) 
     return answers
 
 
-async def _unless_client_leaves(request: Request, work: Any) -> list[Answer]:
+async def _unless_client_leaves(
+    request: Request, work: Coroutine[Any, Any, list[Answer]], ongoing: Ongoing
+) -> list[Answer]:
     """Run `work`; when the client leaves first, cancel it (which aborts in the engine)."""
-    task: asyncio.Task[list[Answer]] = asyncio.create_task(work)
+    task = ongoing.begin(work)
     watcher = asyncio.create_task(client_gone(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.cancelled():
+            raise cut_off()
         if task.done():
             return task.result()
         request.scope["headway.log"]["client"] = "gone"

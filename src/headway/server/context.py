@@ -17,6 +17,7 @@ from headway.server.body import BodyReader
 from headway.server.fields import Fields
 from headway.server.job import Asker
 from headway.server.metrics import Metrics
+from headway.server.ongoing import Ongoing
 from headway.server.prompts import PromptReader
 from headway.server.settings import ServerSettings
 from headway.server.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class Context:
     failure: HeadwayError | None = None
     journal: Journal | None = None
     resumed: dict[str, Resumed] = field(default_factory=dict)
+    ongoing: Ongoing = field(default_factory=Ongoing)
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 
@@ -66,6 +68,11 @@ class Context:
         """The server ends: what has not been answered by now is left in the journal to the next one."""
         if self.journal is not None:
             self.journal.close()
+
+    def cut_off(self) -> None:
+        """The same, and clients are told: by 503, or by an error event in a stream. Harmless when repeated."""
+        self.keep_the_rest()
+        self.ongoing.cut()
 
     def give_up(self) -> None:
         """Stop waiting for an engine that is still starting."""
@@ -104,7 +111,7 @@ class Context:
             asker = Asker(request.headers, received_s, info, self.settings, models)
             return parse(Fields.parse(body), asker, reader)
 
-        return await self.bodies.parse(request, work)
+        return await self.ongoing.begin(self.bodies.parse(request, work))
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ A plain ASGI wrapper and no framework middleware, so that streams pass through u
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headway.server.errors import ApiError, as_api_error, error_response
 from headway.server.identity import request_id
 from headway.server.logging import log_request
+from headway.server.ongoing import cut_off
 
 log = logging.getLogger("headway.server")
 
@@ -52,6 +54,10 @@ class Gate:
             else:
                 refusal = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
                 await error_response(refusal)(scope, receive, stamped)
+        except asyncio.CancelledError:  # the server's end came before the answer's
+            if status:
+                raise
+            await error_response(as_api_error(cut_off()))(scope, receive, stamped)
         except Exception as error:
             log.exception("request failed", extra={"fields": {"request_id": ident, "path": scope["path"]}})
             if status:

@@ -20,7 +20,7 @@ _GAUGES = {
     "kv_tokens_capacity": ("Tokens that its KV pool can hold.", "kv_tokens_total"),
 }
 _COUNTERS = {
-    "prefill_tokens_computed": ("Prompt tokens computed by its scheduler.", "prefill_tokens_total"),
+    "prefill_tokens_computed": ("Prompt tokens computed, in batches and in spans.", "prefill_tokens_total"),
     "decode_tokens_computed": ("Output tokens computed.", "decode_tokens_total"),
     "restarts": ("Times that its process was lost and started again.", "restarts_total"),
 }

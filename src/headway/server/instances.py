@@ -72,6 +72,6 @@ def _cluster(request: Request) -> Instances:
 
 def _number(request: Request) -> int:
     text: str = request.path_params["number"]
-    if not text.isdecimal() or len(text) > 9:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or text != str(int(text)):
         raise ApiError(404, f"there is no instance {text[:40]!r}: instances have numbers")
     return int(text)

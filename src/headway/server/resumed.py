@@ -122,9 +122,9 @@ def let_go(server: Context) -> None:
 @router.get("/v1/requests/{name}", response_model=None, summary="The answer to a request that a restart interrupted")
 async def show(request: Request) -> Response:
     """The whole answer, or 202 while it is computed; with `?stream=true` its stream, from the first event on."""
-    found = _find(request)
+    found, server = _find(request), context(request)
     if request.query_params.get("stream", "false").lower() in ("1", "true"):
-        return SseResponse(found.replay(), context(request).settings, lambda: None)
+        return SseResponse(found.replay(), server.settings, server.ongoing, lambda: None)
     return found.whole()
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from headway.server.errors import ApiError, as_api_error, error_object, error_response
 from headway.server.merge import cancel_all
+from headway.server.ongoing import Ongoing, cut_off
 from headway.server.settings import ServerSettings
 
 log = logging.getLogger("headway.server")
@@ -46,11 +47,16 @@ class SseResponse(Response):
     """
 
     def __init__(
-        self, source: AsyncGenerator[bytes, None], settings: ServerSettings, on_end: Callable[[], None]
+        self,
+        source: AsyncGenerator[bytes, None],
+        settings: ServerSettings,
+        ongoing: Ongoing,
+        on_end: Callable[[], None],
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self._source = source
         self._settings = settings
+        self._ongoing = ongoing
         self._on_end = on_end
         self._buffer: list[bytes] = []
         self._buffered = 0
@@ -61,7 +67,7 @@ class SseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Called by the framework to send the answer."""
-        tasks = [asyncio.create_task(self._pump())]
+        tasks = [self._ongoing.begin(self._pump())]
         try:
             writer = asyncio.create_task(self._write(scope, receive, send))
             watcher = asyncio.create_task(client_gone(receive))
@@ -88,6 +94,9 @@ class SseResponse(Response):
                         blocked_s += await self._room(self._settings.slow_client_timeout_s - blocked_s)
                     elif not self._buffer:
                         blocked_s = 0.0
+        except asyncio.CancelledError:
+            self._error = as_api_error(cut_off())  # for the client, should it still be there
+            raise
         except Exception as error:
             self._error = as_api_error(error)
             if self._error.status == 500 and not isinstance(error, ApiError):

@@ -19,47 +19,14 @@ from headway.transfer.ahead import AHEAD, PIECES, Ahead, advance, rest
 from headway.transfer.arena import Arena, Memory
 from headway.transfer.ends import named
 from headway.transfer.frames import INLINE, Frame, Kind, head
-from headway.transfer.peer import PeerLostError
+from headway.transfer.lanes import Lanes
 from headway.transfer.ring import Reader, Ring, Taken, most
+from headway.transfer.ticket import Ticket
 
 SMALL = 8 << 10
 """Bodies below this travel with their heads."""
 
 Buffer = memoryview | bytes | bytearray
-
-
-class Ticket:
-    """Something that will have happened, or will not. `wait` in one thread, at any time."""
-
-    __slots__ = ("_done", "_gate", "_why")
-
-    def __init__(self) -> None:
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self._why: str | None = None
-        self._done = False
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._done
-
-    def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
-        """Return when it has happened; PeerLostError when it will not. `look` is called every so often meanwhile; what
-        it raises ends the wait."""
-        while not self._done:
-            if self._gate.acquire(timeout=-1 if look is None else every_s):
-                self._gate.release()
-            elif look is not None:
-                look()
-        if self._why is not None:
-            raise PeerLostError(self._why)
-
-    def finish(self, why: str | None = None) -> None:
-        """It has happened (None), or never will. Once; later calls are ignored. Not for those who wait."""
-        if not self._done:
-            self._why, self._done = why, True
-            self._gate.release()
 
 
 class Place(NamedTuple):
@@ -81,28 +48,6 @@ class Room(NamedTuple):
 
     view: Memory
     taken: Taken | None = None
-
-
-class _Kept:
-    """A message that came before anybody expected it. `ticket` and `into` once somebody does."""
-
-    __slots__ = ("body", "into", "there", "ticket")
-
-    def __init__(self, length: int) -> None:
-        self.body = bytearray(length)
-        self.there = False
-        self.ticket: Ticket | None = None
-        self.into: memoryview | None = None
-
-
-class _Box:
-    """One lane of one scope, from this peer."""
-
-    __slots__ = ("kept", "wanted")
-
-    def __init__(self) -> None:
-        self.wanted: deque[tuple[Ticket, memoryview]] = deque()
-        self.kept: deque[_Kept] = deque()
 
 
 class _Into(NamedTuple):
@@ -144,7 +89,7 @@ class Connection:
         self._queue: deque[_Leaving] = deque()
         self._in = threading.Condition(threading.Lock())
         self._filling = False
-        self._boxes: dict[tuple[str, int], _Box] = {}
+        self._lanes = Lanes(instance)
         self._reads: _Into | None = None
         self._ceased = 0
         """How often a scope has ceased: a place that a handler gave meanwhile is asked for again."""
@@ -176,7 +121,7 @@ class Connection:
         """One frame. The ticket: its buffers may be changed. What fits in the socket is written at once."""
         views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
         views.insert(0, memoryview(head(kind, lane, scope, note, sum(view.nbytes for view in views))))
-        return self._leave(_Leaving(scope, views, Ticket(), None))
+        return self._leave(_Leaving(scope, views, Ticket(self.instance), None))
 
     def room(self, size: int, again: Callable[[], None]) -> Room | None:
         """Where a body of so many bytes is put together for `push` or `drop`, in an arena that the other side reads if
@@ -200,7 +145,7 @@ class Connection:
         if room.taken is None:
             return self.send(Kind.PUSH, 0, scope, note, (room.view.data,))
         said = head(Kind.PUSH, 0, scope, note, room.view.nbytes, room.taken.at)
-        return self._leave(_Leaving(scope, [memoryview(said)], Ticket(), room.taken))
+        return self._leave(_Leaving(scope, [memoryview(said)], Ticket(self.instance), room.taken))
 
     def drop(self, room: Room) -> None:
         """Nothing is pushed from there."""
@@ -236,20 +181,12 @@ class Connection:
 
     def expect(self, lane: int, scope: str, into: memoryview) -> Ticket:
         """The next message of a lane, into `into`, which has its size."""
-        ticket, into = Ticket(), into.cast("B")
         with self._in:
-            if (why := self._closed(scope)) is not None:
-                ticket.finish(why)
-                return ticket
-            box = self._boxes.setdefault((scope, lane), _Box())
-            kept = next((one for one in box.kept if one.ticket is None), None)
-            if kept is None:
-                box.wanted.append((ticket, into))
-            elif kept.there:
-                box.kept.remove(kept)
-                _deliver(kept.body, into, ticket)
-            else:
-                kept.ticket, kept.into = ticket, into
+            why = self._closed(scope)
+            if why is None:
+                return self._lanes.expect(lane, scope, into)
+        ticket = Ticket(self.instance)
+        ticket.finish(why)
         return ticket
 
     def forget(self, scope: str, why: str) -> None:
@@ -257,8 +194,7 @@ class Connection:
         with self._in:
             if self._reads is not None and self._reads.scope == scope:
                 self._divert()
-            for key in [key for key in self._boxes if key[0] == scope]:
-                _empty(self._boxes.pop(key), why)
+            self._lanes.forget(scope, why)
         with self._out:
             kept: deque[_Leaving] = deque()
             for leaving in self._queue:
@@ -285,9 +221,7 @@ class Connection:
                 return
             self._ended = why
             self._divert()
-            for box in self._boxes.values():
-                _empty(box, why)
-            self._boxes.clear()
+            self._lanes.clear(why)
             for leaving in self._queue:
                 leaving.ticket.finish(why)
             self._queue.clear()
@@ -378,21 +312,12 @@ class Connection:
         with self._in:
             if self._ended is not None or self._forgotten(frame.scope):
                 return _nothing
-            box = self._boxes.setdefault((frame.scope, frame.lane), _Box())
-            if box.wanted:
-                ticket, into = box.wanted.popleft()
-                if into.nbytes != frame.length:
-                    ticket.finish(f"{frame.length} bytes came for {into.nbytes}")
-                    return _nothing
-                self._reads = _Into(frame.scope, [into])
-                kept = _Kept(0)
-                kept.ticket = ticket
-                box.kept.append(kept)
-                return lambda: self._filled(box, kept)
-            kept = _Kept(frame.length)
-            box.kept.append(kept)
-            self._reads = _Into(frame.scope, [memoryview(kept.body)])
-            return lambda: self._filled(box, kept)
+            begun = self._lanes.begin(frame.lane, frame.scope, frame.length)
+            if begun is None:
+                return _nothing
+            into, there = begun
+            self._reads = _Into(frame.scope, [into])
+            return lambda: self._filled(there)
 
     def _pushed(self, frame: Frame) -> Callable[[], None] | None:
         """See `_place`; None: a scope has ceased since the handler was asked."""
@@ -450,7 +375,7 @@ class Connection:
                 _copy(theirs[frame.at : end], into.views)
         if self._reader.read(frame.length):
             said = head(Kind.READ, 0, "", b"", 0, self._reader.messages)
-            self._leave(_Leaving("", [memoryview(said)], Ticket(), None))
+            self._leave(_Leaving("", [memoryview(said)], Ticket(self.instance), None))
 
     def _given_back(self, messages: int) -> None:
         with self._out:
@@ -487,18 +412,11 @@ class Connection:
         if there:
             complete()
 
-    def _filled(self, box: _Box, kept: _Kept) -> None:
+    def _filled(self, there: Callable[[], None]) -> None:
         with self._in:
-            there, self._reads = self._reads is not None, None
-            if not there:
-                return
-            kept.there = True
-            if kept.ticket is not None:
-                box.kept.remove(kept)
-                if kept.into is None:  # it was read in place
-                    kept.ticket.finish()
-                else:
-                    _deliver(kept.body, kept.into, kept.ticket)
+            wanted, self._reads = self._reads is not None, None
+            if wanted:
+                there()
 
 
 def _nothing() -> None:
@@ -511,19 +429,3 @@ def _copy(source: Memory, views: Sequence[memoryview]) -> None:
     for view in views:
         np.copyto(np.frombuffer(view, dtype=np.uint8), source[at : at + view.nbytes])
         at += view.nbytes
-
-
-def _deliver(body: bytearray, into: memoryview, ticket: Ticket) -> None:
-    if len(body) != into.nbytes:
-        ticket.finish(f"{len(body)} bytes came for {into.nbytes}")
-        return
-    into[:] = body
-    ticket.finish()
-
-
-def _empty(box: _Box, why: str) -> None:
-    for ticket, _ in box.wanted:
-        ticket.finish(why)
-    for kept in box.kept:
-        if kept.ticket is not None:
-            kept.ticket.finish(why)

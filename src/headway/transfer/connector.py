@@ -75,10 +75,11 @@ class Received(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Nothing more of a request will come or go: a peer is gone."""
+    """Nothing more of a request will come or go. `end`: of the peer that is gone, where it is that."""
 
     request: str
     why: str
+    end: int | None = None
 
 
 class Finished(NamedTuple):

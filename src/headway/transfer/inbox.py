@@ -73,13 +73,13 @@ class Inbox:
         with self._gate:
             for request, box in self._boxes.items():
                 if any(sender == source for _, sender in box.coming):
-                    self._lost.append(Lost(request, why))
+                    self._lost.append(Lost(request, why, source))
         self._ring()
 
-    def fail(self, request: str, why: str) -> None:
-        """Something of a request cannot be sent or received."""
+    def fail(self, request: str, why: str, end: int | None = None) -> None:
+        """Something of a request cannot be sent or received. See `Lost`."""
         with self._gate:
-            self._lost.append(Lost(request, why))
+            self._lost.append(Lost(request, why, end))
         self._ring()
 
     def take(self) -> tuple[list[Received], list[Lost]]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from queue import SimpleQueue
 from secrets import randbits
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -80,8 +80,9 @@ class Agent:
             self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
             return made, bytes(self._agent.get_agent_metadata())
 
-    def read(self, other: bytes, address: int, into: Memory, ends: threading.Event) -> None:
-        """Another agent's memory, into memory of this one. Raises OSError."""
+    def read(self, other: bytes, address: int, into: Memory, check: Callable[[], None]) -> None:
+        """Another agent's memory, into memory of this one. `check` is called while that goes on. Raises OSError, and
+        what `check` does."""
         try:
             with self._gate:
                 if other not in self._others:
@@ -90,16 +91,29 @@ class Agent:
                 there = self._agent.get_xfer_descs([(address, into.nbytes, 0)], "DRAM")
                 handle = self._agent.initialize_xfer("READ", here, there, self._others[other])
                 state = self._agent.transfer(handle)
-            while state == "PROC" and not ends.is_set():
-                time.sleep(_POLL_S)
+            try:
+                while state == "PROC":
+                    check()
+                    time.sleep(_POLL_S)
+                    with self._gate:
+                        state = self._agent.check_xfer_state(handle)
+            finally:
                 with self._gate:
-                    state = self._agent.check_xfer_state(handle)
-            with self._gate:
-                self._agent.release_xfer_handle(handle)
+                    self._agent.release_xfer_handle(handle)
+        except PeerLostError:
+            raise
         except Exception as error:  # NIXL has its own for each
             raise OSError(f"{type(error).__name__}: {error}") from None
         if state != "DONE":
             raise OSError(f"NIXL: {state}")
+
+    def forget(self, other: bytes) -> None:
+        """Nothing is read of another agent for now. Harmless when it is not known."""
+        with self._gate:
+            name = self._others.pop(other, None)
+            if name is not None:
+                with suppress(Exception):  # it has its own for each; what is known of it costs some memory
+                    self._agent.remove_remote_agent(name)
 
 
 class _Lain(Room):
@@ -136,7 +150,9 @@ class _Lane:
             taken = self._ring.take(size)
             if taken is None:
                 self._again.add(again)
-                return None
+        if taken is None:
+            self._line.room(self._to, 0, self.rouse)  # where it never comes up, its end is told to nobody else
+            return None
         return _Lain(self._memory[taken.at : taken.at + size], taken)
 
     def push(self, request: str, note: bytes, room: _Lain) -> Ticket:
@@ -176,7 +192,11 @@ class _Way(There):
         self._lane = lane
 
     def room(self, size: int, again: Callable[[], None]) -> Room | None:
-        return self._lane.room(size, again) if self._lane.takes(size) else super().room(size, again)
+        if self._lane.takes(size):
+            room = self._lane.room(size, again)
+            if room is not None or not self._lane.ended():
+                return room
+        return super().room(size, again)
 
     def push(self, note: bytes, room: Room) -> Ticket:
         if isinstance(room, _Lain):
@@ -190,12 +210,19 @@ class _Way(There):
             super().drop(room)
 
 
+class _Lying(NamedTuple):
+    """Something said by another end, over `line`; None: that was cut at once."""
+
+    said: Lies | tuple[str, bytes]
+    line: Line | None
+
+
 class _Source:
     """The thread that reads what lies at one other end, in order."""
 
-    def __init__(self, number: int, take: Callable[[int, Lies | tuple[str, bytes]], None]) -> None:
+    def __init__(self, number: int, take: Callable[[int, _Lying], None]) -> None:
         self._number, self._take = number, take
-        self._queue: SimpleQueue[Lies | tuple[str, bytes] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Lying | None] = SimpleQueue()
         self.add = self._queue.put
         self._thread = threading.Thread(target=self._run, name=f"NIXL from {number}", daemon=True)
         self._thread.start()
@@ -206,8 +233,8 @@ class _Source:
         self._thread.join()
 
     def _run(self) -> None:
-        while (said := self._queue.get()) is not None:
-            self._take(self._number, said)
+        while (lying := self._queue.get()) is not None:
+            self._take(self._number, lying)
 
 
 class NixlConnector(PeerConnector):
@@ -218,7 +245,9 @@ class NixlConnector(PeerConnector):
         self._lanes: dict[int, tuple[_Lane, Memory, bytes]] = {}
         self._sources: dict[int, _Source] = {}
         self._readers: dict[int, tuple[int, Reader]] = {}
+        self._agents: dict[int, bytes] = {}
         self._aside: dict[int, Memory] = {}
+        self._spoilt: list[Memory] = []
         self._writes, self._ends = threading.Lock(), threading.Event()
         super().__init__(peers, ring)
 
@@ -252,7 +281,7 @@ class NixlConnector(PeerConnector):
         if request != _ALL:
             with suppress(msgspec.DecodeError):
                 if source in self._sources and decode(said).layer == END:  # behind all that it is the end of
-                    self._sources[source].add((request, said))
+                    self._hand(source, (request, said))
                     return None
             return super()._handle(source, request, said, length)
         try:
@@ -266,8 +295,14 @@ class NixlConnector(PeerConnector):
             return None
         if source not in self._sources:
             self._sources[source] = _Source(source, self._take)
-        self._sources[source].add(word)
+        self._hand(source, word)
         return None
+
+    def _hand(self, source: int, said: Lies | tuple[str, bytes]) -> None:
+        line = None
+        with suppress(PeerLostError):
+            line = self._peers.line(_ALL, (source,))
+        self._sources[source].add(_Lying(said, line))
 
     def _lose(self, instance: int, why: str) -> None:
         super()._lose(instance, why)
@@ -277,7 +312,8 @@ class NixlConnector(PeerConnector):
 
     # -- in the threads that read memory ------------------------------------------------------------------------------
 
-    def _take(self, source: int, said: Lies | tuple[str, bytes]) -> None:
+    def _take(self, source: int, lying: _Lying) -> None:
+        said = lying.said
         if not isinstance(said, Lies):
             request, note = said
             with self._writes:
@@ -287,9 +323,9 @@ class NixlConnector(PeerConnector):
             return
         if not self._ends.is_set() and self._inbox.matched(said.request) is not None:
             try:
-                self._read(source, said)
-            except (OSError, msgspec.DecodeError) as error:
-                self._inbox.fail(said.request, f"what {named(source)} has sent cannot be read: {error}")
+                self._read(source, said, lying.line)
+            except (OSError, PeerLostError, msgspec.DecodeError) as error:
+                self._inbox.fail(said.request, f"what {named(source)} has sent cannot be read: {error}", source)
         life, reader = self._readers.get(source, (-1, Reader(0)))
         if life != said.life:
             reader = Reader(_ARENA_BYTES)
@@ -298,13 +334,27 @@ class NixlConnector(PeerConnector):
             with suppress(PeerLostError):
                 self._peers.push(source, _ALL, _encode(Read(said.life, reader.messages)), ())
 
-    def _read(self, source: int, said: Lies) -> None:
+    def _read(self, source: int, said: Lies, line: Line | None) -> None:
+        def check() -> None:
+            if line is None or self._ends.is_set():
+                raise PeerLostError("it is gone")
+            line.check()
+
         if said.length > most(_ARENA_BYTES):
             raise OSError(f"{said.length} bytes, of at most {most(_ARENA_BYTES)}")
+        check()
+        known = self._agents.get(source)
+        if known is not None and known != said.agent:  # another life of it, or it has registered more
+            self._agent.forget(known)
+        self._agents[source] = said.agent
         if source not in self._aside:
             self._aside[source], _ = self._agent.memory(most(_ARENA_BYTES))
         aside = self._aside[source][: said.length]
-        self._agent.read(said.agent, said.address, aside, self._ends)
+        try:
+            self._agent.read(said.agent, said.address, aside, check)
+        except (OSError, PeerLostError):
+            self._spoilt.append(self._aside.pop(source))  # it may be written to yet
+            raise
         with self._writes:
             place = self._inbox.handle(source, said.request, decode(said.note), said.length)
             if place is not None:

@@ -86,9 +86,9 @@ def packets_of(save: Save, way: Way, layer: int, part: KvPart) -> Iterator[Packe
 
 
 class Outlet:
-    """One destination. `failed(request, why)` is called in its thread."""
+    """One destination. `failed(request, why, end)` (see `Lost`) is called in its thread."""
 
-    def __init__(self, name: str, failed: Callable[[str, str], None]) -> None:
+    def __init__(self, name: str, failed: Callable[[str, str, int | None], None]) -> None:
         self._failed = failed
         self._gate = threading.Condition()
         self._copying = threading.Lock()
@@ -173,4 +173,4 @@ class Outlet:
         except PeerLostError as error:
             if not packet.way.dead:
                 packet.way.dead = True
-                self._failed(packet.request, str(error))
+                self._failed(packet.request, str(error), error.end)

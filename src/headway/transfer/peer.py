@@ -29,7 +29,12 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class PeerLostError(HeadwayError):
-    """What was sent or expected will not come: the other instance is gone, or what was between them was cut."""
+    """What was sent or expected will not come: the other instance is gone, or what was between them was cut. `end`: the
+    other one, where it is that."""
+
+    def __init__(self, why: str, end: int | None = None) -> None:
+        super().__init__(why)
+        self.end = end
 
 
 def listen(address: str) -> tuple[socket.socket, str]:

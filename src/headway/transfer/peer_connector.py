@@ -113,7 +113,7 @@ class PeerConnector(KvConnector):
             for _, way in ways:
                 way.dead = True
         for request in sorted(lost):
-            self._inbox.fail(request, why)
+            self._inbox.fail(request, why, instance)
 
     # -- on the way out -----------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class PeerConnector(KvConnector):
                 try:
                     way = self._there(save.request, save.to)
                 except PeerLostError as error:
-                    way = _Nowhere(str(error))
+                    way = _Nowhere(str(error), save.to)
             self._ways[save] = (way, [0])
             with self._gate:
                 self._unanswered[save] = way
@@ -210,11 +210,11 @@ class _Nowhere(_Own):
 
     dead = False
 
-    def __init__(self, why: str) -> None:
-        self._why = why
+    def __init__(self, why: str, to: int) -> None:
+        self._why, self._to = why, to
 
     def push(self, note: bytes, room: Room) -> Ticket:
         """See `Way.push`."""
-        ticket = Ticket()
+        ticket = Ticket(self._to)
         ticket.finish(self._why)
         return ticket

@@ -18,10 +18,11 @@ from contextlib import suppress
 
 from headway.core.errors import ConfigError
 from headway.transfer.arena import ARENA_BYTES, exchange
-from headway.transfer.connection import Buffer, Connection, Handler, Place, Room, Ticket
+from headway.transfer.connection import Buffer, Connection, Handler, Place, Room
 from headway.transfer.ends import named
 from headway.transfer.frames import Kind, greet
 from headway.transfer.peer import Peer, PeerLostError, listen, prepare, reach
+from headway.transfer.ticket import Ticket
 
 __all__ = ["Buffer", "Handler", "Line", "Peer", "PeerLostError", "Peers", "Place", "Room", "Ticket"]
 
@@ -97,7 +98,7 @@ class Peers:
             try:
                 return Line(scope, {n: self._connections[n] for n in members if n != self.number})
             except KeyError as error:
-                raise PeerLostError(f"{named(error.args[0])} is not here") from None
+                raise PeerLostError(f"{named(error.args[0])} is not here", error.args[0]) from None
 
     def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
         """Send a body that the other side's handler finds a place for. The ticket: `buffers` may be changed."""
@@ -260,4 +261,4 @@ class Line:
         """Raise PeerLostError when a connection has ended."""
         for connection in self._connections.values():
             if connection.ended is not None:
-                raise PeerLostError(connection.ended)
+                raise PeerLostError(connection.ended, connection.instance)

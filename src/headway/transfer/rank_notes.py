@@ -80,6 +80,7 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
 
     name: str
     why: str
+    end: int | None
 
 
 ToRank = Met | Room | Bring | There | Drop

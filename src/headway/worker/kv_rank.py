@@ -19,7 +19,7 @@ from headway.transfer.ends import end_of, heads_of
 from headway.transfer.peers import Peers
 from headway.transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room, There
 from headway.worker.kv_port import KvPort
-from headway.worker.run_notes import encode, to_rank
+from headway.worker.run_notes import Cease, encode, to_rank
 from headway.worker.run_rank import RunRank
 from headway.worker.runs import Runs
 from headway.worker.worker import Worker
@@ -97,6 +97,8 @@ class KvRank:
             self._lives.pop(said.name, None)
             self._names = {owner: name for owner, name in self._names.items() if name != said.name}
         else:
+            if isinstance(said, Cease) and said.number:
+                self._names[str(said.number)] = said.name
             self.runs.hear(said)
 
     def computed(self, part: Part) -> None:

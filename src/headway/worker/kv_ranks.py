@@ -116,7 +116,7 @@ class KvRanks:
         elif isinstance(said, Came):
             self._came(rank, said)
         elif isinstance(said, Gone):
-            self._lost.append(Lost(said.name, said.why))
+            self._lost.append(Lost(said.name, said.why, said.end))
         else:
             self.computes.hear(rank, said)
 

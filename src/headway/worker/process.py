@@ -21,6 +21,7 @@ import zmq
 from headway import __version__
 from headway.attention.base import make_backend
 from headway.core.errors import ConfigError, HeadwayError
+from headway.core.log_lines import setup
 from headway.model.config import read_config
 from headway.model.fields import read_json
 from headway.model.loading import load_decoder, resolve_dtype
@@ -111,6 +112,8 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
     _end_with_the_engine()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     config = msgspec.json.decode(settings, type=RankConfig)
+    owner = {} if config.instance is None else {"instance": config.instance}
+    setup(config.log_level, config.log_format, **owner, worker=rank)
     torch.set_num_threads(config.threads)
     channel = ZmqChannel(rank, endpoint, config.token)
     channel.live(rank, config.timeout_s / PER_TIMEOUT)

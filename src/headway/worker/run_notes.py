@@ -69,9 +69,11 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
 
 
 class Cease(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
-    """No run of a request is of interest any more: the one under way ends. What moves of its KV goes on moving."""
+    """No run of a request is of interest any more: the one under way ends. What moves of its KV goes on moving: from
+    the blocks of its `number`, if they have become its own (`NOBODY`: they have not)."""
 
     name: str
+    number: int
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
@@ -122,10 +124,11 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
-    """A run cannot be completed here."""
+    """A run cannot be completed here: for want of the peer `end`, unless that is None."""
 
     name: str
     why: str
+    end: int | None
 
 
 RunToRank = Keep | Begin | Given | Go | Hold | On | Finish | Cease

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headway.core.errors import HeadwayError
+from headway.transfer.peers import PeerLostError
 from headway.worker.kv_port import KvPort
 from headway.worker.run_notes import (
     Begin,
@@ -103,11 +104,13 @@ class RunRank:
             body()
         except _OverError:
             pass
+        except PeerLostError as error:
+            self._say(Broken(name, str(error), error.end))
         except HeadwayError as error:
-            self._say(Broken(name, str(error)))
+            self._say(Broken(name, str(error), None))
         except Exception as error:
             log.exception("a run of %s failed", name)
-            self._say(Broken(name, f"it failed: {error}"))
+            self._say(Broken(name, f"it failed: {error}", None))
         finally:
             self._name, self.over = "", False
 

@@ -17,6 +17,8 @@ from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
 from headway.core.span import Run
 from headway.parallel.executor import ParallelExecutor
+from headway.transfer.peer import PeerLostError
+from headway.transfer.rank_notes import NOBODY
 from headway.worker.run_notes import (
     Begin,
     Begun,
@@ -153,20 +155,21 @@ class RunRanks:
         self._known.discard(name)
         self._saved.pop(name, None)
         self._looks.pop(name, None)
-        self._tell(Cease(name))
+        self._tell(Cease(name, self._executor.number(name) or NOBODY))
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
     def _ask(self, word: RunToRank, meanwhile: Callable[[], None] = lambda: None) -> list[RunFromRank]:
-        """Every rank's answer. Raises RunError where one cannot go on, what the loop raises, and LostError."""
+        """Every rank's answer. Raises RunError, or PeerLostError, where one cannot go on, what the loop raises, and
+        LostError."""
         self._name, self._said = word.name, {}
         look = self._looks[word.name]
         self._tell(word)
         while True:
             for said in self._said.values():
                 if isinstance(said, Broken):
-                    raise RunError(said.why)
+                    raise RunError(said.why) if said.end is None else PeerLostError(said.why, said.end)
             if len(self._said) == self._ranks:
                 return [self._said[rank] for rank in range(self._ranks)]
             self._executor.attend(_WAIT_S)

@@ -25,7 +25,7 @@ from headway.model.config import DecoderConfig
 from headway.parallel.sequence.cover import cover
 from headway.parallel.sequence.exchanges import Exchanges
 from headway.parallel.sequence.group import ChunkSpec
-from headway.parallel.sequence.layout import KvLayout, KvMove, extended, history_of, moves
+from headway.parallel.sequence.layout import KvLayout, KvMove, extended, fits, history_of, moves
 from headway.parallel.sequence.ring import ring
 from headway.parallel.sequence.steps import (
     ROWS,
@@ -72,7 +72,8 @@ class ChunkPlan:
     """A chunk, worked out from the layout `held` before it: equal on every rank.
 
     rows: the positions whose rows each rank of the group keeps, in the group's order. fresh: those whose KV each ring
-    member gets. history: the layout to which KV of earlier chunks moves; after: with the chunk's own.
+    member gets. history: the layout to which KV of earlier chunks moves (it has none to move where it `stays`); after:
+    with the chunk's own.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ChunkPlan:
         if any(not spec.start <= position < spec.end for position in self.wanted):
             raise ConfigError(f"wanted {self.wanted}: must be positions of the chunk [{spec.start}, {spec.end})")
         self.history = history_of(held, spec, config)
+        self.stays = spec.in_place and not spec.keepers and fits(held, spec, config)
         self.fresh = spread(spec.start, spec.tokens, spec.members, spec.order)
         self.after = extended(self.history, spec, self.fresh)
         self.rows: tuple[Positions, ...] = tuple(
@@ -95,8 +97,7 @@ class ChunkPlan:
 
     def moves(self) -> tuple[KvMove, ...]:
         """What KV of earlier chunks has to move."""
-        stays = self.spec.in_place and not self.spec.keepers
-        return () if stays else moves(self.before, self.history)
+        return () if self.stays else moves(self.before, self.history)
 
     def rank(self, rank: int) -> RankPlan:
         """The part of a rank of the group."""
@@ -174,7 +175,7 @@ class _RankPlanner:
                 for i in range(members)
             )
             visit = AttendInPlace(source, target, guests, past[member])
-            return [FinishHistory(), visit, StartHistory(ahead=True)] if self._spec.keepers else [visit]
+            return [visit] if chunk.stays else [FinishHistory(), visit, StartHistory(ahead=True)]
         before, behind = (ranks[(member + by) % members * width + part] for by in (-1, 1))
         attend = Attend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)
         return [FinishHistory(), attend, StartHistory(ahead=True)]

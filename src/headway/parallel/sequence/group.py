@@ -42,8 +42,9 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     and KV passed round a ring of regions, in which nothing is gathered at tp 1 and nothing is passed in one region.
     preemptible: the first rank may pause it between layers. in_place: KV of earlier chunks stays where it lies, and
     rows go to it, not it to them: for chunks of few rows, such as one token that is decoded over the KV of a whole
-    group (LoongServe §4.2). keepers: of an in-place chunk, those of the group's ranks on which KV stays, the first
-    among them; what the others hold is brought to these while the layers are computed (scale-down). (): all.
+    group (LoongServe §4.2). KV that does not fit, its heads being cut otherwise, is laid out anew, as before any chunk.
+    keepers: of an in-place chunk, those of the group's ranks on which KV stays, the first among them; what the others
+    hold is brought to these while the layers are computed (scale-down). (): all.
     """
 
     start: int

@@ -50,6 +50,7 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
 
     As little moves as can be: a member keeps the first of the tokens that its ranks hold, up to its share, and what is
     over fills the shares that are short. History needs no placement order, every row sees all of it (Tetris §4.1).
+    Where only `spec.keepers` keep KV, theirs are the shares.
     Raises ConfigError unless the group includes all ranks that hold something, as the paper demands, and unless they
     hold exactly the tokens before the chunk.
     """
@@ -58,27 +59,39 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
     past = 1 + max((int(one.positions.max()) for one in held.values() if len(one.positions)), default=-1)
     if past != spec.start:
         raise ConfigError(f"chunk start {spec.start}: KV is held up to token {past}")
-    if _even(held, spec, config, past):
+    if not spec.keepers and _even(held, spec, config, past):
         return {rank: held[rank] for rank in ranks}
     free = np.ones(past, dtype=bool)
+    sizes = _sizes(spec, past)
     shares: list[Positions] = []
-    for member in range(spec.members):
-        first, end = share(past, spec.members, member)
+    for member, size in enumerate(sizes):
         own = _union([held[rank].positions for rank in _ranks(spec, member) if rank in held])
-        kept = own[free[own]][: end - first]
+        kept = own[free[own]][:size]
         free[kept] = False
         shares.append(kept)
     everyone = _union([held[rank].positions for rank in ranks if rank in held])
     over, taken = everyone[free[everyone]], 0
     layout = {}
-    for member in range(spec.members):
-        first, end = share(past, spec.members, member)
-        short = end - first - len(shares[member])
+    for member, size in enumerate(sizes):
+        short = size - len(shares[member])
         positions = np.concatenate([shares[member], over[taken : taken + short]])
         taken += short
         for index in range(member * spec.width, (member + 1) * spec.width):
             layout[ranks[index]] = Held(spec.heads(index).kv_heads(config), positions)
     return layout
+
+
+def _sizes(spec: ChunkSpec, tokens: int) -> list[int]:
+    """How many of so many tokens each member is to have."""
+    keep = _keep(spec)
+    edges = {member: share(tokens, len(keep), at) for at, member in enumerate(keep)}
+    return [end - first for first, end in (edges.get(member, (0, 0)) for member in range(spec.members))]
+
+
+def _keep(spec: ChunkSpec) -> list[int]:
+    """Members that keep KV."""
+    first_ranks = spec.group.ranks[:: spec.width]
+    return [member for member, rank in enumerate(first_ranks) if not spec.keepers or rank in spec.keepers]
 
 
 def _even(held: KvLayout, spec: ChunkSpec, config: DecoderConfig, past: int) -> bool:
@@ -95,30 +108,32 @@ def _even(held: KvLayout, spec: ChunkSpec, config: DecoderConfig, past: int) -> 
     return True
 
 
-def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """The same where nothing moves: who holds nothing of it goes on so. Raises ConfigError as `balanced`, and where the
-    chunk's ranks attend with other heads than they hold."""
+def fits(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> bool:
+    """Whether a chunk can be computed where KV lies: its ranks hold the heads that they attend with, and each token is
+    with one member. KV that is cut by heads (Ulysses) does not fit a ring, nor the other way round."""
     ranks = spec.group.ranks
-    _include(held, ranks)
-    layout = {}
-    for index, rank in enumerate(ranks):
-        heads = spec.heads(index).kv_heads(config)
-        layout[rank] = held.get(rank) or Held(heads, np.empty(0, dtype=np.int64))
-        if layout[rank].heads != heads:
-            raise ConfigError(f"in_place: rank {rank} holds KV heads {layout[rank].heads} and would need {heads}")
-    past = sum(len(layout[rank].positions) for rank in ranks[:: spec.width])
-    if past != spec.start:
-        raise ConfigError(f"chunk start {spec.start}: KV of {past} tokens is held")
-    return layout
+    past = sum(len(held[rank].positions) for rank in ranks[:: spec.width] if rank in held)
+    own = (spec.heads(index).kv_heads(config) for index in range(len(ranks)))
+    return past == spec.start and all(
+        held[rank].heads == heads for rank, heads in zip(ranks, own, strict=True) if rank in held
+    )
+
+
+def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """The same, of KV that fits the chunk: nothing moves, and who holds nothing of it goes on so."""
+    nothing = np.empty(0, dtype=np.int64)
+    return {
+        rank: held.get(rank) or Held(spec.heads(index).kv_heads(config), nothing)
+        for index, rank in enumerate(spec.group.ranks)
+    }
 
 
 def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """Where history goes before a chunk that only `spec.keepers` keep KV of: what they have stays, and what the others
-    have fills those of them that have least, so that they are as even as that allows. Raises ConfigError as `stayed`.
-    """
+    """Where history that fits goes before a chunk that only `spec.keepers` keep KV of: what they have stays, and what
+    the others have fills those of them that have least, so that they are as even as that allows."""
     history, width = dict(stayed(held, spec, config)), spec.width
     first_ranks = spec.group.ranks[::width]
-    keep = [member for member, rank in enumerate(first_ranks) if rank in spec.keepers]
+    keep = _keep(spec)
     over = _union([history[rank].positions for rank in first_ranks if rank not in spec.keepers])
     counts = _levelled([len(history[first_ranks[member]].positions) for member in keep], len(over))
     gone = np.empty(0, dtype=np.int64)
@@ -149,10 +164,12 @@ def _levelled(counts: Sequence[int], more: int) -> list[int]:
 
 
 def history_of(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """Where KV of earlier chunks is to be while a chunk is computed. Raises ConfigError as what it chooses from."""
-    if not spec.in_place:
-        return balanced(held, spec, config)
-    return (packed if spec.keepers else stayed)(held, spec, config)
+    """Where KV of earlier chunks is to be while a chunk is computed: one in place has it laid out anew only where it
+    does not fit. Raises ConfigError as `balanced`."""
+    _include(held, spec.group.ranks)
+    if spec.in_place and fits(held, spec, config):
+        return (packed if spec.keepers else stayed)(held, spec, config)
+    return balanced(held, spec, config)
 
 
 def _include(held: KvLayout, ranks: Sequence[int]) -> None:

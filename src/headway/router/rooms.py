@@ -1,0 +1,104 @@
+"""Whether a span's KV has room on its group: what instances say is free, less what spans that have begun will yet take.
+
+A run that finds no room keeps its instances waiting, and with them those who would give room back. So a span begins
+when there is room for all of its prompt, and the spans of the prompt behind the first one need not ask. What is free is
+known from snapshots; what a span takes counts here until one has come that shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headway.cluster.entries import SpanEntry
+from headway.router.fleet import Fleet
+
+_SLACK = 32
+"""Tokens more than are needed: of blocks that are not full."""
+PATIENCE_S = 60.0
+"""A span that has found no room for so long begins all the same: the instances say why it cannot."""
+
+
+class Rooms:
+    """Of one router."""
+
+    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
+        self._fleet, self._clock = fleet, clock
+        self._due: dict[int, dict[str, int]] = {}
+        self._shown: dict[int, dict[str, int]] = {}
+        self._since: dict[str, float] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a span waits for room."""
+        return bool(self._since)
+
+    def fits(self, entry: SpanEntry) -> bool:
+        """See `Hands.fits`."""
+        if entry.index or entry.resumed:
+            return True
+        needs: dict[int, int] = {}
+        for member in (entry, *entry.along):
+            for number, tokens in _needs(member).items():
+                needs[number] = needs.get(number, 0) + tokens
+        if all(self._has(number, tokens) for number, tokens in needs.items()):
+            self._since.pop(entry.owner, None)
+            return True
+        now = self._clock()
+        return now - self._since.setdefault(entry.owner, now) >= PATIENCE_S
+
+    def _has(self, number: int, tokens: int) -> bool:
+        """A pool of which nothing is taken has to do."""
+        one = self._fleet.get(number)
+        due = sum(self._due.get(number, {}).values())
+        if one is None or (not due and not one.stats.kv_tokens_used):
+            return True
+        return self._fleet.room(number) - due >= tokens + _SLACK
+
+    def begun(self, entry: SpanEntry) -> None:
+        """A span begins, with those along."""
+        for member in (entry, *entry.along):
+            self._since.pop(member.owner, None)
+            if not member.index and not member.resumed:
+                for number, tokens in _needs(member).items():
+                    self._due.setdefault(number, {})[member.owner] = tokens
+
+    def done(self, entry: SpanEntry) -> None:
+        """A span is complete: its KV is there, as the next snapshots of its group will show."""
+        for member in (entry, *entry.along):
+            needs = _needs(member)
+            for number in member.group:
+                left = 0 if member.last else max(0, needs[number] - _share(member.span.end, member))
+                self._shown.setdefault(number, {})[member.owner] = left
+
+    def measured(self, number: int) -> None:
+        """There is a new snapshot."""
+        shown, due = self._shown.pop(number, None), self._due.get(number)
+        if shown is None or due is None:
+            return
+        for name, left in shown.items():
+            if left and name in due:
+                due[name] = left
+            else:
+                due.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """A request has ended."""
+        self._since.pop(name, None)
+        for known in (*self._due.values(), *self._shown.values()):
+            known.pop(name, None)
+
+
+def _share(tokens: int, entry: SpanEntry) -> int:
+    return -(-tokens // len(entry.group))
+
+
+def _needs(entry: SpanEntry) -> dict[int, int]:
+    """Tokens of KV of a request that each instance has when its prompt is computed, or has had before: as far as its
+    spans are known, and on the last one's group all of it."""
+    found: dict[int, int] = {}
+    entries = entry.journey.entries or [entry]
+    for each in entries:
+        end = entry.journey.request.prompt_tokens if each is entries[-1] else each.span.end
+        for number in each.group:
+            found[number] = max(found.get(number, 0), _share(end, each))
+    return found

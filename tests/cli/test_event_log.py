@@ -1,0 +1,74 @@
+"""An event log has one writer, and what an earlier run wrote is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.cli import event_log
+from headway.cli.event_log import open_event_log
+from headway.core.errors import ConfigError
+
+HOLD = "import sys; from headway.cli.event_log import open_event_log as o; f = o(sys.argv[1]); f.write(b'a\\n'); "
+
+
+def test_a_log_of_an_earlier_run_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for words in (b"first\n", b"second\n", b"third\n"):
+        with open_event_log(str(path)) as file:
+            file.write(words)
+        os.utime(path, (1e9, 1e9))
+    with open_event_log(str(path)):
+        pass
+    with open_event_log(str(path)) as file:  # what is empty is nobody's
+        file.write(b"now\n")
+    kept = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    assert kept == {
+        "log": b"now\n",
+        "log.until-20010909T014640Z": b"first\n",
+        "log.until-20010909T014640Z-2": b"second\n",
+        "log.until-20010909T014640Z-3": b"third\n",
+    }
+
+
+def test_a_log_that_another_process_writes_to_is_refused_until_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "log")
+    words = [sys.executable, "-c", HOLD + "print(1, flush=True); sys.stdin.read()", path]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"1\n"
+        with monkeypatch.context() as patched:
+            patched.setattr(event_log, "_PATIENCE_S", 0.0)
+            with pytest.raises(ConfigError, match=f"another process writes to {path}: give each its own file"):
+                open_event_log(path)
+        assert [each.name for each in tmp_path.iterdir()] == ["log"]
+        other.stdin.close()  # it ends while the next one waits
+        with open_event_log(path) as file:
+            file.write(b"b\n")
+    assert sorted(each.read_bytes() for each in tmp_path.iterdir()) == [b"a\n", b"b\n"]
+
+
+def test_a_link_stays_a_link_and_what_is_no_file_is_only_written_to(tmp_path: Path) -> None:
+    folder, link = tmp_path / "disk", tmp_path / "log"
+    folder.mkdir()
+    link.symlink_to(folder / "real")
+    for _ in range(2):
+        with open_event_log(str(link)) as file:
+            file.write(b"a\n")
+    assert link.is_symlink()
+    assert sorted(each.read_bytes() for each in folder.iterdir()) == [b"a\n", b"a\n"]
+    with open_event_log("/dev/null") as one, open_event_log("/dev/null") as other:
+        one.write(b"a")
+        other.write(b"b")
+
+
+def test_what_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"event-log: .*: No such file or directory"):
+        open_event_log(str(tmp_path / "no" / "log"))

@@ -1,0 +1,124 @@
+"""A span that has no room for its KV waits, and decodes behind it do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from machine_chaos import LAYERS
+
+from headway.cluster.audit import check
+from headway.cluster.entries import SpanEntry
+from headway.cluster.hands import Figures, Hands
+from headway.cluster.journey import Journey
+from headway.cluster.machine import Machine
+from headway.core.request import Request
+from headway.core.span import Phase, Span
+from headway.hardware.links import Link
+from headway.placement.base import Action, Commit, Enqueue, Event
+from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+
+LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
+
+
+class Room(Hands):
+    """Room for so many prompts. began, entered: what it was told to do, in order."""
+
+    def __init__(self, prompts: int) -> None:
+        self.prompts = prompts
+        self.running: dict[str, SpanEntry] = {}
+        self.began: list[str] = []
+        self.entered: list[str] = []
+
+    def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
+        return 1.0
+
+    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+        return 1, 0.0
+
+    def busy_s(self, group: tuple[int, ...]) -> float:
+        return 0.0
+
+    def refresh(self, instance: int) -> Figures:
+        return Figures()
+
+    def fits(self, entry: SpanEntry) -> bool:
+        return self.prompts > 0
+
+    def begin(self, entry: SpanEntry, now: float) -> None:
+        self.prompts -= 1
+        self.began.append(entry.owner)
+        self.running[entry.owner] = entry
+
+    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        self.entered.append(journey.request.id)
+
+    def leave(self, journey: Journey, why: str, now: float) -> int:
+        return 1
+
+    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+        self.prompts += 1
+
+
+class Mute:
+    """Tests act through `Machine.do`."""
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        return ()
+
+    def next_wakeup(self, now: float) -> float | None:
+        return None
+
+
+def machine_of(hands: Hands, count: int = 3) -> Machine:
+    book = ClusterBook([Instance(id=i, node=0, role="mixed") for i in range(count)], Links(inside=LINK, across=LINK))
+    return Machine(book, hands, Mute(), layers=LAYERS)
+
+
+def ask(machine: Machine, name: str, group: tuple[int, ...]) -> None:
+    request = Request(id=name, arrival_s=0.0, prompt_tokens=100, max_output_tokens=9)
+    machine.arrive(request, 0.0)
+    span = Span(request=request, start=0, end=100, group=group)
+    machine.do(Commit(name, (span,), machine.book.version))
+
+
+def prefilled(machine: Machine, hands: Room, name: str, *group: int) -> None:
+    machine.span_done(hands.running.pop(name), 1.0)
+    machine.do(Enqueue(name, group, "decode"))
+    machine.settle(1.0)
+    check(machine)
+
+
+def test_decodes_go_before_the_span_that_waits_for_their_room() -> None:
+    hands = Room(2)
+    machine = machine_of(hands)
+    for name in "abc":
+        ask(machine, name, (0, 1))
+    machine.settle(0.0)
+    assert hands.began == ["a"]
+    prefilled(machine, hands, "a", 0, 1)
+    assert (hands.began, hands.entered) == (["a", "b"], []), "while there is room spans go in their order"
+    prefilled(machine, hands, "b", 0, 1)
+    assert (hands.began, hands.entered) == (["a", "b"], ["a", "b"]), "in the order in which they were computed"
+    machine.stayed(machine.journeys["a"], 9, True, 2.0)
+    machine.settle(2.0)
+    assert hands.began == ["a", "b"], "the other one decodes there"
+    machine.stayed(machine.journeys["b"], 9, True, 3.0)
+    machine.settle(3.0)
+    assert hands.began == ["a", "b", "c"]
+    check(machine)
+
+
+def test_a_decode_elsewhere_behind_a_span_that_waits_its_turn_goes_as_well() -> None:
+    """Its KV may lie where room is wanted."""
+    hands = Room(1)
+    machine = machine_of(hands)
+    ask(machine, "a", (0, 1))
+    ask(machine, "b", (0, 1))
+    ask(machine, "c", (1, 2))
+    machine.settle(0.0)
+    prefilled(machine, hands, "a", 2)
+    assert (hands.began, hands.entered) == (["a"], ["a"])
+    machine.stayed(machine.journeys["a"], 9, True, 2.0)
+    machine.changed((0, 1), 2.0)  # they have told of their room
+    machine.settle(2.0)
+    assert hands.began == ["a", "b"]

@@ -1,0 +1,137 @@
+"""The time line: what a commit adds to it is what laying everything out anew comes to."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.cluster.lanes import Entry, Lanes
+from headway.cluster.timeline import CLOSE_S, Timeline
+
+INSTANCES, LAYERS = 6, 4
+
+
+class Work(Entry):
+    """A span or a door of so many seconds, which it takes exactly when `exact`."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, name: str, group: tuple[int, ...], seconds: float, after: Work | None, kind: str) -> None:
+        super().__init__("door" if kind == "door" else "span", name, group, after)
+        self.seconds = seconds
+
+    def left_s(self, layers: int) -> float:
+        assert layers == LAYERS
+        return self.seconds
+
+
+class World:
+    """Lanes on which whatever can begin begins at once, and time goes from end to end."""
+
+    def __init__(self, seed: int, noise: float) -> None:
+        self.chance, self.noise, self.now = random.Random(seed), noise, 0.0
+        self.lanes = Lanes(i // 2 for i in range(INSTANCES))
+        self.busy = [0.0] * INSTANCES
+        self.timeline = Timeline(self.lanes, LAYERS, lambda entry: max(self.busy[i] for i in entry.group))
+        self.ends: list[tuple[float, int, Work]] = []
+        self.count = 0
+
+    def commit(self) -> None:
+        before = None
+        for _ in range(self.chance.choice((1, 1, 1, 2, 3))):
+            self.count += 1
+            group = self.lanes.ordered(self.chance.sample(range(INSTANCES), self.chance.choice((1, 1, 2, 3, 6))))
+            kind = "door" if before is None and self.chance.random() < 0.1 else "span"
+            work = Work(
+                f"r{self.count}", group, self.chance.choice((0.0, 1.0, self.chance.uniform(0.1, 5))), before, kind
+            )
+            self.lanes.append(work)
+            self.timeline.extend(work, self.now)
+            before = work if kind == "span" else None
+
+    def begin(self) -> None:
+        """Whatever can."""
+        again = True
+        while again:
+            again = False
+            for entry in self.lanes.candidates(range(INSTANCES)):
+                if entry.state != "waiting" or not self.lanes.ready(entry):
+                    continue
+                assert isinstance(entry, Work)
+                self.lanes.start(entry)
+                again = True
+                if entry.kind == "span":
+                    takes_s = entry.seconds * (1.0 + self.noise * self.chance.uniform(-1, 1))
+                    self.ends.append((self.now + takes_s, self.count, entry))
+                    if self.timeline.started(entry, self.now):
+                        self.anew()
+                else:
+                    for i in entry.group:  # it computes there beside what is in the lanes
+                        self.busy[i] = max(self.busy[i], self.now) + entry.seconds
+                    self.anew()
+
+    def end(self) -> None:
+        """The next span that ends."""
+        if not self.ends:
+            return
+        self.ends.sort(key=lambda one: one[:2])
+        self.now, _, entry = self.ends.pop(0)
+        self.lanes.finish(entry)
+        if self.timeline.finished(entry, self.now):
+            self.anew()
+
+    def anew(self) -> None:
+        before = [max(at, self.now) for at in self.timeline.free_s]
+        changed = set(self.timeline.anew(self.now))
+        assert changed == {i for i in range(INSTANCES) if self.timeline.free_s[i] != before[i]}
+
+    def planned(self) -> dict[str, float]:
+        entries = {e.owner: e.planned_s for lane in self.lanes.waiting for e in lane}
+        return entries | {e.owner: e.planned_s for e in self.lanes.running if e is not None}
+
+    def same(self) -> None:
+        """Nothing changes when all is laid out anew."""
+        free, planned = [max(at, self.now) for at in self.timeline.free_s], self.planned()
+        self.timeline.anew(self.now)
+        assert all(abs(a - b) <= CLOSE_S for a, b in zip(self.timeline.free_s, free, strict=True))
+        assert self.planned().keys() == planned.keys()
+        for name, at in self.planned().items():
+            assert abs(at - planned[name]) <= 2 * CLOSE_S, name
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 1 << 30))
+def test_extended_by_each_commit_it_is_what_it_would_be_anew(seed: int) -> None:
+    world = World(seed, 0.0)
+    for _ in range(40):
+        (world.commit if world.chance.random() < 0.55 else world.end)()
+        world.begin()
+        world.same()
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 1 << 30))
+def test_nothing_is_planned_before_what_it_waits_for_and_those_whose_time_changed_are_named(seed: int) -> None:
+    world = World(seed, 0.5)
+    for _ in range(40):
+        (world.commit if world.chance.random() < 0.55 else world.end)()
+        world.begin()
+        world.anew()
+        lanes, free = world.lanes, world.timeline.free_s
+        for i, lane in enumerate(lanes.waiting):
+            run = lanes.running[i]
+            at = world.now if run is None else run.planned_s
+            for entry in lane:
+                assert isinstance(entry, Work)
+                assert entry.planned_s >= at + entry.seconds - CLOSE_S, "two at once on an instance"
+                if entry.after is not None and entry.after.state != "done":
+                    assert entry.planned_s >= entry.after.planned_s + entry.seconds - CLOSE_S
+                at = entry.planned_s
+            assert free[i] == at
+    while world.ends or any(lane for lane in world.lanes.waiting):
+        world.end()
+        world.begin()
+    world.anew()
+    assert world.timeline.free_s == [world.now] * INSTANCES

@@ -1,0 +1,78 @@
+"""What an engine's process says of its end, to the server and in its log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from headway.engine.child import EngineChild
+from headway.engine.config import EngineConfig, InstanceConfig
+from headway.engine.protocol import Fatal, Outputs
+
+MODULE = "odd_engine_process"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), before))))
+
+
+def last_words(folder: Path, model: str, **fields: object) -> Fatal:
+    """Of an engine that is started so."""
+
+    async def listen() -> Fatal:
+        child = EngineChild(EngineConfig(model=model, **fields), MODULE, folder, 0)  # type: ignore[arg-type]
+        try:
+            while not isinstance(message := await asyncio.wait_for(child.receive(), 60), Fatal):
+                assert not isinstance(message, Outputs)
+            assert await child.gone() == "has ended with exit code 1"
+            return message
+        finally:
+            child.end()
+
+    return asyncio.run(listen())
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "final", "logged"),
+    [
+        ("foreseen", "the checkpoint has no tensors", True, []),
+        ("unforeseen", "the engine cannot start: the moon is full", True, ["error the engine cannot start"]),
+        (
+            "bereft",
+            "the engine failed: worker 1 has ended with signal 9 (SIGKILL)",
+            False,
+            ["warning this engine ends: worker 1 has ended with signal 9 (SIGKILL)"],
+        ),
+        ("puzzled", "the engine failed: 7 is no colour", False, ["error the engine cannot go on"]),
+        ("worn", "the workers were lost 4 times in a row", True, []),
+    ],
+)
+def test_the_end_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str, words: str, final: bool, logged: list[str]
+) -> None:
+    assert last_words(tmp_path, model) == Fatal(words, final)
+    lines = capfd.readouterr().err.splitlines()
+    own = [line.partition(" ")[2] for line in lines if line[:2] == "20"]
+    assert own == ["info loading", *logged]
+    puzzling = model in ("unforeseen", "puzzled")
+    assert ("Traceback (most recent call last):" in lines) == puzzling
+    assert puzzling or len(lines) == len(own)
+
+
+def test_log_lines_are_as_the_server_s(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    own = InstanceConfig(number=3, listen="unix:nowhere")
+    last_words(tmp_path, "bereft", log_level="warning", log_format="json", instance=own)
+    (line,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert line.pop("time").startswith("20")
+    assert line == {
+        "level": "warning",
+        "logger": "headway.engine",
+        "message": "this engine ends: worker 1 has ended with signal 9 (SIGKILL)",
+        "instance": 3,
+    }

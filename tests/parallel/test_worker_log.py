@@ -1,0 +1,36 @@
+"""What a worker process logs, it logs like the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+from headway.core.errors import ConfigError
+from headway.embedded import model_path
+from headway.parallel.rank_config import RankConfig
+from headway.worker.processes import ProcessWire
+
+if __name__ == "__main__":
+    config = RankConfig(
+        model=str(model_path()), dtype="auto", max_model_len=None, attention_backend="cpu", threads=1, kv_blocks=8,
+        block_tokens=8, eos=(), tp=1, stages=2, kvp=1, host="256.1.1.1", log_format="json", instance=2,
+    )
+    try:
+        ProcessWire(config).start()
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.long
+def test_with_its_own_number_and_its_instance_s() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert "worker 0 failed while starting" in done.stdout
+    (line,) = (json.loads(line) for line in done.stderr.splitlines())
+    assert (line["level"], line["message"]) == ("error", "worker 0 cannot go on")
+    assert (line["instance"], line["worker"]) == (2, 0)
+    assert line["exception"].startswith("Traceback")

@@ -1,0 +1,52 @@
+"""A policy that lacks a kind of instance says so in words: they are what operators and clients read."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.hardware.links import LINKS
+from headway.hardware.models import model
+from headway.latency import eq1
+from headway.placement.base import Arrived
+from headway.placement.registry import Surroundings, make_placement, names
+from headway.placement.view import ClusterBook, ClusterView, Instance, Links, Role
+
+SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+ROLES: tuple[tuple[Role, ...], ...] = (
+    (), ("decode",), ("decode", "decode"), ("prefill",), ("mixed",), ("prefill", "decode"), ("mixed", "decode"),
+    ("prefill", "prefill"), ("mixed", "mixed", "decode"),
+)  # fmt: skip
+
+
+def view(roles: tuple[Role, ...]) -> ClusterView:
+    each = [Instance(id=i, node=0, role=role, capacity=1 << 20) for i, role in enumerate(roles)]
+    return ClusterView(ClusterBook(each, NET), 0.0)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("roles", ROLES)
+@pytest.mark.parametrize("tokens", [100, 100_000])
+def test_every_policy_places_a_request_or_says_what_it_lacks(name: str, roles: tuple[Role, ...], tokens: int) -> None:
+    policy = make_placement(name, SURROUNDINGS)
+    request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
+    why = None
+    try:
+        actions = policy.on_event(Arrived(request), view(roles))
+    except ConfigError as error:
+        why = str(error)
+    if why is None:
+        assert {"prefill", "mixed"} & set(roles)
+        assert all(0 <= i < len(roles) for action in actions for i in getattr(action, "group", ()))
+    else:
+        called = "tetris" if name == "weave" and "decode" in roles else name  # whose plans weave takes
+        assert called in why or "cannot be reserved" in why
+
+
+@pytest.mark.parametrize("name", ["fifo", "priority", "fixed-sp", "context-parallel", "reservation"])
+def test_who_prefills_is_named(name: str) -> None:
+    request = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=5)
+    with pytest.raises(ConfigError, match=f"{name} needs at least one instance of role mixed or prefill"):
+        make_placement(name, SURROUNDINGS).on_event(Arrived(request), view(("decode",)))

@@ -1,0 +1,132 @@
+"""Spans begin when their KV has room: what is promised counts until a snapshot shows it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.cluster.entries import SpanEntry
+from headway.cluster.journey import Journey
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.router.fleet import Fleet
+from headway.router.rooms import PATIENCE_S, Rooms
+
+POOL = 1000
+
+
+class World:
+    def __init__(self, count: int = 2) -> None:
+        self.now = 0.0
+        self.stats = [SimpleNamespace(kv_tokens_used=0) for _ in range(count)]
+        info = SimpleNamespace(kv_tokens_total=POOL)
+        fleet = Fleet(
+            cast(Any, SimpleNamespace(number=i, info=info, stats=stats)) for i, stats in enumerate(self.stats)
+        )
+        self.rooms = Rooms(fleet, lambda: self.now)
+
+    def spans(self, name: str, tokens: int, *groups: tuple[int, ...]) -> list[SpanEntry]:
+        """A prompt in equal spans on these groups."""
+        request = Request(id=name, arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=2)
+        journey = Journey(request)
+        for index, group in enumerate(groups):
+            start, end = (tokens * at // len(groups) for at in (index, index + 1))
+            span = Span(request=request, start=start, end=end, group=group)
+            journey.entries.append(SpanEntry(journey, span, index, group, 1.0))
+        return journey.entries
+
+    def shows(self, *used: int) -> None:
+        for number, tokens in enumerate(used):
+            self.stats[number].kv_tokens_used = tokens
+            self.rooms.measured(number)
+
+
+def test_what_has_begun_counts_until_a_snapshot_shows_it() -> None:
+    world = World()
+    (one,) = world.spans("one", 1200, (0, 1))
+    (two,) = world.spans("two", 800, (0, 1))
+    assert world.rooms.fits(one)
+    world.rooms.begun(one)
+    assert not world.rooms.fits(two), "600 are promised on each, though nothing is used"
+    assert world.rooms.waiting
+    world.rooms.done(one)
+    assert not world.rooms.fits(two), "no snapshot has shown it"
+    world.shows(600, 600)
+    assert not world.rooms.fits(two)
+    world.shows(500, 500)
+    assert world.rooms.fits(two)
+    assert not world.rooms.waiting
+
+
+def test_a_prompt_that_has_begun_does_not_ask_again_and_its_first_span_asks_for_all() -> None:
+    world = World()
+    first, second = world.spans("grows", 1600, (0,), (0, 1))
+    assert world.rooms.fits(first)
+    world.rooms.begun(first)
+    (other,) = world.spans("other", 300, (1,))
+    assert not world.rooms.fits(other), "800 are to come there"
+    world.rooms.done(first)
+    world.shows(800, 0)
+    assert not world.rooms.fits(other)
+    assert world.rooms.fits(second)
+    world.rooms.begun(second)
+    world.rooms.done(second)
+    world.shows(800, 600)
+    assert world.rooms.fits(other)
+
+
+def test_an_empty_pool_has_to_do_and_patience_ends() -> None:
+    world = World()
+    (large,) = world.spans("large", POOL, (0,))
+    assert world.rooms.fits(large), "with the slack it would never fit"
+    world.shows(1, 0)
+    assert not world.rooms.fits(large)
+    world.now = PATIENCE_S
+    assert world.rooms.fits(large)
+
+
+def test_requests_that_end_promise_nothing() -> None:
+    world = World()
+    (one,) = world.spans("one", 900, (0,))
+    (two,) = world.spans("two", 900, (0,))
+    world.rooms.begun(one)
+    world.shows(10, 0)
+    assert not world.rooms.fits(two)
+    world.rooms.forget("two")
+    assert not world.rooms.waiting
+    world.rooms.forget("one")
+    assert world.rooms.fits(two)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.data())
+def test_what_begins_always_has_room(data: st.DataObject) -> None:
+    """Instances that take what is promised, and snapshots that come late: no pool is ever overfull."""
+    world = World(3)
+    held: dict[str, dict[int, int]] = {}
+    running: list[list[SpanEntry]] = []
+    for turn in range(30):
+        act = data.draw(st.sampled_from(["ask", "done", "end", "shows"]))
+        if act == "ask":
+            group = tuple(sorted(data.draw(st.sets(st.integers(0, 2), min_size=1))))
+            entries = world.spans(f"r{turn}", data.draw(st.integers(10, 900)), group)
+            if world.rooms.fits(entries[0]):
+                world.rooms.begun(entries[0])
+                share = -(-entries[0].span.end // len(group))
+                held[f"r{turn}"] = dict.fromkeys(group, share)
+                running.append(entries)
+        elif act == "done" and running:
+            world.rooms.done(running.pop(data.draw(st.integers(0, len(running) - 1)))[0])
+        elif act == "end" and held:
+            name = data.draw(st.sampled_from(sorted(held)))
+            held.pop(name)
+            running = [entries for entries in running if entries[0].owner != name]
+            world.rooms.forget(name)
+        elif act == "shows":
+            used = [sum(each.get(i, 0) for each in held.values()) for i in range(3)]
+            world.shows(*used)
+        for i in range(3):
+            assert sum(each.get(i, 0) for each in held.values()) <= POOL

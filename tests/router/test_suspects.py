@@ -1,0 +1,189 @@
+"""Instances that cannot work with each other are found, and the cluster goes on with those that can."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_instances import FakeCluster, FakeProcess, answer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routers import ask, prompt, running
+
+from headway.engine.cluster_messages import Compute, RunLost
+from headway.engine.protocol import Outputs, Submit
+from headway.router.suspects import LOSSES, Suspects, Verdict
+
+SECOND = 1.0
+
+
+def lose(suspects: Suspects, here: int, by: int, times: int = LOSSES, at_s: float = 0.0) -> list[Verdict]:
+    said = [suspects.lost(here, by, f"r{turn}", at_s + turn * SECOND) for turn in range(times)]
+    return [verdict for verdict in said if verdict is not None]
+
+
+def test_one_end_begins_again_then_the_other_then_one_is_given_up() -> None:
+    suspects = Suspects()
+    assert lose(suspects, 0, 1, LOSSES - 1) == []
+    assert lose(suspects, 1, 0, 1, 10.0) == [Verdict(1, False)], "whoever says it, it is one connection"
+    assert lose(suspects, 0, 1, 5, 20.0) == [], "it is ending"
+    assert suspects.gone(1)
+    assert not suspects.gone(1)
+    assert lose(suspects, 0, 1, LOSSES, 30.0) == [Verdict(0, False)]
+    assert suspects.gone(0)
+    assert lose(suspects, 0, 1, LOSSES, 40.0) == [Verdict(1, True)]
+
+
+def test_what_goes_well_between_clears_both() -> None:
+    suspects = Suspects()
+    lose(suspects, 0, 1, LOSSES - 1)
+    suspects.worked((2, 1, 0))
+    assert lose(suspects, 0, 1, LOSSES, 10.0) == [Verdict(1, False)]
+    suspects.gone(1)
+    suspects.worked((0, 1))
+    assert lose(suspects, 0, 1, LOSSES, 20.0) == [Verdict(1, False)], "it had worked since"
+
+
+def test_the_end_that_others_lose_as_well_is_the_one() -> None:
+    suspects = Suspects()
+    lose(suspects, 0, 2, 2)
+    lose(suspects, 0, 3, 2)
+    assert lose(suspects, 0, 1) == [Verdict(0, False)]
+
+
+def test_losses_of_one_moment_are_one_and_of_one_request_are_its_own_affair() -> None:
+    suspects = Suspects()
+    assert [suspects.lost(0, 1, f"r{k}", 0.01 * k) for k in range(20)] == [None] * 20
+    assert [suspects.lost(2, 2, "poison", SECOND * k) for k in range(20)] == [None] * 20
+    assert lose(suspects, 3, 3) == [Verdict(3, False)]
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["lost", "worked", "gone"]), st.integers(0, 3), st.integers(0, 3))))
+def test_nobody_ends_without_losses_since_it_began_and_nobody_for_good_before_both_had_a_try(
+    acts: list[tuple[str, int, int]],
+) -> None:
+    suspects = Suspects()
+    since: dict[frozenset[int], int] = {}
+    tried: dict[frozenset[int], set[int]] = {}
+    ending: set[int] = set()
+    for turn, (act, one, other) in enumerate(acts):
+        link = frozenset((one, other))
+        if act == "worked":
+            suspects.worked((one, other))
+            for end in (frozenset((one,)), frozenset((other,)), link):
+                since.pop(end, None)
+                tried.pop(end, None)
+        elif act == "gone":
+            assert suspects.gone(one) == (one in ending)
+            ending.discard(one)
+            since = {each: 0 if one in each else count for each, count in since.items()}
+        else:
+            verdict = suspects.lost(one, other, f"r{turn}", float(turn))
+            if ending & link:
+                assert verdict is None
+                continue
+            since[link] = since.get(link, 0) + 1
+            assert (verdict is not None) == (since[link] >= LOSSES)
+            if verdict is not None:
+                before = tried.setdefault(link, set())
+                assert verdict.number in link
+                assert verdict.for_good == (before == link)
+                before.add(verdict.number)
+                ending.add(verdict.number)
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "roles"),
+    [
+        ("fixed-sp", {"sp": 2}, ("mixed",) * 4),
+        ("fifo", {"long_tokens": 40, "long_sp": 2}, ("mixed",) * 4),
+        ("tetris", {"sizes": [2]}, ("prefill",) * 4 + ("decode",)),
+    ],
+)
+def test_two_that_cannot_reach_each_other_cost_no_request(
+    placement: str, options: dict[str, object], roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.router.suspects._APART_S", 0.01)
+    monkeypatch.setattr("headway.router.retries.PAUSE_S", 0.02)
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
+        async with running(fake, roles, placement, options) as client:  # type: ignore[arg-type]
+
+            async def one(number: int) -> None:
+                await asyncio.sleep(0.01 * (number % 20))
+                assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
+
+            ends = client.report().instances[:2]
+            for turn in range(20):
+                await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
+                ends = client.report().instances[:2]
+                if any(instance.state == "failed" for instance in ends):
+                    break
+            assert sorted(instance.state for instance in ends) == ["failed", "ready"]
+            (failed,) = (instance for instance in ends if instance.state == "failed")
+            assert failed.failure is not None
+            assert "do not work together: instance" in failed.failure
+            assert [instance.restarts_total for instance in ends] == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_one_whose_runs_fail_begins_again_and_then_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.router.suspects._APART_S", 0.01)
+    monkeypatch.setattr("headway.router.retries.PAUSE_S", 0.02)
+    whole = FakeProcess._compute
+
+    def fails(process: FakeProcess, message: Compute) -> None:
+        if process.number == 1 and process.serial == 0:
+            process._say(RunLost(message.id, "it failed: out of memory", 1))
+        else:
+            whole(process, message)
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.005)
+        async with running(fake, ("mixed",) * 4, "fixed-sp", {"sp": 2}) as client:
+            monkeypatch.setattr(FakeProcess, "_compute", fails)
+
+            async def one(number: int) -> None:
+                await asyncio.sleep(0.01 * (number % 20))
+                assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
+
+            for turn in range(20):
+                await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
+                if client.report().instances[1].restarts_total:
+                    break
+            assert [instance.restarts_total for instance in client.report().instances] == [0, 1, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_one_that_says_nothing_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.router.live.SILENT_S", 1.5)
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.01)
+        async with running(fake, ("mixed",) * 2, "jsq") as client:
+
+            async def beat() -> None:
+                while True:
+                    for process in list(fake.processes.values()):
+                        if process.serial or process.number:
+                            process._say(Outputs(deltas=(), stats=process.stats()))
+                    await asyncio.sleep(0.01)
+
+            monkeypatch.setattr(FakeProcess, "_submit", stuck)
+            beats = asyncio.create_task(beat())
+            asks = [asyncio.create_task(ask(client, f"r{number}", prompt(number, 60))) for number in range(6)]
+            assert await asyncio.gather(*asks) == [answer(prompt(number, 60), 4) for number in range(6)]
+            assert [instance.restarts_total for instance in client.report().instances] == [1, 0]
+            beats.cancel()
+
+    whole = FakeProcess._submit
+
+    def stuck(process: FakeProcess, submit: Submit, ids: list[int]) -> None:
+        if process.serial or process.number:
+            whole(process, submit, ids)
+
+    asyncio.run(run())
