@@ -129,7 +129,9 @@ class Restless:
             group = self.group(there)
             along = tuple(Span(request=r, start=0, end=r.prompt_tokens, group=group) for r in free)
             span = Span(request=request, start=0, end=request.prompt_tokens, group=group)
-            return [Commit(request.id, (span,), view.version, self.rng.random() < 0.5, along)]
+            batch = Commit(request.id, (span,), view.version, self.rng.random() < 0.5, along)
+            to = self.rng.choice(there)
+            return [batch, *(Transfer(r.id, to, index=0) for r in (request, *free) if self.rng.random() < 0.4)]
         return self.spans(request, view, there)
 
     def spans(self, request: Request, view: ClusterView, there: Sequence[int]) -> list[Action]:
@@ -216,6 +218,9 @@ class Chaos(Hands):
         if journey.phase == "decode" and journey.tokens + 1 < journey.request.max_output_tokens:
             return journey.tokens + 1
         return journey.tokens
+
+    def announced(self, journey: Journey, target: int, now: float) -> None:
+        assert not journey.ended
 
     def send(self, piece: Piece, now: float) -> None:
         self.soon("sent", piece)

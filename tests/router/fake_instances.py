@@ -228,7 +228,7 @@ class FakeProcess:
                     self.serials[name] = serial
                     self._grant()
             case Send():
-                self._do(self._send_kv(message))
+                self._begin_to_send(message)
             case Forget(id=name):
                 self._leave(name)
                 self.requests.pop(name, None)
@@ -319,6 +319,7 @@ class FakeProcess:
         if not message.run.in_place and computing:
             self._complain(f"two runs at once: {message.id} and {computing[0]}")
         self.runs[message.id] = message
+        self._learn(message)
         group = [self.cluster.processes.get(i) for i in message.run.group]
         for one in group:
             if one is not None and one is not self and self.cluster.apart(self, one):
@@ -330,7 +331,17 @@ class FakeProcess:
             self._say(RunLost(message.id, "a peer is gone"))
             return
         if all(one is not None and one.runs.get(message.id) == message for one in group):
-            self.cluster.processes[message.run.group[0]]._do(self._run(message))
+            first = self.cluster.processes[message.run.group[0]]
+            first._do(first._run(message))
+
+    def _learn(self, message: Compute) -> None:
+        """Each of a group takes down what was drawn: any may be the next to draw."""
+        known = self.requests.get(message.id)
+        if known is None:
+            return
+        known.tokens[message.run.end - len(message.drawn) :] = message.drawn
+        if message.last and len(known.tokens) != message.run.end:
+            self._complain(f"{message.id}: a run up to {message.run.end}, of which {len(known.tokens)} are known")
 
     async def _run(self, message: Compute) -> None:
         """By the first of the group, for all."""
@@ -347,10 +358,9 @@ class FakeProcess:
         for one in group:
             del one.runs[name]
             delta = None
+            known = one.requests[name]
             if message.last and one is group[0]:
-                known = self.requests[name]
                 said = message.run.end - known.length
-                known.tokens[message.run.end - len(message.drawn) :] = message.drawn
                 token = next_token(known.tokens)
                 delta = Delta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
             one._say(RunDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
@@ -379,7 +389,7 @@ class FakeProcess:
 
     # -- KV -----------------------------------------------------------------------------------------------------------
 
-    async def _send_kv(self, send: Send) -> None:
+    def _begin_to_send(self, send: Send) -> None:
         target = self.cluster.processes[send.to]
         if self.cluster.apart(self, target):
             self._say(RunLost(send.id, f"instance {target.number} cannot be reached", target.number))
@@ -387,6 +397,9 @@ class FakeProcess:
         known = target.requests.get(send.id)  # a new process knows nothing of it, and does not mind
         if known is not None and known.room < send.end:
             self._complain(f"{send.id}: KV is sent to {send.to}, which has no room for it")
+        self._do(self._send_kv(send, target))
+
+    async def _send_kv(self, send: Send, target: FakeProcess) -> None:
         while send.id in self.runs:  # what the run under way computes comes when it has
             await asyncio.sleep(0.001)
         await asyncio.sleep(self.cluster.send_s)

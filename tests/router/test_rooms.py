@@ -130,3 +130,23 @@ def test_what_begins_always_has_room(data: st.DataObject) -> None:
             world.shows(*used)
         for i in range(3):
             assert sum(each.get(i, 0) for each in held.values()) <= POOL
+
+
+def test_a_batch_whose_first_has_left_waits_and_begins_for_the_rest_alone() -> None:
+    world = World()
+    (lead,), (member,), (other,) = (
+        world.spans(name, tokens, (0, 1)) for name, tokens in [("a", 900), ("b", 900), ("c", 900)]
+    )
+    lead.along = [member]
+    world.shows(600, 600)
+    assert not world.rooms.fits(lead)
+    lead.journey.ended = True
+    world.rooms.forget("a")
+    assert not world.rooms.fits(lead)
+    world.shows(500, 500)
+    assert world.rooms.fits(lead)
+    world.rooms.begun(lead)
+    assert not world.rooms.waiting
+    assert not world.rooms.fits(other), "450 of b's are promised on each"
+    world.rooms.forget("b")
+    assert world.rooms.fits(other), "nothing is kept for anybody"

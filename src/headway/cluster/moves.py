@@ -23,6 +23,7 @@ class Moves:
                 raise Impossible(f"{action.request} has no span {action.index}")
             entry = journey.entries[action.index]
             if entry.state in ("running", "done"):
+                self._check_there(action.request, entry.group)
                 self._announce(entry, action.to)
             else:
                 journey.sends[action.index] = action.to
@@ -30,11 +31,17 @@ class Moves:
         group = journey.group or (journey.entries[-1].group if journey.entries else ())
         if not group:
             raise Impossible(f"{action.request} has no KV anywhere")
+        self._check_there(action.request, group)
         known, share = journey.request.prompt_tokens + journey.tokens, len(group)
         state.transfers.add(
             [Piece(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
         )
         state.hands.announced(journey, action.to, state.now)
+
+    def _check_there(self, request: str, holders: tuple[int, ...]) -> None:
+        gone = self._state.gone.intersection(holders)
+        if gone:
+            raise Impossible(f"KV of {request} was on instance {min(gone)}, which is gone")
 
     def begun(self, entry: SpanEntry) -> None:
         """A request's span begins: its KV is announced to whom it will be sent."""

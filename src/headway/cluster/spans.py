@@ -13,7 +13,7 @@ from headway.placement.base import Commit, Paused, Resume
 
 class Spans:
     def __init__(self, state: State, begun: Callable[[SpanEntry], None]) -> None:
-        """`begun` is told of each request's span that begins."""
+        """`begun` is told of each request's span that begins, if it has not ended before."""
         self._state = state
         self._tell_begun = begun
 
@@ -122,7 +122,8 @@ class Spans:
         for other in entry.along:
             other.state = "running"
         for member in (entry, *entry.along):
-            self._tell_begun(member)
+            if not member.journey.ended:  # a batch goes on without its first
+                self._tell_begun(member)
         if state.timeline.started(entry, state.now):
             state.anew()
 

@@ -37,14 +37,15 @@ class Rooms:
         if entry.index or entry.resumed:
             return True
         needs: dict[int, int] = {}
-        for member in (entry, *entry.along):
+        members = _members(entry)
+        for member in members:
             for number, tokens in _needs(member).items():
                 needs[number] = needs.get(number, 0) + tokens
         if all(self._has(number, tokens) for number, tokens in needs.items()):
-            self._since.pop(entry.owner, None)
+            self._since.pop(members[0].owner, None)
             return True
         now = self._clock()
-        return now - self._since.setdefault(entry.owner, now) >= PATIENCE_S
+        return now - self._since.setdefault(members[0].owner, now) >= PATIENCE_S
 
     def _has(self, number: int, tokens: int) -> bool:
         """A pool of which nothing is taken has to do."""
@@ -56,7 +57,7 @@ class Rooms:
 
     def begun(self, entry: SpanEntry) -> None:
         """A span begins, with those along."""
-        for member in (entry, *entry.along):
+        for member in _members(entry):
             self._since.pop(member.owner, None)
             if not member.index and not member.resumed:
                 for number, tokens in _needs(member).items():
@@ -64,7 +65,7 @@ class Rooms:
 
     def done(self, entry: SpanEntry) -> None:
         """A span is complete: its KV is there, as the next snapshots of its group will show."""
-        for member in (entry, *entry.along):
+        for member in _members(entry):
             needs = _needs(member)
             for number in member.group:
                 left = 0 if member.last else max(0, needs[number] - _share(member.span.end, member))
@@ -86,6 +87,11 @@ class Rooms:
         self._since.pop(name, None)
         for known in (*self._due.values(), *self._shown.values()):
             known.pop(name, None)
+
+
+def _members(entry: SpanEntry) -> list[SpanEntry]:
+    """Of a batch those that are left: it goes on without those whose requests have ended, the first one's too."""
+    return [member for member in (entry, *entry.along) if not member.journey.ended]
 
 
 def _share(tokens: int, entry: SpanEntry) -> int:
