@@ -98,7 +98,7 @@ class Turning:
         self.soon: list[Callable[[], object]] = []
         self.steps = 0
 
-    def say(self, message: FromInstance) -> None:
+    def say(self, message: FromInstance, measured: bool = False) -> None:
         self.said.append(message)
 
     def turn(self, step: bool, wait_s: float = 0.0) -> None:

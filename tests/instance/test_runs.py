@@ -57,6 +57,19 @@ def test_the_first_token_is_that_of_one_process(world: World, expected: Expected
     world.clean()
 
 
+def test_whoever_hears_that_a_span_is_done_has_heard_what_it_holds(world: World) -> None:
+    """Else a decode is gathered where its own KV leaves no room for all of it."""
+    names = [f"held-{number}" for number in range(6)]
+    for count, name in enumerate(names, start=1):
+        world.prefill(name, prompt_of(80), [Part(40, (0,)), Part(40, (0, 1))])
+        held = [world[number].held for number in (0, 1)]
+        assert held[0][name, 0] >= 40 * count, "a part of 40, and as much of each before"
+        assert min(one[name, 1] for one in held) >= 40 * count
+    for name in names:
+        world.forget(name)
+    world.clean()
+
+
 @pytest.mark.parametrize("name", ["one", "one, in three runs", "pieces of one"])
 def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expected, name: str) -> None:
     parts = ROUTES[name]

@@ -74,6 +74,8 @@ class Instance:
         self.said: list[Any] = []
         self.deltas: dict[str, list[Delta]] = {}
         self.stats = EngineStats()
+        self.held: dict[tuple[str, int], int] = {}
+        """KV tokens that the snapshots before the end of each run have shown."""
         self.info: EngineInfo | None = None
         self.fatal: Fatal | None = None
 
@@ -101,6 +103,8 @@ class Instance:
                 self.fatal = message
             else:
                 self.said.append(message)
+                if isinstance(message, RunDone):
+                    self.held[message.id, message.index] = self.stats.kv_tokens_used
 
     def beats(self) -> int:
         """How many have come since the last time."""

@@ -363,6 +363,8 @@ class FakeProcess:
                 said = message.run.end - known.length
                 token = next_token(known.tokens)
                 delta = Delta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
+            if not message.run.in_place:
+                one.beat()
             one._say(RunDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
 
     def _hold(self, name: str, run: Run) -> None:

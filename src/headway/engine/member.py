@@ -133,8 +133,8 @@ class Others(Protocol):
 class Loop(Protocol):
     """The loop that drives this, as it may be called from inside a run."""
 
-    def say(self, message: FromInstance) -> None:
-        """Send a message."""
+    def say(self, message: FromInstance, measured: bool = False) -> None:
+        """Send a message; measured: behind figures of what the pool holds now."""
 
     def turn(self, step: bool, wait_s: float = 0.0) -> None:
         """Take in messages (waiting for one for so long) and tell what there is; step: the scheduler's as well."""
@@ -278,7 +278,8 @@ class Member:
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def work(self, loop: Loop) -> None:
-        """Carry out the next run, if there is one: until it is done, paused, lost or forgotten."""
+        """Carry out the next run, if there is one: until it is done, paused, lost or forgotten. Who hears that a span
+        is done decides at once where its KV has room, so what is free is said before."""
         if not self._line:
             return
         job = self._line.popleft()
@@ -299,7 +300,7 @@ class Member:
             log.exception("a run of %s failed", name)
             self._lose(name, f"it failed: {error}", loop, self._peers.number)
             return
-        loop.say(word)
+        loop.say(word, measured=isinstance(word, RunDone) and not job.compute.run.in_place)
 
     def _carry_out(self, job: _Job, loop: Loop) -> bool:
         compute, name = job.compute, job.compute.id

@@ -116,8 +116,11 @@ class EngineService:
         """Whether there is somebody for whom to compute."""
         return os.getppid() == self._parent and not self._cut
 
-    def say(self, message: FromInstance) -> None:
-        """Tell the router something."""
+    def say(self, message: FromInstance, measured: bool = False) -> None:
+        """See `member.Loop`."""
+        if measured:
+            self._stats_sent_s = self._clock.now()
+            self._send(Outputs(deltas=(), stats=self._core.stats()))
         self._send(message)
 
     def ring(self) -> None:

@@ -298,7 +298,6 @@ class Live:
     def measured(self, number: int) -> None:
         """See `instance.Listener`."""
         self._knots.heard(number, time.monotonic())
-        self.hands.rooms.measured(number)
         self._changed(number)
         if self.hands.rooms.waiting:
             self.settle()

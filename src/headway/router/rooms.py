@@ -2,7 +2,7 @@
 
 A run that finds no room keeps its instances waiting, and with them those who would give room back. So a span begins
 when there is room for all of its prompt, and the spans of the prompt behind the first one need not ask. What is free is
-known from snapshots; what a span takes counts here until one has come that shows it.
+known from snapshots; what a span takes counts here until its end is told, which comes behind one that shows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Rooms:
     def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
         self._fleet, self._clock = fleet, clock
         self._due: dict[int, dict[str, int]] = {}
-        self._shown: dict[int, dict[str, int]] = {}
         self._since: dict[str, float] = {}
 
     @property
@@ -64,29 +63,22 @@ class Rooms:
                     self._due.setdefault(number, {})[member.owner] = tokens
 
     def done(self, entry: SpanEntry) -> None:
-        """A span is complete: its KV is there, as the next snapshots of its group will show."""
+        """A span is complete: the snapshots of its group show what there is of its KV."""
         for member in _members(entry):
             needs = _needs(member)
             for number in member.group:
-                left = 0 if member.last else max(0, needs[number] - _share(member.span.end, member))
-                self._shown.setdefault(number, {})[member.owner] = left
-
-    def measured(self, number: int) -> None:
-        """There is a new snapshot."""
-        shown, due = self._shown.pop(number, None), self._due.get(number)
-        if shown is None or due is None:
-            return
-        for name, left in shown.items():
-            if left and name in due:
-                due[name] = left
-            else:
-                due.pop(name, None)
+                due = self._due.get(number, {})
+                left = 0 if member.last else needs[number] - _share(member.span.end, member)
+                if left > 0 and member.owner in due:
+                    due[member.owner] = left
+                else:
+                    due.pop(member.owner, None)
 
     def forget(self, name: str) -> None:
         """A request has ended."""
         self._since.pop(name, None)
-        for known in (*self._due.values(), *self._shown.values()):
-            known.pop(name, None)
+        for due in self._due.values():
+            due.pop(name, None)
 
 
 def _members(entry: SpanEntry) -> list[SpanEntry]:
