@@ -244,14 +244,18 @@ class FakeProcess:
     def _grant(self) -> None:
         """To those who wait for room, in order of asking."""
         for name, tokens in list(self.line.items()):
-            there = {key: held[self.number] for key, held in self.cluster.kv.items() if self.number in held}
-            rooms = {key: known.room for key, known in self.requests.items()}
-            used = sum(max(len(there.get(key, ())), rooms.get(key, 0)) for key in {*there, *rooms})
-            if self.cluster.full and used + tokens > self.cluster.kv_tokens:
+            if self.cluster.full and self.used() + tokens > self.cluster.kv_tokens:
                 return
             del self.line[name]
             self.requests[name].room = tokens
             self._say(Reserved(name, self.serials[name]))
+
+    def used(self) -> int:
+        """Tokens of KV that are here, or that room is kept for."""
+        there = {key: len(held[self.number]) for key, held in self.cluster.kv.items() if self.number in held}
+        rooms = {key: known.room for key, known in self.requests.items()}
+        decodes = {key: len(self.decoding[key].tokens) for key in self.scheduled}
+        return sum(max(there.get(key, 0), rooms.get(key, 0), decodes.get(key, 0)) for key in {*there, *rooms, *decodes})
 
     def beat(self) -> None:
         """Say a snapshot."""
@@ -259,7 +263,10 @@ class FakeProcess:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self.scheduled), prefill_tokens_total=self.counted, kv_tokens_total=self.cluster.kv_tokens
+            running=len(self.scheduled),
+            prefill_tokens_total=self.counted,
+            kv_tokens_used=self.used(),
+            kv_tokens_total=self.cluster.kv_tokens,
         )
 
     # -- its scheduler ------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("headway.router.live.EVERY_S", 0.1)
     patch.setattr("headway.router.retries.PAUSE_S", 0.005)
     patch.setattr("headway.router.suspects._APART_S", 0.02)
+    patch.setattr("headway.router.rooms.PATIENCE_S", 0.5)
+    patch.setattr("headway.router.steps._LOW", 8)
 
 
 class Complaints(logging.Handler):

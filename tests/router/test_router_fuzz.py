@@ -8,7 +8,7 @@ import pytest
 from router_fuzz import go, hasten
 
 SEEDS = 60
-LONG = 50
+LONG = 100
 """Times as many."""
 
 
