@@ -248,6 +248,7 @@ class FakeProcess:
                 return
             del self.line[name]
             self.requests[name].room = tokens
+            self.beat()
             self._say(Reserved(name, self.serials[name]))
 
     def used(self) -> int:
@@ -370,7 +371,7 @@ class FakeProcess:
                 said = message.run.end - known.length
                 token = next_token(known.tokens)
                 delta = Delta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
-            if not message.run.in_place:
+            if not message.run.in_place or message.run.keepers:
                 one.beat()
             one._say(RunDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
 

@@ -16,6 +16,7 @@ from headway.router.asked import Asked
 from headway.router.attempt import Attempt
 from headway.router.fleet import Fleet
 from headway.router.moves import Moves
+from headway.router.promises import Promises
 from headway.router.stays import Stays
 from headway.router.steps import Steps
 
@@ -25,6 +26,7 @@ class _Fleet:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.promises = Promises()
 
     def admit(self, attempt: Attempt, numbers: Iterable[int]) -> None:
         attempt.admitted.update(numbers)

@@ -30,6 +30,7 @@ from headway.engine.cluster_messages import (
     Peer,
     Proceed,
     Reserve,
+    Reserved,
     Run,
     RunDone,
     RunLost,
@@ -150,13 +151,13 @@ class _Request(NamedTuple):
 
 
 class _Job:
-    """A run from `Compute` until it is done."""
+    """A run from `Compute` until it is done. grew: it was, and holds more KV than a token's."""
 
-    __slots__ = ("began_s", "begun", "compute", "forgotten", "pause")
+    __slots__ = ("began_s", "begun", "compute", "forgotten", "grew", "pause")
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
-        self.begun = self.pause = self.forgotten = False
+        self.begun = self.pause = self.forgotten = self.grew = False
         self.began_s = 0.0
 
 
@@ -257,7 +258,7 @@ class Member:
                     self._moves.granted(name)
         if self._moves is not None:
             for message in self._moves.turn():
-                loop.say(message)
+                loop.say(message, measured=isinstance(message, Reserved))
 
     def _admit(self, admit: Admit, prompt: memoryview) -> None:
         info = self._core.info
@@ -300,7 +301,7 @@ class Member:
             log.exception("a run of %s failed", name)
             self._lose(name, f"it failed: {error}", loop, self._peers.number)
             return
-        loop.say(word, measured=isinstance(word, RunDone) and not job.compute.run.in_place)
+        loop.say(word, measured=job.grew)
 
     def _carry_out(self, job: _Job, loop: Loop) -> bool:
         compute, name = job.compute, job.compute.id
@@ -385,6 +386,7 @@ class Member:
         if self._moves is not None:
             self._moves.finished(name)
         run, at = compute.run, compute.run.group.index(self._peers.number)
+        job.grew = moved or bool(run.keepers) or not run.in_place
         tokens, size = run.end - run.start, len(run.group)
         own = (at + 1) * tokens // size - at * tokens // size
         self._core.computed(*((0, own) if run.in_place else (own, 0)))

@@ -10,13 +10,15 @@ import msgspec
 from headway.engine.cluster_messages import Admit, Forget, Meet
 from headway.router.attempt import Attempt
 from headway.router.instance import LiveInstance
+from headway.router.promises import Promises
 
 
 class Fleet:
-    """Those that are in the cluster, whatever their state."""
+    """Those that are in the cluster, whatever their state. promises: of room for KV."""
 
     def __init__(self, instances: Iterable[LiveInstance]) -> None:
         self._of = {instance.number: instance for instance in instances}
+        self.promises = Promises()
 
     def __iter__(self) -> Iterator[LiveInstance]:
         return iter(sorted(self._of.values(), key=lambda instance: instance.number))
@@ -91,11 +93,15 @@ class Fleet:
         attempt.left |= known
         attempt.admitted -= known
 
-    def room(self, number: int) -> int:
-        """KV tokens that are free on an instance."""
+    def free(self, number: int) -> int:
+        """KV tokens that are free on an instance by its last snapshot."""
         instance = self._of[number]
         total = 0 if instance.info is None else instance.info.kv_tokens_total
         return total - instance.stats.kv_tokens_used
+
+    def room(self, number: int) -> int:
+        """KV tokens that are free on an instance and promised to nobody."""
+        return self.free(number) - self.promises.on(number)
 
     def roomiest(self, group: Iterable[int]) -> int:
         """The instance with the most room for KV; of equals the first."""

@@ -16,6 +16,8 @@ from headway.engine.cluster_messages import Arrived, Reserve, Send
 from headway.router.attempt import Attempt, Movement
 from headway.router.fleet import Fleet
 
+_WHAT = "move"
+
 
 class Moves:
     def __init__(self, fleet: Fleet, sent: Callable[[Piece], None]) -> None:
@@ -111,6 +113,7 @@ class Moves:
             attempt.room[target] = False
             attempt.space[target] = attempt.kv_tokens
             self.waiting.add(attempt.request.id)
+            self._fleet.promises.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
             self._asked += 1
             attempt.asked_as[target] = self._asked
             self._fleet.tell((target,), Reserve(attempt.wire, attempt.kv_tokens, self._asked))
@@ -119,6 +122,7 @@ class Moves:
         """There is room for what was asked for as `serial`."""
         if target in attempt.room and serial == attempt.asked_as[target]:
             attempt.room[target] = True
+            self._fleet.promises.kept(target, attempt.request.id, _WHAT)
             if all(attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
             self._flush(attempt)
@@ -137,6 +141,7 @@ class Moves:
 
     def settled(self, attempt: Attempt) -> None:
         """Room that was asked for is not needed, and nothing that waits for it is sent: its KV is where it stays."""
+        self._fleet.promises.forget(attempt.request.id, _WHAT)
         attempt.room.clear()
         attempt.space.clear()
         attempt.asked_as.clear()

@@ -1,8 +1,8 @@
-"""Whether a span's KV has room on its group: what instances say is free, less what spans that have begun will yet take.
+"""Whether a span's KV has room on its group: what is free there and promised to nobody (`promises`).
 
 A run that finds no room keeps its instances waiting, and with them those who would give room back. So a span begins
-when there is room for all of its prompt, and the spans of the prompt behind the first one need not ask. What is free is
-known from snapshots; what a span takes counts here until its end is told, which comes behind one that shows it.
+when there is room for all of its prompt, and the spans of the prompt behind the first one need not ask. What it will
+take is promised until the ends of its spans are told.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from headway.router.fleet import Fleet
 
 _SLACK = 32
 """Tokens more than are needed: of blocks that are not full."""
+_WHAT = "prompt"
 PATIENCE_S = 60.0
 """A span that has found no room for so long begins all the same: the instances say why it cannot."""
 
@@ -23,7 +24,6 @@ class Rooms:
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
         self._fleet, self._clock = fleet, clock
-        self._due: dict[int, dict[str, int]] = {}
         self._since: dict[str, float] = {}
 
     @property
@@ -49,10 +49,9 @@ class Rooms:
     def _has(self, number: int, tokens: int) -> bool:
         """A pool of which nothing is taken has to do."""
         one = self._fleet.get(number)
-        due = sum(self._due.get(number, {}).values())
-        if one is None or (not due and not one.stats.kv_tokens_used):
+        if one is None or (not self._fleet.promises.on(number) and not one.stats.kv_tokens_used):
             return True
-        return self._fleet.room(number) - due >= tokens + _SLACK
+        return self._fleet.room(number) >= tokens + _SLACK
 
     def begun(self, entry: SpanEntry) -> None:
         """A span begins, with those along."""
@@ -60,25 +59,20 @@ class Rooms:
             self._since.pop(member.owner, None)
             if not member.index and not member.resumed:
                 for number, tokens in _needs(member).items():
-                    self._due.setdefault(number, {})[member.owner] = tokens
+                    self._fleet.promises.make(number, member.owner, _WHAT, tokens)
 
     def done(self, entry: SpanEntry) -> None:
         """A span is complete: the snapshots of its group show what there is of its KV."""
         for member in _members(entry):
             needs = _needs(member)
             for number in member.group:
-                due = self._due.get(number, {})
                 left = 0 if member.last else needs[number] - _share(member.span.end, member)
-                if left > 0 and member.owner in due:
-                    due[member.owner] = left
-                else:
-                    due.pop(member.owner, None)
+                self._fleet.promises.kept(number, member.owner, _WHAT, left)
 
     def forget(self, name: str) -> None:
         """A request has ended."""
         self._since.pop(name, None)
-        for due in self._due.values():
-            due.pop(name, None)
+        self._fleet.promises.forget(name)
 
 
 def _members(entry: SpanEntry) -> list[SpanEntry]:

@@ -126,11 +126,11 @@ class Stays:
         elif attempt.spread and self._several(group):
             self._steps.begin(attempt)
             self._steps.next(attempt, group)
-        elif attempt.spread and not self._fits(attempt, self._fleet.roomiest(group)):
+        elif attempt.spread and not self._fits(attempt, self._home(attempt, group)):
             self._steps.begin(attempt)
             self._steps.next(attempt, attempt.spread)
         elif attempt.whole or attempt.spread:
-            self._gather(attempt, self._fleet.roomiest(group))
+            self._gather(attempt, self._home(attempt, group))
         else:  # nothing is left of it: a policy that had it prefilled elsewhere
             self.submit(attempt, self._fleet.roomiest(group))
 
@@ -139,8 +139,8 @@ class Stays:
         group = attempt.wanted
         if self._several(group):
             self._steps.next(attempt, group)
-        elif self._in_place and self._fits(attempt, group[0]):
-            self._gather(attempt, group[0])
+        elif self._fits(attempt, home := self._home(attempt, group)):
+            self._gather(attempt, home)
         else:
             self._steps.next(attempt, attempt.spread)
 
@@ -181,6 +181,14 @@ class Stays:
         """Whether a group is to decode in place."""
         return self._in_place and len(group) > 1 and all(self._fleet[i].moves_kv for i in group)
 
+    def _home(self, attempt: Attempt, group: tuple[int, ...]) -> int:
+        """The instance of a group that has the most room for a request."""
+        return max(sorted(group), key=lambda number: self._room(attempt, number))
+
     def _fits(self, attempt: Attempt, number: int) -> bool:
         """Whether an instance has room for all of a request's KV, now and at its end."""
-        return self._fleet.room(number) >= attempt.kv_tokens + attempt.asked.left
+        return self._room(attempt, number) >= attempt.kv_tokens + attempt.asked.left
+
+    def _room(self, attempt: Attempt, number: int) -> int:
+        """What is free on an instance, or was asked for there for this request."""
+        return self._fleet.room(number) + attempt.space.get(number, 0)

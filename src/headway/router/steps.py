@@ -23,6 +23,8 @@ from headway.router.fleet import Fleet
 _LOW = 64
 """KV tokens that are to be free: with less room the master is followed by the roomiest of the group."""
 
+_WHAT = "layout"
+
 
 class Steps:
     """grown, shrunk: how often a group has changed while it decoded."""
@@ -57,6 +59,8 @@ class Steps:
         order = run.group
         begins = attempt.home is not None or bool(set(order) - held)  # some know nothing of what was
         self._fleet.admit(attempt, order)
+        for number in self._anew(attempt, run):
+            self._fleet.promises.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
         attempt.running = set(order)
         message = Compute(
             id=attempt.wire,
@@ -86,6 +90,7 @@ class Steps:
         run, held = attempt.token, set(attempt.spread)
         assert run is not None
         assert attempt.step is not None
+        self._fleet.promises.forget(attempt.request.id, _WHAT)
         attempt.step = attempt.count = attempt.step + 1
         attempt.home = None
         last = attempt.steps[-1]
@@ -106,7 +111,7 @@ class Steps:
         everybody = tuple(sorted(held.union(group)))
         keepers = tuple(sorted(group)) if held.difference(group) and self._fits(attempt, group) else ()
         if last.strategy.attn == "ulysses" and not keepers:
-            full = {number for number in held if self._fleet.room(number) <= _LOW}
+            full = {number for number in held if self._fleet.free(number) <= _LOW}
             others = tuple(number for number in everybody if number not in full)
             if full and others and self._fits(attempt, others):
                 keepers = others
@@ -118,7 +123,17 @@ class Steps:
 
     def _fits(self, attempt: Attempt, group: tuple[int, ...]) -> bool:
         """Whether KV that is dealt to these evenly fits, whoever has how much of it before."""
-        return all(self._fleet.room(number) >= attempt.kv_tokens // len(group) + _LOW for number in group)
+        return all(self._fleet.room(number) >= self._share(attempt, group) for number in group)
+
+    def _share(self, attempt: Attempt, group: tuple[int, ...]) -> int:
+        """Room that each needs for that."""
+        return attempt.kv_tokens // len(group) + _LOW
+
+    def _anew(self, attempt: Attempt, run: Run) -> tuple[int, ...]:
+        """Who gets more KV with a run than its token's."""
+        if run.keepers:
+            return run.keepers
+        return run.group if attempt.steps[-1].strategy.attn == "ulysses" != run.strategy.attn else ()
 
     def _master(self, attempt: Attempt, group: tuple[int, ...]) -> int:
         """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that
@@ -128,8 +143,8 @@ class Steps:
             run is not None
             and before == set(group)
             and run.group[0] in before
-            and self._fleet.room(run.group[0]) > _LOW
+            and self._fleet.free(run.group[0]) > _LOW
         ):
             return run.group[0]
-        fresh = [number for number in group if number not in before and self._fleet.room(number) > _LOW]
+        fresh = [number for number in group if number not in before and self._fleet.free(number) > _LOW]
         return self._fleet.roomiest(fresh or group)

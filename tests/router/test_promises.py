@@ -1,0 +1,72 @@
+"""What instances were asked for counts until a snapshot shows it: no two decisions take the same room."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode_groups import _World
+
+from headway.engine.cluster_messages import Compute, Reserve, Run
+from headway.router.promises import Promises
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 99))))
+def test_what_is_promised_is_the_last_of_each(made: list[tuple[int, str, str, int]]) -> None:
+    promises, last = Promises(), dict[tuple[int, str, str], int]()
+    for number, request, what, tokens in made:
+        if tokens % 5:
+            promises.make(number, request, what, tokens)
+            last[number, request, what] = tokens
+        elif tokens % 2:
+            promises.kept(number, request, what, tokens // 5)
+            if (number, request, what) in last and tokens:
+                last[number, request, what] = tokens // 5
+        else:
+            promises.forget(request, None if tokens % 4 else what)
+            last = {k: n for k, n in last.items() if k[1] != request or (not tokens % 4 and k[2] != what)}
+        for each in range(3):
+            assert promises.on(each) == sum(n for k, n in last.items() if k[0] == each)
+
+
+def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
+    world = _World(500, 500)
+    moves, fleet, attempt = world.moves, world.fleet, world.attempt
+    moves.reserve(attempt, 0)
+    ((_, asked),) = fleet.take(Reserve)
+    assert fleet.room(0) == 500 - asked.tokens
+    assert fleet.free(0) == 500
+    assert fleet.roomiest((0, 1)) == 1
+    fleet[0].stats.kv_tokens_used = asked.tokens  # type: ignore[misc]
+    moves.reserved(attempt, 0, asked.serial)
+    assert fleet.room(0) == 500 - asked.tokens, "once"
+    moves.settled(attempt)
+    assert fleet.promises.on(0) == 0
+
+
+def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
+    world = _World(500, 500, 500)
+    attempt, fleet = world.attempt, world.fleet
+    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
+    world.stays.enter(attempt, (0, 1, 2), "decode")
+    world.wants(0, 1)
+    assert world.token()[0].run.keepers == (0, 1)
+    assert fleet.room(0) == fleet.room(1) < 500 - attempt.kv_tokens // 2
+    assert fleet.room(2) == 500
+    assert world.token()[0].run.keepers == ()
+    assert [fleet.promises.on(number) for number in range(3)] == [0] * 3
+
+
+def test_a_decode_that_found_no_room_is_gathered_once_there_is() -> None:
+    world = _World(500, 500, in_place=False)
+    attempt, fleet = world.attempt, world.fleet
+    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1))], (0, 1), {0, 1}
+    for number in (0, 1):
+        fleet.promises.make(number, "another", "move", 400)
+    world.stays.enter(attempt, (0, 1), "decode")
+    assert world.token()[0].run.group == (0, 1), "another's KV is on its way to either"
+    fleet.promises.forget("another")
+    assert world.token() == []
+    assert attempt.gathers
+    ((to, asked),) = [(number, message) for number, message in fleet.told if isinstance(message, Reserve)]
+    assert (to, asked.tokens) == (0, attempt.kv_tokens)
