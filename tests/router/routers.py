@@ -96,6 +96,8 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
     live.machine.lanes.check()
     assert all(not lane for lane in live.machine.lanes.waiting)
     assert not any(live.machine.state.load)
+    assert not any(client.fleet.promises.on(number) for number in fake.processes)
+    assert not live.hands.rooms.waiting
     assert [(p.number, p.requests, p.runs, p.scheduled) for p in fake.processes.values() if p.alive] == [
         (p.number, {}, {}, {}) for p in fake.processes.values() if p.alive
     ]

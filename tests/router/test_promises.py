@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_groups import _World
 
-from headway.engine.cluster_messages import Compute, Reserve, Run
+from headway.engine.cluster_messages import Reserve, Run
 from headway.router.promises import Promises
 
 
