@@ -6,31 +6,41 @@ keeps room, or that a run which takes some has ended, behind a snapshot that sho
 
 from __future__ import annotations
 
+from collections import Counter
+
 
 class Promises:
     """Of one fleet: tokens by instance, request, and what they are for."""
 
     def __init__(self) -> None:
-        self._of: dict[int, dict[tuple[str, str], int]] = {}
+        self._of: dict[str, dict[tuple[int, str], int]] = {}
+        self._on: Counter[int] = Counter()
 
     def make(self, number: int, request: str, what: str, tokens: int) -> None:
         """An instance is to find so much room; in place of what it was to find for the same before."""
-        self._of.setdefault(number, {})[request, what] = tokens
+        self.kept(number, request, what)
+        self._of.setdefault(request, {})[number, what] = tokens
+        self._on[number] += tokens
 
     def kept(self, number: int, request: str, what: str, left: int = 0) -> None:
         """A snapshot shows it, but for so much. Harmless where nothing was promised."""
-        promised = self._of.get(number, {})
-        if left > 0 and (request, what) in promised:
-            promised[request, what] = left
-        else:
-            promised.pop((request, what), None)
+        promised = self._of.get(request, {})
+        tokens = promised.pop((number, what), None)
+        if tokens is None:
+            return
+        self._on[number] -= tokens
+        if left > 0:
+            promised[number, what] = left
+            self._on[number] += left
+        elif not promised:
+            del self._of[request]
 
     def forget(self, request: str, what: str | None = None) -> None:
         """A request needs no more room anywhere, for that or at all."""
-        for promised in self._of.values():
-            for key in [key for key in promised if key[0] == request and what in (None, key[1])]:
-                del promised[key]
+        for number, each in list(self._of.get(request, ())):
+            if what in (None, each):
+                self.kept(number, request, each)
 
     def on(self, number: int) -> int:
         """Tokens that an instance has promised."""
-        return sum(self._of.get(number, {}).values())
+        return self._on[number]
