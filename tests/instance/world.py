@@ -152,7 +152,7 @@ class Instance:
         """What it is told within comes to it together."""
         self.signal(signal.SIGSTOP)
         yield
-        time.sleep(0.02)
+        time.sleep(0.1)
         self.signal(signal.SIGCONT)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class VirtualInstance:
         first, *others = self.executor.peer_addresses
         return Peer(self.number, 0, first, tuple(others))
 
-    def say(self, message: FromInstance) -> None:
+    def say(self, message: FromInstance, measured: bool = False) -> None:
         self.words.append(message)
 
     def turn(self) -> None:
