@@ -2,7 +2,7 @@
 
 A decode on a group of several, or where not all KV is on one instance, is a departure from the policies' and papers'
 own: KV is gathered on the instance of the group with the most room, whose scheduler batches the decode with others.
-Where that has no room now, or the cluster file says so, the group decodes in place (`steps`).
+For as long as that has no room, or where the cluster file says so, the group decodes in place (`steps`).
 
 A policy that pauses a decode, or gives it another group, is obeyed behind the token under way. Out of a scheduler it
 comes with its KV (`Halt`, `Staged`); what a group holds is gathered, or lies with those of it that go on.
