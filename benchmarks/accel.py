@@ -12,18 +12,18 @@ import statistics
 import time
 from collections.abc import Callable
 
-from headway.accelerator.assumptions import PRESETS, assumptions
-from headway.accelerator.operators import Setting
-from headway.accelerator.presets import machine as accelerator
-from headway.accelerator.serving import AcceleratorLatency
-from headway.accelerator.stage import evaluate, simulate_stage
-from headway.accelerator.timeline import Mode
-from headway.accelerator.work import Work
-from headway.bench.machine import machine
-from headway.experiments.packing_prefetch_capacity import Limits, at_rate, capacity, instance, sarathi
-from headway.experiments.packing_prefetch_service import KV_TOKENS, requests
-from headway.hardware.models import model
-from headway.latency.base import Load, load_s, one_chunk_s
+from headway.perf.accelerator.assumptions import PRESETS, assumptions
+from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.presets import machine as accelerator
+from headway.perf.accelerator.serving import AcceleratorLatency
+from headway.perf.accelerator.stage import evaluate, simulate_stage
+from headway.perf.accelerator.timeline import Mode
+from headway.perf.hardware.models import model
+from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.research.packing_prefetch_capacity import Limits, at_rate, capacity, instance, sarathi
+from headway.research.packing_prefetch_service import KV_TOKENS, requests
+from headway.serving.load.machine import machine
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 ASKED = {"cold_us": 1000.0, "memoised_us": 20.0, "search_s": 10.0}

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from headway.attention.base import Segment
-from headway.attention.cpu import CpuBackend
-from headway.attention.kv_pool import KvPool
+from headway.runtime.attention.base import Segment
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
 
 
 def alternate(calls: list[Callable[[], object]], repeats: int) -> list[float]:

@@ -21,15 +21,15 @@ import msgspec
 import numpy as np
 import yaml
 
-from headway.bench.machine import machine
 from headway.cli.timed import scenario_of, spec_of, timed_cluster
 from headway.core.sampling import SamplingParams
-from headway.core.scratch import ScratchFolder
-from headway.engine.protocol import Submit
-from headway.simulator.cluster.build import placement_of
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.traffic import requests_of
-from headway.workload import TraceRequest
+from headway.core.scratch_folder import ScratchFolder
+from headway.runtime.engine.protocol import Submit
+from headway.serving.load.machine import machine
+from headway.sim.cluster.build import placement_of
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.requests import requests_of
+from headway.sim.workload import TraceRequest
 
 FCFS = {"policy": "fcfs", "chunking": "static:4096", "max_num_batched_tokens": 4096}
 LARS = {"policy": "lars", "chunking": "adaptive", "t_target_s": 0.25}

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 
-from headway.bench.machine import machine
-from headway.experiments.pecsched_setting import MODELS, SYSTEMS, measure, scenario
-from headway.simulator.cluster.build import run_cluster
-from headway.simulator.scenario import parse_scenario
+from headway.research.pecsched_setting import MODELS, SYSTEMS, measure, scenario
+from headway.serving.load.machine import machine
+from headway.sim.cluster.build import run_cluster
+from headway.sim.scenario import parse_scenario
 
 POLICIES = ("FIFO", "Reservation", "Priority", "PecSched")
 

@@ -36,26 +36,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.bench.machine import machine
 from headway.cli import cluster_rules, serve_options
 from headway.cli.cluster_seats import instance_configs
 from headway.cli.options import combine
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
-from headway.core.scratch import ScratchFolder
-from headway.engine.cluster_messages import Arrived, FromInstance, Proceed, RunDone, RunPaused
-from headway.engine.protocol import Submit
-from headway.report.gantt import gantt_figure
-from headway.report.live_trace import timeline
-from headway.router.client import ClusterClient
-from headway.router.cluster_file import ClusterFile, cluster_file, nodes_of
-from headway.router.instance import LiveInstance
-from headway.router.launch import launcher
-from headway.simulator.cluster.result import Bar
-from headway.simulator.replay import read_log
-from headway.workload import TraceRequest
-from headway.workload.readers import read_trace
-from headway.workload.transforms import classify, clip_lengths, rescale_to_rate, slice_by
+from headway.core.scratch_folder import ScratchFolder
+from headway.runtime.cluster.client import ClusterClient
+from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
+from headway.runtime.cluster.launch import launcher
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.messages import Arrived, FromInstance, Proceed, RunDone, RunPaused
+from headway.runtime.engine.protocol import Submit
+from headway.serving.load.machine import machine
+from headway.sim.cluster.result import Bar
+from headway.sim.replay import read_log
+from headway.sim.report.gantt import gantt_figure
+from headway.sim.report.live_trace import timeline
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.readers import read_trace
+from headway.sim.workload.transforms import classify, clip_lengths, rescale_to_rate, slice_by
 
 APART = [{"count": 2, "role": "prefill"}, {"count": 1, "role": "decode"}]
 MIXED = [{"count": 3}]

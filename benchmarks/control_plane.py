@@ -33,11 +33,11 @@ import msgspec
 import numpy as np
 import zmq
 
-from headway.bench.machine import machine
 from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
-from headway.kv.allocator import BlockTables
-from headway.parallel.messages import Done, Plan
-from headway.parallel.stream import PlanWriter, StreamState, replay
+from headway.kv.block_allocator import BlockTables
+from headway.runtime.executor.messages import Done, Plan
+from headway.runtime.executor.plan_stream import PlanWriter, StreamState, replay
+from headway.serving.load.machine import machine
 
 VARIANTS = {
     "deltas": (False, False),

@@ -14,11 +14,11 @@ import time
 
 import torch
 
-from headway.attention.base import Segment
 from headway.core.sampling import SamplingParams
-from headway.model.decoder import Decoder
-from headway.model.random_weights import random_decoder, reference_config
-from headway.model.sampling import make_state, sample
+from headway.runtime.attention.base import Segment
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.random_weights import random_decoder, reference_config
+from headway.runtime.model.sampling import make_state, sample
 
 
 def read_bandwidth(megabytes: int = 256, repeats: int = 15) -> float:

@@ -36,8 +36,7 @@ import torch
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.engine.child import EngineChild
-from headway.engine.cluster_messages import (
+from headway.runtime.cluster.messages import (
     Admit,
     Arrived,
     Compute,
@@ -50,9 +49,10 @@ from headway.engine.cluster_messages import (
     RunDone,
     Send,
 )
-from headway.engine.config import EngineConfig, InstanceConfig
-from headway.engine.protocol import Delta, EngineInfo, Fatal, Outputs, Submit
-from headway.transfer.peer import prepare
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.protocol import Delta, EngineInfo, Fatal, Outputs, Submit
+from headway.runtime.kv_transfer.peer import prepare
 
 KINDS = ("alone", "chunks", "layers", "afterwards")
 PREFILLS, DECODES = 0, 1
@@ -74,7 +74,7 @@ class Instance:
             instance=InstanceConfig(number=number, listen=f"unix:{folder}/p{number}"),
         )
         self.number = number
-        self.child = EngineChild(config, "headway.cli.engine_process", folder, number)
+        self.child = EngineChild(config, "headway.runtime.build.engine_process", folder, number)
         self.heard: asyncio.Queue[tuple[float, Any]] = asyncio.Queue()
 
     async def start(self) -> EngineInfo:
@@ -274,9 +274,9 @@ def main() -> None:
     if options.tp[PREFILLS] > 1:  # several processes compute no runs
         options.kinds = [kind for kind in options.kinds if kind != "layers"]
     if options.model is None:
-        import headway.embedded
+        import headway.runtime.embedded
 
-        options.model = Path(headway.embedded.__file__).parent
+        options.model = Path(headway.runtime.embedded.__file__).parent
     torch.set_num_threads(1)
     asyncio.run(measure(options))
 

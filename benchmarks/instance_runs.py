@@ -31,11 +31,11 @@ import torch
 from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.engine.cluster_messages import Run
-from headway.model.random_weights import random_decoder, reference_config
-from headway.transfer.peers import Peer, Peers
-from headway.worker.runs import Runs
-from headway.worker.worker import Worker
+from headway.runtime.cluster.messages import Run
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.peers import Peer, Peers
+from headway.runtime.model.random_weights import random_decoder, reference_config
+from headway.runtime.sequence_parallel.span_executor import Runs
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 64
@@ -160,7 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     instances, sizes = max(options.groups), {1, *options.groups}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headway.worker.runs"])
+    context.set_forkserver_preload(["headway.runtime.sequence_parallel.span_executor"])
     together, out = context.Barrier(instances), context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="hw-") as folder:
         processes = [

@@ -26,15 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.attention.base import Segment
-from headway.attention.cpu import CpuBackend
-from headway.attention.kv_pool import KvPool
-from headway.attention.native import kernels
-from headway.attention.partial import Partials, Reading
-from headway.latency.layout import Layout
-from headway.parallel.gloo import GlooLinks, choose_interface, join, rendezvous
-from headway.parallel.group_attention import Ask, GroupAttention, Visit
-from headway.parallel.place import place_of
+from headway.perf.latency.layout import Layout
+from headway.runtime.attention.base import Segment
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import kernels
+from headway.runtime.attention.partial import Partials, Reading
+from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, rendezvous
+from headway.runtime.executor.group_attention import Ask, GroupAttention, Visit
+from headway.runtime.executor.rank_layout import place_of
 
 HOST = "127.0.0.1"
 

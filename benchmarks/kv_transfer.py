@@ -27,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.kv.runs import Indices
-from headway.transfer import outlet
-from headway.transfer.connector import KvPart, KvPlace, Save, make_connector
-from headway.transfer.peers import Peer, Peers
+from headway.kv.slot_ranges import Indices
+from headway.runtime.kv_transfer import send_queue as outlet
+from headway.runtime.kv_transfer.connector import KvPart, KvPlace, Save, make_connector
+from headway.runtime.kv_transfer.peers import Peer, Peers
 
 LAYERS = 8
 WAYS = ("shared", "socket", "nixl")

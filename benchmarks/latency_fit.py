@@ -15,17 +15,17 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.hardware.accelerators import accelerator
-from headway.latency.base import one_chunk_s
-from headway.latency.fitted import Assumptions, Layout, fitted
-from headway.latency.operators.collective import fit_collectives
-from headway.latency.operators.decode import fit_decode
-from headway.latency.operators.elementwise import fit_elementwise
-from headway.latency.operators.linear import fit_linear
-from headway.latency.operators.prefill import fit_prefill
-from headway.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, Profile
-from headway.latency.operators.readers import read_all
-from headway.latency.prefill_cache import PrefillCache
+from headway.perf.hardware.accelerators import accelerator
+from headway.perf.latency.base import one_chunk_s
+from headway.perf.latency.fitted import Assumptions, Layout, fitted
+from headway.perf.latency.operators.collective import fit_collectives
+from headway.perf.latency.operators.decode import fit_decode
+from headway.perf.latency.operators.elementwise import fit_elementwise
+from headway.perf.latency.operators.linear import fit_linear
+from headway.perf.latency.operators.prefill import fit_prefill
+from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, Profile
+from headway.perf.latency.operators.readers import read_all
+from headway.perf.latency.prefill_cache import PrefillCache
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"

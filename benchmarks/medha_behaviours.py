@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from headway.experiments.base import Options
-from headway.experiments.registry import EXPERIMENTS, experiment
-from headway.experiments.table import report_table
-from headway.report.console import show
+from headway.research.base import Options
+from headway.research.registry import EXPERIMENTS, experiment
+from headway.research.table import report_table
+from headway.sim.report.console import show
 
 FIGURES = ("medha.fig13", "medha.fig10")
 REPORTED = ("Multi-prefill batching", "SRPT", "5% long")

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import zmq
 
-from headway.bench.machine import machine
-from headway.engine.config import EngineConfig
-from headway.engine.numerics import settle
-from headway.report.live_trace import Timeline, timeline
-from headway.simulator.replay import read_log
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.numerics import settle
+from headway.serving.load.machine import machine
+from headway.sim.replay import read_log
+from headway.sim.report.live_trace import Timeline, timeline
 
 LAYOUTS = {"one process": (1, 1), "S2": (1, 2), "T2": (2, 1)}
 
@@ -42,9 +42,9 @@ class WallClock:
 
 def prefill(model: str, tp: int, stages: int, tokens: int, chunking: str, schedule: str) -> dict[str, Any]:
     """Seconds to the first token of one prompt, and what the stages' timelines say."""
-    from headway.cli.assemble import assemble
     from headway.core.sampling import SamplingParams
-    from headway.engine.protocol import Submit
+    from headway.runtime.build.engine import assemble
+    from headway.runtime.engine.protocol import Submit
 
     with tempfile.TemporaryDirectory() as folder:
         log = f"{folder}/events.jsonl"

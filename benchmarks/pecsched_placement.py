@@ -17,16 +17,16 @@ import time
 
 import numpy as np
 
-from headway.bench.machine import machine
 from headway.core.request import Request
-from headway.experiments.pecsched_drill import Drill, Drilled
-from headway.hardware.links import link
-from headway.hardware.models import model
-from headway.latency.groups import GroupShape
-from headway.placement.pecsched.policy import Options, PecSched
-from headway.placement.registry import Surroundings
-from headway.placement.view import ClusterBook, Instance, Links
-from headway.workload.presets import AZURE_CONV_IN
+from headway.perf.hardware.links import link
+from headway.perf.hardware.models import model
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.pecsched.policy import Options, PecSched
+from headway.policy.placement.registry import Surroundings
+from headway.policy.placement.view import ClusterBook, Instance, Links
+from headway.research.pecsched_drill import Drill, Drilled
+from headway.serving.load.machine import machine
+from headway.sim.workload.presets import AZURE_CONV_IN
 
 SIZES = (32, 128, 512, 2048, 8192)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
-from headway.experiments.tetris_overheads import TABLE2, planning_us
-from headway.latency import eq1
-from headway.placement.cdsp import CdspPlanner
+from headway.perf.latency import eq1
+from headway.policy.placement.cdsp import CdspPlanner
+from headway.research.tetris_overheads import TABLE2, planning_us
 
 
 def main() -> None:

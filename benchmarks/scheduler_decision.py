@@ -13,15 +13,15 @@ import random
 import statistics
 import time
 
-from headway.bench.machine import machine
 from headway.core.batch import Batch
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.hardware.shapes import ModelShape
-from headway.kv.ledger import Ledger
-from headway.latency.roofline import MachineRates, roofline
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.kv.block_manager import Ledger
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.roofline import MachineRates, roofline
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
+from headway.serving.load.machine import machine
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
 RATES = MachineRates(

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headway.attention.kv_pool import KvPool
 from headway.core.span import Strategy
-from headway.model.decoder import Decoder
-from headway.model.random_weights import random_decoder, reference_config
-from headway.parallel.gloo import join, rendezvous
-from headway.parallel.sequence.chunk import ChunkPlan
-from headway.parallel.sequence.gloo import GlooTransport
-from headway.parallel.sequence.group import ChunkSpec, SpGroup
-from headway.parallel.sequence.kv_shard import KvShard
-from headway.parallel.sequence.layout import EMPTY, KvLayout
-from headway.parallel.sequence.prefill import SequencePrefill, hand_over
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.executor.gloo_links import join, rendezvous
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.random_weights import random_decoder, reference_config
+from headway.runtime.sequence_parallel.chunk import ChunkPlan
+from headway.runtime.sequence_parallel.gloo import GlooTransport
+from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
+from headway.runtime.sequence_parallel.kv_shard import KvShard
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
+from headway.runtime.sequence_parallel.prefill import SequencePrefill, hand_over
 
 RANKS = 2
 
@@ -124,7 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     store = rendezvous("127.0.0.1", None, 120.0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headway.parallel.sequence.prefill"])
+    context.set_forkserver_preload(["headway.runtime.sequence_parallel.prefill"])
     lines = context.SimpleQueue()
     processes = [
         context.Process(target=rank_main, args=(rank, store.port, options, lines), daemon=True) for rank in range(RANKS)

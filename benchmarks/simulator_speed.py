@@ -16,15 +16,15 @@ import time
 
 import numpy as np
 
-from headway.bench.machine import machine
-from headway.latency.fitted import fitted
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator import InstanceSpec, RunSpec, simulate
-from headway.workload import TraceRequest
-from headway.workload.arrivals import Poisson
-from headway.workload.presets import preset
-from headway.workload.readers import read_trace
-from headway.workload.transforms import with_arrivals
+from headway.perf.latency.fitted import fitted
+from headway.policy.iteration.config import SchedulerConfig
+from headway.serving.load.machine import machine
+from headway.sim import InstanceSpec, RunSpec, simulate
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.arrivals import Poisson
+from headway.sim.workload.presets import preset
+from headway.sim.workload.readers import read_trace
+from headway.sim.workload.transforms import with_arrivals
 
 CAPACITY_RPS = 8.0
 """About what the replica serves; only the ratio of load to it matters here."""

@@ -19,8 +19,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headway.embedded import model_path
-from headway.embedded.passkey import PasskeyDocument, make_document
+from headway.runtime.embedded import model_path
+from headway.runtime.embedded.passkey import PasskeyDocument, make_document
 
 MAX_TOKENS = 12
 Ask = Callable[[PasskeyDocument], str]

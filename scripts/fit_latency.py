@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.latency.operators.device_fit import encode, fit_device
-from headway.latency.operators.profiles import Profile
-from headway.latency.operators.readers import read_all
+from headway.perf.latency.operators.device_fit import encode, fit_device
+from headway.perf.latency.operators.profiles import Profile
+from headway.perf.latency.operators.readers import read_all
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"

@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from headway.report import style
-from headway.report.compare_plot import compare_figure
-from headway.report.gantt import gantt_figure
-from headway.report.sim_plot import sweep_figure
-from headway.simulator.cluster.build import run_cluster
-from headway.simulator.outcome import document
-from headway.simulator.scenario import parse_scenario
-from headway.simulator.sweep import parse_sweep, run_points, with_field
+from headway.sim.cluster.build import run_cluster
+from headway.sim.report import style
+from headway.sim.report.compare_plot import compare_figure
+from headway.sim.report.gantt import gantt_figure
+from headway.sim.report.sim_plot import sweep_figure
+from headway.sim.result_json import document
+from headway.sim.scenario import parse_scenario
+from headway.sim.sweep import parse_sweep, run_points, with_field
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from headway.accelerator.assumptions import assumptions
-from headway.accelerator.operators import Setting
-from headway.accelerator.precision import BYTES, Precision
-from headway.accelerator.presets import MACHINES, machine
-from headway.accelerator.work import Techniques, Work
-from headway.hardware.models import MODELS, model
+from headway.perf.accelerator.assumptions import assumptions
+from headway.perf.accelerator.iteration_work import Techniques, Work
+from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.precision import BYTES, Precision
+from headway.perf.accelerator.presets import MACHINES, machine
+from headway.perf.hardware.models import MODELS, model
 
 
 def study(preset: str = "default", name: str = "llama-3.1-8b", on: str = "tpuv6e") -> Setting:

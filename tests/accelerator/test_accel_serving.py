@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerator.accel_cases import study
-from headway.accelerator.serving import AcceleratorLatency
-from headway.accelerator.stage import evaluate
-from headway.accelerator.timeline import Mode
-from headway.accelerator.work import Work
 from headway.core.errors import ConfigError
-from headway.experiments.packing_prefetch_capacity import (
+from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.serving import AcceleratorLatency
+from headway.perf.accelerator.stage import evaluate
+from headway.perf.accelerator.timeline import Mode
+from headway.perf.latency.base import Load, load_s, one_chunk_s, solve_tokens
+from headway.research.packing_prefetch_capacity import (
     Limits,
     at_rate,
     bandwidth_to_match,
@@ -22,8 +23,7 @@ from headway.experiments.packing_prefetch_capacity import (
     kv_capacity,
     sarathi,
 )
-from headway.experiments.packing_prefetch_service import requests
-from headway.latency.base import Load, load_s, one_chunk_s, solve_tokens
+from headway.research.packing_prefetch_service import requests
 
 MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") for m in ("packing", "prefetch")}  # type: ignore[arg-type]
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerator.accel_cases import study
-from headway.accelerator.mapping import Gemm, search
-from headway.accelerator.operators import layers_of
-from headway.accelerator.presets import MACHINES, machine
-from headway.accelerator.work import Techniques, Work
 from headway.core.errors import ConfigError
+from headway.perf.accelerator.iteration_work import Techniques, Work
+from headway.perf.accelerator.mapping import Gemm, search
+from headway.perf.accelerator.operators import layers_of
+from headway.perf.accelerator.presets import MACHINES, machine
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)

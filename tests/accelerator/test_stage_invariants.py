@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerator.accel_cases import settings_of, study, works
-from headway.accelerator import answers
-from headway.accelerator.operators import Setting
-from headway.accelerator.stage import evaluate
-from headway.accelerator.work import Work
+from headway.perf.accelerator import sizing as answers
+from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.stage import evaluate
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 FEW = settings(max_examples=60, deadline=None, derandomize=True)

@@ -11,7 +11,7 @@ pytest.importorskip("zigzag", reason="the extra `zigzag` is not installed")
 def test_products_of_at_least_128_rows_agree_within_10_percent() -> None:
     """With zigzag's range for all; with its whole latency for all but two, whose operands it loads whole before it
     computes."""
-    from headway.accelerator.zigzag import TOLERANCE, crosscheck
+    from headway.perf.accelerator.zigzag import TOLERANCE, crosscheck
 
     found = crosscheck()
     assert [(p.name, p.m, f"{p.difference:+.1%}") for p in found if not p.ok] == []

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.attention import primitive
-from headway.attention.primitive import attend, merge
+from headway.runtime.attention import primitive
+from headway.runtime.attention.primitive import attend, merge
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

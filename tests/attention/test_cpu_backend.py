@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.attention.base import Segment, make_backend
-from headway.attention.cpu import CpuBackend
-from headway.attention.kv_pool import KvPool
-from headway.attention.native import kernels
-from headway.attention.primitive import attend
-from headway.attention.slots import cut_runs
 from headway.core.errors import ConfigError
+from headway.runtime.attention.base import Segment, make_backend
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import kernels
+from headway.runtime.attention.primitive import attend
+from headway.runtime.attention.slots import cut_runs
 
 
 def fragmented(lengths: list[int], block: int, seed: int) -> tuple[list[tuple[tuple[int, int], ...]], int]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.attention import primitive
-from headway.attention.base import Segment
-from headway.attention.cpu import CpuBackend
-from headway.attention.kv_pool import KvPool
+from headway.runtime.attention import primitive
+from headway.runtime.attention.base import Segment
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
 
 Q_HEADS, KV_HEADS, DIM = 8, 2, 64
 FIRST = [Segment(0, 40, 0, ((64, 16), (0, 64))), Segment(40, 7, 0, ((96, 32),))]

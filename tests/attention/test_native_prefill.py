@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.attention.base import Segment
-from headway.attention.cpu import CpuBackend
-from headway.attention.kv_pool import KvPool
-from headway.attention.native import kernels
-from headway.attention.primitive import attend, merge
+from headway.runtime.attention.base import Segment
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import kernels
+from headway.runtime.attention.primitive import attend, merge
 
 pytestmark = pytest.mark.skipif(
     kernels() is None, reason="no C++ compiler or no AVX-512 BF16 here: there are no kernels to test"

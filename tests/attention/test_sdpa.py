@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.attention import primitive
-from headway.attention.base import AttentionBackend, Segment, make_backend
-from headway.attention.cpu import CpuBackend
-from headway.attention.kv_pool import KvPool
-from headway.attention.sdpa import SdpaBackend
+from headway.runtime.attention import primitive
+from headway.runtime.attention.base import AttentionBackend, Segment, make_backend
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.sdpa import SdpaBackend
 
 Q_HEADS, KV_HEADS, DIM, LAYERS = 8, 2, 64, 2
 MOST = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.server_process import ServerProcess
+from headway.serving.load.server_process import ServerProcess
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headway.bench.client import Client, Endpoint, Job, error_message, request_body
-from headway.bench.open_loop import run_open_loop
-from headway.bench.prompts import PromptPool, vocab_size_of
-from headway.bench.server_process import free_port
-from headway.metrics import RequestRecord, SloTargets
+from headway.serving.load.client import Client, Endpoint, Job, error_message, request_body
+from headway.serving.load.open_loop import run_open_loop
+from headway.serving.load.prompts import PromptPool, vocab_size_of
+from headway.serving.load.server_process import free_port
+from headway.sim.metrics import RequestRecord, SloTargets
 
 Start = Callable[..., str]
 

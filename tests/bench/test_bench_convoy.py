@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench import command
-from headway.bench.policies import PolicySpec, parse_policies
-from headway.bench.server_process import ServerError, ServerProcess
 from headway.core.errors import ConfigError, HeadwayError
+from headway.serving.load import command
+from headway.serving.load.policies import PolicySpec, parse_policies
+from headway.serving.load.server_process import ServerError, ServerProcess
 
 
 def headway_bench(*words: str) -> int:
@@ -102,7 +102,7 @@ def test_no_server_outlives_the_command(tmp_path: Path) -> None:
     pid_name = str(tmp_path / "pid")
     script.write_text(f"import os, time\nopen({pid_name!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     code = (
-        "import argparse, sys\nfrom headway.bench import command\np = argparse.ArgumentParser()\n"
+        "import argparse, sys\nfrom headway.serving.load import command\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\ncommand.run(p.parse_args(sys.argv[1:]))\n"
     )
     words = ["convoy", "--model", "x", "--server-command", f"{sys.executable} {script}"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench import demo
-from headway.embedded import model_path
+from headway.research import demo
+from headway.runtime.embedded import model_path
 
 
 @pytest.mark.skipif(not (model_path() / "tokenizer.json").exists(), reason="the embedded model is not built")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench import command
-from headway.bench.goodput import Goodput
 from headway.core.errors import ConfigError
-from headway.metrics import SloTargets
+from headway.serving.load import command
+from headway.serving.load.goodput import Goodput
+from headway.sim.metrics import SloTargets
 
 
 def headway_bench(*words: str) -> int:
@@ -139,7 +139,7 @@ def test_a_slice_of_a_real_trace(serve_fake, tmp_path: Path) -> None:  # type: i
 def test_ctrl_c_shows_what_was_done(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "o.json"
     code = (
-        "import argparse, sys\nfrom headway.bench import command\np = argparse.ArgumentParser()\n"
+        "import argparse, sys\nfrom headway.serving.load import command\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\nsys.exit(command.run(p.parse_args(sys.argv[1:])))\n"
     )
     url = serve_fake()
@@ -205,7 +205,7 @@ def test_bad_settings_are_refused_in_words(words: tuple[str, ...]) -> None:
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
-        "import argparse, sys\nfrom headway.bench import command, demo\np = argparse.ArgumentParser()\n"
+        "import argparse, sys\nfrom headway.serving.load import command, demo\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\ndemo.add_arguments(argparse.ArgumentParser())\np.format_help()\n"
         "print([n for n in ('aiohttp', 'matplotlib', 'torch', 'tokenizers') if n in sys.modules])\n"
     )

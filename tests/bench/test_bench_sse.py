@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench.client import Job
-from headway.bench.sse import Event, SseParser
-from headway.bench.stream import StreamedAnswer
+from headway.serving.load.client import Job
+from headway.serving.load.sse import Event, SseParser
+from headway.serving.load.stream import StreamedAnswer
 
 STREAM = (
     b': hello\n\ndata: {"a": 1}\r\n\r\n'

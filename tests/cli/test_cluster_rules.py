@@ -12,13 +12,13 @@ import pytest
 from headway.cli.cluster_rules import check_moves, links, live_rules, rules_of, shape_of
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
-from headway.engine.protocol import EngineInfo
-from headway.latency.groups import GroupShape
-from headway.latency.layout import Layout
-from headway.latency.recorded import describe
-from headway.latency.ring import RingLatency
-from headway.latency.tables import TableLatency, TableSource
-from headway.router.cluster_file import ClusterFile, Pool, idle_pools
+from headway.perf.latency.groups import GroupShape
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.recorded import describe
+from headway.perf.latency.ring import RingLatency
+from headway.perf.latency.tables import TableLatency, TableSource
+from headway.runtime.cluster.cluster_file import ClusterFile, Pool, idle_pools
+from headway.runtime.engine.protocol import EngineInfo
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

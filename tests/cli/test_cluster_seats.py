@@ -10,10 +10,10 @@ import pytest
 from headway.cli import cluster_seats, serve_options
 from headway.cli.cluster_rules import links
 from headway.cli.cluster_seats import Seats, instance_configs
-from headway.cli.yaml_once import load
 from headway.core.errors import ConfigError, RequestError
-from headway.engine.config import EngineConfig
-from headway.router.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
+from headway.core.strict_yaml import load
+from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
+from headway.runtime.engine.config import EngineConfig
 
 
 def file_of(*pools: dict[str, Any], **fields: Any) -> ClusterFile:
@@ -115,7 +115,7 @@ def test_yaml_merges_what_merges_itself_deeper_than_where_it_is_named() -> None:
 def test_kv_moves_by_a_connector_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"file: kv_connector 'mooncake': must be one of nixl, peers"):
         file_of({}, kv_connector="mooncake")
-    monkeypatch.setattr("headway.transfer.connector.find_spec", lambda name: None)
+    monkeypatch.setattr("headway.runtime.kv_transfer.connector.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kv_connector 'nixl': .* pip install 'headway\[nixl\]'"):
         file_of({}, kv_connector="nixl")
     monkeypatch.undo()

@@ -106,8 +106,10 @@ def test_the_command_line_works_without_torch(words: list[str]) -> None:
 
 def test_scheduling_and_the_engine_work_without_torch() -> None:
     done = without_torch(
-        "import headway.scheduling.scheduler, headway.kv.ledger, headway.latency.store, headway.engine.core\n"
-        "import headway.engine.client, headway.hardware.shapes, headway.workload, headway.metrics\n"
+        "import headway.policy.iteration.scheduler, headway.kv.block_manager, headway.perf.latency.store\n"
+        "import headway.runtime.engine.core\n"
+        "import headway.runtime.engine.client, headway.perf.hardware.shapes, headway.sim.workload\n"
+        "import headway.sim.metrics\n"
         "assert 'torch' not in sys.modules\n"
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -115,7 +117,9 @@ def test_scheduling_and_the_engine_work_without_torch() -> None:
 
 def test_the_torch_free_packages_bring_no_event_loop_either() -> None:
     done = python(
-        "-c", "import sys, headway.scheduling.scheduler, headway.latency.corrected\nassert 'zmq' not in sys.modules\n"
+        "-c",
+        "import sys, headway.policy.iteration.scheduler, headway.perf.latency.corrected\n"
+        "assert 'zmq' not in sys.modules\n",
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli import event_log
-from headway.cli.event_log import open_event_log
 from headway.core.errors import ConfigError
+from headway.runtime.build import event_log
+from headway.runtime.build.event_log import open_event_log
 
-HOLD = "import sys; from headway.cli.event_log import open_event_log as o; f = o(sys.argv[1]); f.write(b'a\\n'); "
+HOLD = (
+    "import sys; from headway.runtime.build.event_log import open_event_log as o; "
+    "f = o(sys.argv[1]); f.write(b'a\\n'); "
+)
 
 
 def test_a_log_of_an_earlier_run_is_kept_beside_the_new_one(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from headway.cli import hosts
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.engine.config import EngineConfig
-from headway.parallel.secret import check_token
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher.secret import check_token
 
 WORLD = ("--tensor-parallel-size", "2", "--nnodes", "2")
 THERE = ("--rdzv-endpoint", "127.0.0.1:29999")
@@ -68,7 +68,7 @@ def test_a_host_that_finds_nobody_ends_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    monkeypatch.setattr("headway.core.log_lines.setup", lambda level, form: None)
+    monkeypatch.setattr("headway.core.structured_log.setup", lambda level, form: None)
     flags = (*WORLD, *THERE, "--node-rank", "1", "--rdzv-token", "0123456789abcdef", "--rdzv-timeout", "0.5")
     assert main(["serve", *flags]) == 2
     assert "no server answered at 127.0.0.1:29999 within 0.5 s" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cli.options import Option, add_options, boolean, print_config, resolve
-from headway.cli.units import size, tokens
 from headway.core.errors import ConfigError
+from headway.core.units import size, tokens
 
 OPTIONS = (
     Option("port", int, 8000, "where to listen"),

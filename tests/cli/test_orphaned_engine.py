@@ -10,8 +10,8 @@ import tempfile
 
 import msgspec
 
-from headway import embedded
-from headway.engine.config import EngineConfig
+from headway.runtime import embedded
+from headway.runtime.engine.config import EngineConfig
 
 
 def test_an_engine_that_waits_for_hosts_ends_when_its_server_died_before_it_could_look() -> None:
@@ -30,7 +30,7 @@ def test_an_engine_that_waits_for_hosts_ends_when_its_server_died_before_it_coul
     )
     with tempfile.TemporaryDirectory() as folder:
         engine = subprocess.Popen(
-            [sys.executable, "-m", "headway.cli.engine_process", f"ipc://{folder}/e", str(gone.pid)],
+            [sys.executable, "-m", "headway.runtime.build.engine_process", f"ipc://{folder}/e", str(gone.pid)],
             stdin=subprocess.PIPE,
             env=dict(os.environ),
             start_new_session=True,

@@ -10,8 +10,8 @@ from headway.cli import serve_options
 from headway.cli.dry_run import loaded
 from headway.cli.options import combine
 from headway.core.errors import ConfigError
-from headway.embedded import model_path
-from headway.engine.config import EngineConfig
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.config import EngineConfig
 
 
 @pytest.mark.parametrize("name", ["float16", "half", "Float32", ""])

@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from headway.cluster.audit import check
-from headway.cluster.entries import SpanEntry
-from headway.cluster.hands import Figures, Hands, Impossible
-from headway.cluster.journey import Journey
-from headway.cluster.machine import Machine
-from headway.cluster.transfers import Piece
+from headway.control.audit import check
+from headway.control.backend import Figures, Hands, Impossible
+from headway.control.controller import Machine
+from headway.control.queue_entries import SpanEntry
+from headway.control.request import Journey
+from headway.control.transfer_queue import Piece
 from headway.core.errors import RequestError
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.hardware.links import Link
-from headway.placement.base import (
+from headway.perf.hardware.links import Link
+from headway.policy.placement.base import (
     Action,
     Arrived,
     Commit,
@@ -42,7 +42,7 @@ from headway.placement.base import (
     Transfer,
     Woken,
 )
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
 
 LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 LAYERS = 8

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_chaos import LAYERS, Chaos, Restless
 
-from headway.cluster.record import Recorded
-from headway.cluster.replay import Replay
+from headway.control.decision_log import Recorded
+from headway.control.replay import Replay
 from headway.core.errors import ConfigError
-from headway.placement.base import Action, Arrived, Enqueue, Event, Placement
-from headway.placement.registry import Surroundings, make_placement
-from headway.placement.view import ClusterView
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.noise import Noise
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.policy.placement.base import Action, Arrived, Enqueue, Event, Placement
+from headway.policy.placement.registry import Surroundings, make_placement
+from headway.policy.placement.view import ClusterView
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.noise import Noise
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import PerToken, cluster
 
 OPTIONS: dict[str, dict[str, object]] = {

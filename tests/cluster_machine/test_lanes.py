@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.lanes import Entry, Lanes
+from headway.control.instance_queues import Entry, Lanes
 
 
 class Bustle:

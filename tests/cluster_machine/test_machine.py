@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_chaos import LAYERS, Chaos
 
-from headway.cluster.audit import check
+from headway.control.audit import check
 from headway.core.errors import InvariantError
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.placement.base import (
+from headway.policy.placement.base import (
     Action,
     Arrived,
     Commit,
@@ -29,7 +29,7 @@ from headway.placement.base import (
     Refused,
     Transfer,
 )
-from headway.placement.view import ClusterView, Instance
+from headway.policy.placement.view import ClusterView, Instance
 
 
 @settings(max_examples=40)

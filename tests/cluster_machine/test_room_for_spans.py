@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from machine_chaos import LAYERS
 
-from headway.cluster.audit import check
-from headway.cluster.entries import SpanEntry
-from headway.cluster.hands import Figures, Hands
-from headway.cluster.journey import Journey
-from headway.cluster.machine import Machine
+from headway.control.audit import check
+from headway.control.backend import Figures, Hands
+from headway.control.controller import Machine
+from headway.control.queue_entries import SpanEntry
+from headway.control.request import Journey
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.hardware.links import Link
-from headway.placement.base import Action, Commit, Enqueue, Event
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.perf.hardware.links import Link
+from headway.policy.placement.base import Action, Commit, Enqueue, Event
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
 
 LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
 

@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.lanes import Entry, Lanes
-from headway.cluster.timeline import CLOSE_S, Timeline
+from headway.control.instance_queues import Entry, Lanes
+from headway.control.timeline import CLOSE_S, Timeline
 
 INSTANCES, LAYERS = 6, 4
 

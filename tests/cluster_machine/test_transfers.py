@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.transfers import Piece, Transfers
+from headway.control.transfer_queue import Piece, Transfers
 
 
 def piece_of(request: str, source: int, target: int, seconds: float) -> Piece:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from headway.core.allowed import allowed
+from headway.core.decode_errors import allowed
 
 
 class Leaf(msgspec.Struct, forbid_unknown_fields=True):

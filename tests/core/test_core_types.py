@@ -17,8 +17,8 @@ from headway.core.errors import (
 )
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.hardware.memory import available_bytes, gib
-from headway.hardware.shapes import ModelShape
+from headway.perf.hardware.memory import available_bytes, gib
+from headway.perf.hardware.shapes import ModelShape
 
 
 def test_a_manual_clock_moves_when_told_and_never_back() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.core.scratch import ScratchFolder
+from headway.core.scratch_folder import ScratchFolder
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_close_removes_it_and_may_be_repeated() -> None:
 
 def test_what_a_killed_process_left_goes_and_what_lives_stays(root: Path) -> None:
     code = (
-        "import sys, time; from headway.core.scratch import ScratchFolder; folder = ScratchFolder(sys.argv[1]); "
+        "import sys, time; from headway.core.scratch_folder import ScratchFolder; folder = ScratchFolder(sys.argv[1]); "
         "print(folder.path, flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, "headway-engine-"], stdout=subprocess.PIPE, text=True)

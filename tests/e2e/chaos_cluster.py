@@ -26,7 +26,7 @@ from http_probe import model_of
 from test_cluster_ranks import ranks_of
 from test_serving_failures import gone
 
-from headway.bench.server_process import ServerProcess
+from headway.serving.load.server_process import ServerProcess
 
 LENGTHS = (2400, 1500, 700, 60, 20, 3)
 MOST = 160

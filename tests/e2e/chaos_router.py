@@ -17,8 +17,8 @@ import msgspec
 from chaos_links import Links
 
 from headway.cli.main import main
-from headway.router.instance import LiveInstance
-from headway.transfer.peer import Peer
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.kv_transfer.peer import Peer
 
 
 def serve(control: Path, links: Links) -> None:

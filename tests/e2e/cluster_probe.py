@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from headway.bench.server_process import ServerProcess
+from headway.serving.load.server_process import ServerProcess
 
 CLUSTER = (sys.executable, "-m", "headway.cli.main", "cluster")
 MIXED = [{"count": 3}]

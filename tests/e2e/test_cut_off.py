@@ -16,7 +16,7 @@ from http_probe import metric_reaches, model_of
 from test_serving import prompt_of
 
 from checkpoints import make_tiny
-from headway.bench.server_process import ServerProcess
+from headway.serving.load.server_process import ServerProcess
 
 pytestmark = pytest.mark.long
 

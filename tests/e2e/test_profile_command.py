@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints import make_tiny
 from headway.cli.main import main
-from headway.latency import store
+from headway.perf.latency import store
 
 
 def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

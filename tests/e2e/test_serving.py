@@ -13,7 +13,7 @@ import pytest
 from http_probe import complete, leave_after_sending, metric, metric_reaches, model_of, stream, streamed_ids, token_ids
 
 from checkpoints import make_tiny
-from headway.bench.server_process import ServerError, ServerProcess
+from headway.serving.load.server_process import ServerError, ServerProcess
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from http_probe import metric, stream
 
 from checkpoints import make_tiny
-from headway.bench.server_process import ServerProcess
+from headway.serving.load.server_process import ServerProcess
 
 PROMPT = [3 + (i * i * 31 + i * 17) % 120 for i in range(700)]
 COUNT = 300

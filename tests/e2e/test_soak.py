@@ -13,7 +13,7 @@ from http_probe import model_of
 from test_serving import Reference, prompt_of
 
 from checkpoints import make_tiny
-from headway.bench.server_process import ServerProcess
+from headway.serving.load.server_process import ServerProcess
 
 STREAMS = 256
 SECONDS = 120.0

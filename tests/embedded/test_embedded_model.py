@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from headway.embedded import model_path
-from headway.embedded.passkey import PasskeyDocument, make_document
+from headway.runtime.embedded import model_path
+from headway.runtime.embedded.passkey import PasskeyDocument, make_document
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

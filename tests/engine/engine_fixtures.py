@@ -7,12 +7,12 @@ from fake_executor import VOCAB, FakeExecutor
 
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
-from headway.engine.core import EngineCore
-from headway.engine.protocol import Delta, EngineInfo, Submit
-from headway.kv.ledger import Ledger
-from headway.latency.base import LatencyModel, Load, Seconds
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.kv.block_manager import Ledger
+from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import Delta, EngineInfo, Submit
 
 EOS = 2
 INFO = EngineInfo(

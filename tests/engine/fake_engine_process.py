@@ -16,8 +16,8 @@ import msgspec
 from engine_fixtures import INFO, make_core
 from fake_executor import FakeExecutor
 
-from headway.engine.config import EngineConfig
-from headway.engine.service import EngineService
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.service import EngineService
 
 BLOCKS = 160_000
 """Room for a prompt of 1M tokens and more, in blocks of 16."""

@@ -16,7 +16,7 @@ from headway.core.batch import Batch
 from headway.core.errors import LostError
 from headway.core.executor import Emitted, StepResult
 from headway.core.sampling import SamplingParams
-from headway.kv.allocator import BlockTables
+from headway.kv.block_allocator import BlockTables
 
 VOCAB = 1000
 NextToken = Callable[[list[int], int], int]

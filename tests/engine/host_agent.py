@@ -8,10 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from headway.engine.starter import Engines
-from headway.parallel.network import Endpoint
-from headway.parallel.terms import cluster_terms
-from headway.worker.host import Host
+from headway.runtime.launcher.engine_starter import Engines
+from headway.runtime.launcher.host_agent import Host
+from headway.runtime.launcher.host_compatibility import cluster_terms
+from headway.runtime.launcher.network import Endpoint
 
 TOKEN = "what-all-hosts-share"
 NODES = 3

@@ -10,14 +10,14 @@ import logging
 
 from engine_fixtures import make_core
 
-from headway.cli.engine_process import live
 from headway.core.clock import Clock
 from headway.core.errors import ConfigError, LostError
-from headway.engine.config import EngineConfig
-from headway.engine.core import EngineCore
-from headway.engine.protocol import Delta
-from headway.engine.recovery import GaveUpError
-from headway.engine.service import EngineService
+from headway.runtime.build.engine_process import live
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import Delta
+from headway.runtime.engine.restart_limits import GaveUpError
+from headway.runtime.engine.service import EngineService
 
 LATER = {
     "bereft": LostError("worker 1 has ended with signal 9 (SIGKILL)"),

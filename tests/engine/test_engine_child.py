@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.engine import child as module
-from headway.engine.child import EngineChild
-from headway.engine.config import EngineConfig
+from headway.runtime.engine import engine_child as module
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.engine_child import EngineChild
 
 
 class Corpse(subprocess.Popen[bytes]):

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
-from headway.engine.core import EngineCore
-from headway.engine.protocol import Submit
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import Submit
 
 
 def clock_of(core: EngineCore) -> ManualClock:

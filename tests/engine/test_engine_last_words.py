@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.engine.child import EngineChild
-from headway.engine.config import EngineConfig, InstanceConfig
-from headway.engine.protocol import Fatal, Outputs
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.protocol import Fatal, Outputs
 
 MODULE = "odd_engine_process"
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from headway.engine.line import EngineLine
-from headway.engine.protocol import EngineStats, Outputs
-from headway.parallel.secret import guard_client, guard_server, new_token
+from headway.runtime.engine.engine_channel import EngineLine
+from headway.runtime.engine.protocol import EngineStats, Outputs
+from headway.runtime.launcher.secret import guard_client, guard_server, new_token
 
 TOKEN = new_token()
 

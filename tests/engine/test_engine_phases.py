@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.engine.cluster_messages import Staged
-from headway.engine.core import EngineCore
-from headway.engine.protocol import Delta, Submit
+from headway.runtime.cluster.messages import Staged
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import Delta, Submit
 
 PROMPT = list(range(5, 45))
 

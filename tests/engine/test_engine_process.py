@@ -21,9 +21,9 @@ from fake_executor import VOCAB, answer
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.sampling import SamplingParams
-from headway.engine.client import ProcessEngineClient
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import Delta, Submit
+from headway.runtime.engine.client import ProcessEngineClient
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import Delta, Submit
 
 HERE = Path(__file__).parent
 
@@ -195,7 +195,7 @@ def test_an_engine_that_cannot_start_says_why_to_everybody_who_waits(model: str,
 
 
 def test_an_engine_that_hangs_while_it_starts_is_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.engine.line.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("headway.runtime.engine.engine_channel.START_TIMEOUT_S", 0.5)
 
     async def test() -> None:
         client = make_client("hangs", worker_timeout_s=1)
@@ -263,8 +263,8 @@ def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> Non
 
 ORPHAN = """
 import asyncio, os, signal
-from headway.engine.client import ProcessEngineClient
-from headway.engine.config import EngineConfig
+from headway.runtime.engine.client import ProcessEngineClient
+from headway.runtime.engine.config import EngineConfig
 
 async def main():
     client = ProcessEngineClient(EngineConfig(model="fake"), module="fake_engine_process")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import HeadwayError
 from headway.core.sampling import SamplingParams
-from headway.engine.protocol import Submit
-from headway.engine.recovery import Bereaved, GaveUpError, Restarts
+from headway.runtime.engine.protocol import Submit
+from headway.runtime.engine.restart_limits import Bereaved, GaveUpError, Restarts
 
 PROMPTS = {"a": [5] * 40, "b": [7, 8, 9], "c": list(range(3, 200))}
 

@@ -16,11 +16,11 @@ from fake_executor import answer
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import SamplingParams
-from headway.engine.child import EngineChild
-from headway.engine.client import ProcessEngineClient
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import Delta, EngineStats, Submit
-from headway.engine.totals import carried
+from headway.runtime.engine.client import ProcessEngineClient
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.protocol import Delta, EngineStats, Submit
 
 HERE = Path(__file__).parent
 
@@ -130,7 +130,7 @@ def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypat
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
         draining = asyncio.create_task(client.drain())
-        monkeypatch.setattr("headway.engine.child.subprocess.Popen", refuse)
+        monkeypatch.setattr("headway.runtime.engine.engine_child.subprocess.Popen", refuse)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="Cannot allocate memory"):
             await tokens(one)
@@ -183,7 +183,7 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
         seen.append(config)
         return EngineChild(config, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("headway.engine.client.EngineChild", spied)
+    monkeypatch.setattr("headway.runtime.engine.client.EngineChild", spied)
 
     async def test(client: ProcessEngineClient) -> None:
         for _ in range(2):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from headway.engine.starter import EngineProcess
+from headway.runtime.launcher.engine_starter import EngineProcess
 
 
 def test_a_process_that_cannot_be_looked_after_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

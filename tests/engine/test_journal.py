@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.core.sampling import TokenLogprobs
-from headway.engine.journal import Journal
-from headway.engine.protocol import Delta
+from headway.runtime.engine.protocol import Delta
+from headway.serving.journal import Journal
 
 PROMPTS = [b"\x01\x00\x00\x00\x02\x00\x00\x00", b"\x03\x00\x00\x00"]
 
@@ -215,8 +215,8 @@ def test_requests_of_another_model_are_not_mistaken_for_this_ones(tmp_path: Path
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from headway.engine.journal import Journal
-from headway.engine.protocol import Delta
+from headway.serving.journal import Journal
+from headway.runtime.engine.protocol import Delta
 journal = Journal(Path(sys.argv[1]))
 number = journal.accept("one", b"job", [b"\\x01\\x00\\x00\\x00"])
 for token in range(100):

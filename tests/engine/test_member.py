@@ -17,7 +17,9 @@ from headway.core.clock import ManualClock
 from headway.core.errors import UnavailableError
 from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
-from headway.engine.cluster_messages import (
+from headway.kv.staged_kv import runs_of
+from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.cluster.messages import (
     Admit,
     Compute,
     Forget,
@@ -30,12 +32,10 @@ from headway.engine.cluster_messages import (
     RunLost,
     RunPaused,
 )
-from headway.engine.core import EngineCore
-from headway.engine.member import Member
-from headway.engine.service import EngineService
-from headway.kv.custody import runs_of
-from headway.parallel.sequence.saved import Saved
-from headway.transfer.peers import PeerLostError, Peers
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.service import EngineService
+from headway.runtime.kv_transfer.peers import PeerLostError, Peers
+from headway.runtime.sequence_parallel.saved import Saved
 
 LAYERS = 4
 

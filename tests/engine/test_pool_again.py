@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from checkpoints import make_tiny
-from headway import embedded
-from headway.attention.kv_pool import KvPool
-from headway.cli import one_process
-from headway.cli.assemble import kv_blocks
-from headway.engine.config import EngineConfig
-from headway.latency.layout import Layout
-from headway.model.config import read_config
-from headway.model.fields import read_json
-from headway.parallel.fit import need
-from headway.parallel.place import places
+from headway.perf.latency.layout import Layout
+from headway.runtime import embedded
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.build import single_process as one_process
+from headway.runtime.build.engine import kv_blocks
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor.memory_fit import need
+from headway.runtime.executor.rank_layout import places
+from headway.runtime.model.config import read_config
+from headway.runtime.model.fields import read_json
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 64])

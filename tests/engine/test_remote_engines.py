@@ -20,21 +20,21 @@ import zmq
 from fake_executor import answer
 from host_agent import NODES, TOKEN
 
-from headway.bench.server_process import free_port
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
-from headway.embedded import model_path
-from headway.engine.clocks import by_our_clock
-from headway.engine.cluster_messages import Arrived, Reserved, RunDone
-from headway.engine.config import EngineConfig, InstanceConfig
-from headway.engine.protocol import BEATS, Delta, Drain, EngineInfo, EngineStats, Outputs, Submit, both, doors
-from headway.engine.remote import RemoteEngine
-from headway.parallel.network import Endpoint
-from headway.parallel.secret import guard_client, peers_secret
-from headway.parallel.terms import CLUSTER, cluster_terms, mismatch
-from headway.router.instance import LiveInstance
-from headway.router.launch import host_launcher
-from headway.worker.rendezvous import Rendezvous
+from headway.runtime.cluster.launch import host_launcher
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.messages import Arrived, Reserved, RunDone
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.clock_offsets import by_our_clock
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.protocol import BEATS, Delta, Drain, EngineInfo, EngineStats, Outputs, Submit, both, doors
+from headway.runtime.launcher.host_compatibility import CLUSTER, cluster_terms, mismatch
+from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.network import Endpoint
+from headway.runtime.launcher.remote_engine import RemoteEngine
+from headway.runtime.launcher.secret import guard_client, peers_secret
+from headway.serving.load.server_process import free_port
 
 HERE = Path(__file__).parent
 HOST_OF = {0: 0, 1: 1, 2: 2, 3: 2}

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from headway.core.cores import CORES
+from headway.core.cpu_affinity import CORES
 
 SCRIPT = """
 import os, threading
-from headway.core.cores import CORES
-from headway.worker.team import PAUSE_S, Team
+from headway.core.cpu_affinity import CORES
+from headway.runtime.executor.thread_pinning import PAUSE_S, Team
 import torch
 
 def cores(): return {int(t): tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}

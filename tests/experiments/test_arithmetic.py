@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from headway.experiments.arithmetic import adaptive_prefill, machine, static_prefill
-from headway.experiments.kvp_decode import speedup
-from headway.experiments.medha_worked_example import BY_HAND, QUANTUM_S, finish_times
-from headway.experiments.mnemosyne_fig5 import gpus_for, most_tokens
-from headway.experiments.spp_scaling import fits
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator import InstanceSpec, Link, simulate
-from headway.workload import TraceRequest
+from headway.policy.iteration.config import SchedulerConfig
+from headway.research.arithmetic import adaptive_prefill, machine, static_prefill
+from headway.research.kvp_decode import speedup
+from headway.research.medha_worked_example import BY_HAND, QUANTUM_S, finish_times
+from headway.research.mnemosyne_fig5 import gpus_for, most_tokens
+from headway.research.spp_scaling import fits
+from headway.sim import InstanceSpec, Link, simulate
+from headway.sim.workload import TraceRequest
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

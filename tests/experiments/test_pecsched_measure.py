@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from headway.experiments.pecsched_overall import _left_out
-from headway.experiments.pecsched_setting import LOADS, SWEEP, measure, scenario
-from headway.metrics.record import RequestRecord
-from headway.simulator.cluster.result import ClusterResult
-from headway.simulator.result import SimResult
+from headway.research.pecsched_overall import _left_out
+from headway.research.pecsched_setting import LOADS, SWEEP, measure, scenario
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.metrics.record import RequestRecord
+from headway.sim.result import SimResult
 
 
 def test_loads_of_the_sweep_are_in_order_and_reach_the_scenario() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.experiments.base import SCHEMA, Options
-from headway.experiments.registry import EXPERIMENTS, experiment, names
-from headway.experiments.verdicts import allowed
-from headway.simulator.scenario import parse_scenario
+from headway.research.base import SCHEMA, Options
+from headway.research.registry import EXPERIMENTS, experiment, names
+from headway.research.verdicts import allowed
+from headway.sim.scenario import parse_scenario
 
 PROMISED = {
     *(f"medha.{name}" for name in ("worked-example", "eq1", "fig1", "fig3b", "fig4", "fig5b", "fig7", "fig9", "fig10",
@@ -59,7 +59,7 @@ def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.experiments import medha_setting
+    from headway.research import medha_setting
 
     found = []
     for jobs in (1, 2):

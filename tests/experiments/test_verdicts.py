@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from headway.experiments import verdicts as v
-from headway.experiments.base import plain
+from headway.research import verdicts as v
+from headway.research.base import plain
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.transfer.peers import Peer, PeerLostError, Peers, Place
+from headway.runtime.kv_transfer.peers import Peer, PeerLostError, Peers, Place
 
 Make = Callable[..., Peers]
 

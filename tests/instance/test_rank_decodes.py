@@ -11,8 +11,8 @@ from test_runs import Expected, prompt_of
 from test_scaled_decodes import Decode
 
 from headway.core.sampling import SamplingParams
-from headway.engine.cluster_messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
-from headway.engine.protocol import Delta, Submit
+from headway.runtime.cluster.messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
+from headway.runtime.engine.protocol import Delta, Submit
 from instance.world import Part, World, frame
 
 pytestmark = pytest.mark.long

@@ -16,7 +16,7 @@ from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
-from headway.engine.cluster_messages import Arrived, Compute, Forget, Pause, Reserve, Reserved, RunDone, RunLost, Send
+from headway.runtime.cluster.messages import Arrived, Compute, Forget, Pause, Reserve, Reserved, RunDone, RunLost, Send
 from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

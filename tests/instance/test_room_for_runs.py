@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from headway.core.sampling import SamplingParams
-from headway.engine.cluster_messages import Run
-from headway.model.random_weights import random_decoder, reference_config
-from headway.transfer.peers import Peers
-from headway.worker.runs import Runs
-from headway.worker.worker import Worker
+from headway.runtime.cluster.messages import Run
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.model.random_weights import random_decoder, reference_config
+from headway.runtime.sequence_parallel.span_executor import Runs
 
 BLOCK = 64
 

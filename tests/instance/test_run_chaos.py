@@ -11,8 +11,8 @@ import pytest
 from test_run_pauses import GREEDY
 from test_runs import check, prompt_of
 
-from headway.engine.cluster_messages import Forget, Pause, Proceed, RunDone, RunLost, RunPaused
-from headway.engine.protocol import Delta
+from headway.runtime.cluster.messages import Forget, Pause, Proceed, RunDone, RunLost, RunPaused
+from headway.runtime.engine.protocol import Delta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

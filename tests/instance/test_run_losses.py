@@ -11,7 +11,7 @@ import pytest
 from test_run_pauses import GREEDY, proceed
 from test_runs import check, prompt_of
 
-from headway.engine.cluster_messages import Compute, Forget, Pause, RunDone, RunLost
+from headway.runtime.cluster.messages import Compute, Forget, Pause, RunDone, RunLost
 from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from headway.engine.protocol import Delta
+from headway.runtime.engine.protocol import Delta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -9,8 +9,8 @@ import pytest
 from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
-from headway.engine.cluster_messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
-from headway.engine.protocol import Delta
+from headway.runtime.cluster.messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
+from headway.runtime.engine.protocol import Delta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

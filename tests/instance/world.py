@@ -20,7 +20,7 @@ import zmq
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.engine.cluster_messages import (
+from headway.runtime.cluster.messages import (
     Admit,
     Compute,
     Forget,
@@ -31,8 +31,8 @@ from headway.engine.cluster_messages import (
     RunDone,
     RunPaused,
 )
-from headway.engine.config import EngineConfig, InstanceConfig
-from headway.engine.protocol import BEATS, Delta, EngineInfo, EngineStats, Fatal, Outputs, Submit
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.protocol import BEATS, Delta, EngineInfo, EngineStats, Fatal, Outputs, Submit
 
 WAIT_S = 20.0
 M = TypeVar("M")
@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal | FromInstance)
 
 def instance_main(endpoint: str, config: bytes) -> None:
     """A process that a fork server starts, which is quicker than a new interpreter."""
-    from headway.cli.engine_process import main
+    from headway.runtime.build.engine_process import main
 
     os._exit(main(endpoint, os.getppid(), msgspec.json.decode(config, type=EngineConfig)))
 
@@ -298,6 +298,11 @@ class World:
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["headway.cli.engine_process", "headway.cli.one_process", "headway.cli.member", "headway.worker.runs"]
+        [
+            "headway.runtime.build.engine_process",
+            "headway.runtime.build.single_process",
+            "headway.runtime.build.instance",
+            "headway.runtime.sequence_parallel.span_executor",
+        ]
     )
     return context

@@ -10,9 +10,9 @@ from test_ledger import replay
 
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError, RequestError
-from headway.kv.allocator import BlockTables
-from headway.kv.custody import Custody, runs_of
-from headway.kv.ledger import Ledger
+from headway.kv.block_allocator import BlockTables
+from headway.kv.block_manager import Ledger
+from headway.kv.staged_kv import Custody, runs_of
 
 BLOCKS, BLOCK = 20, 4
 

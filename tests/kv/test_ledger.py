@@ -9,8 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.allocator import BlockTables
-from headway.kv.ledger import Lease, Ledger
+from headway.kv.block_allocator import BlockTables
+from headway.kv.block_manager import Lease, Ledger
 
 BLOCKS, BLOCK = 20, 4
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.latency.baked import bake
-from headway.latency.corrected import CorrectedLatency
-from headway.latency.tables import DecodeTable, PastTable, TableLatency, TableSource
+from headway.perf.latency.calibrated_table import bake
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.tables import DecodeTable, PastTable, TableLatency, TableSource
 
 MEASURED = TableSource(
     fingerprint="m|f|d|1 threads|tp1-pp1-kvp1",

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from latency_models import gpu_roofline
 
-from headway.latency.base import LatencyModel, Load, decode_load, load_s, one_chunk_s
-from headway.latency.corrected import CorrectedLatency
+from headway.perf.latency.base import LatencyModel, Load, decode_load, load_s, one_chunk_s
+from headway.perf.latency.corrected import CorrectedLatency
 
 Shape = tuple[int, int, int]
 """(decodes, past, chunk)."""

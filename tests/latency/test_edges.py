@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.span import cut
-from headway.latency.edges import Edges
+from headway.perf.latency.pause_points import Edges
 
 
 def _square(start: int, end: int) -> float:

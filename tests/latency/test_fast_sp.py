@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.hardware.accelerators import accelerator
-from headway.hardware.links import Link
-from headway.hardware.models import model
-from headway.hardware.shapes import ModelShape
-from headway.latency import fast_sp, fast_sp_printed
-from headway.latency.fast_sp import Group, SpRates
+from headway.perf.hardware.accelerators import accelerator
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.models import model
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency import fast_sp, fast_sp_printed
+from headway.perf.latency.fast_sp import Group, SpRates
 
 RATES = SpRates.of(accelerator("a100"), 400.0, 0.6, 0.55)
 FREE = SpRates(  # communication costs nothing, kernels lose nothing in a ring

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from latency_models import Linear, tables
 
-from headway.latency.base import MAX_CHUNK, LatencyModel, Load
-from headway.latency.corrected import CorrectedLatency
-from headway.latency.exchange import Sharded, WithExchange
-from headway.latency.fitted import fitted
-from headway.latency.tables import TableLatency
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.fitted import fitted
+from headway.perf.latency.shard_exchange import Sharded, WithExchange
+from headway.perf.latency.tables import TableLatency
 
 
 def learned(model: LatencyModel) -> LatencyModel:

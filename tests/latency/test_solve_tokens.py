@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from latency_models import gpu_roofline, table, tables
 
-from headway.latency.base import MAX_CHUNK, LatencyModel, Load, load_s, one_chunk_s, solve_tokens
-from headway.latency.corrected import CorrectedLatency
-from headway.latency.tables import TableLatency
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.tables import TableLatency
 
 
 def exhaustive(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> int:

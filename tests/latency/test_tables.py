@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from latency_models import RATES, SHAPE, gpu_roofline, table
 
 from headway.core.errors import ConfigError
-from headway.latency import store
-from headway.latency.base import MAX_CHUNK, one_chunk_s
-from headway.latency.tables import TableLatency, TableSource
+from headway.perf.latency import store
+from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
+from headway.perf.latency.tables import TableLatency, TableSource
 
 RISING = st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1e-2)), min_size=2, max_size=8)
 SOURCE = TableSource(
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path: Path, content: b
 
 
 def test_a_later_schema_is_refused(tmp_path: Path) -> None:
-    store.save(msgspec.structs.replace(SOURCE, schema="headway.latency/9"), tmp_path / "p.json")
+    store.save(msgspec.structs.replace(SOURCE, schema="headway.perf.latency/9"), tmp_path / "p.json")
     with pytest.raises(ConfigError, match=r"headway\.latency/9"):
         store.load(tmp_path / "p.json", None)
 

@@ -9,14 +9,14 @@ import profile_files as files
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.hardware.models import model
-from headway.hardware.shapes import ModelShape
-from headway.latency.base import Load, load_s, solve_tokens
-from headway.latency.fitted import Assumptions, Layout, fitted
-from headway.latency.operators import device_fit
-from headway.latency.operators.device_fit import DeviceFit
-from headway.latency.operators.readers import read_all
-from headway.latency.prefill_cache import PrefillCache
+from headway.perf.hardware.models import model
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import Load, load_s, solve_tokens
+from headway.perf.latency.fitted import Assumptions, Layout, fitted
+from headway.perf.latency.operators import device_fit
+from headway.perf.latency.operators.device_fit import DeviceFit
+from headway.perf.latency.operators.readers import read_all
+from headway.perf.latency.prefill_cache import PrefillCache
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from headway.cli import profile_fit
 from headway.core.errors import ConfigError
-from headway.latency.fitted import fitted
+from headway.perf.latency.fitted import fitted
 
 
 def command(*words: str) -> int:

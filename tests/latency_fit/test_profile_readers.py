@@ -9,8 +9,8 @@ import profile_files as files
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL
-from headway.latency.operators.readers import read
+from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL
+from headway.perf.latency.operators.readers import read
 
 
 def test_vidur_layer_gives_shapes_of_one_rank(tmp_path: Path) -> None:

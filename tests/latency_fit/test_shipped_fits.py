@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.hardware.accelerators import ACCELERATORS
-from headway.hardware.models import MODELS
-from headway.latency.base import one_chunk_s
-from headway.latency.fitted import Layout, fitted, shipped, shipped_fit
-from headway.latency.operators import device_fit
-from headway.latency.operators.readers import read_all
+from headway.perf.hardware.accelerators import ACCELERATORS
+from headway.perf.hardware.models import MODELS
+from headway.perf.latency.base import one_chunk_s
+from headway.perf.latency.fitted import Layout, fitted, shipped, shipped_fit
+from headway.perf.latency.operators import device_fit
+from headway.perf.latency.operators.readers import read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.metrics import SCHEMA, RequestRecord, SloTargets, summarise
-from headway.metrics.quantiles import percentile_name, percentiles, quantile
+from headway.sim.metrics import SCHEMA, RequestRecord, SloTargets, summarise
+from headway.sim.metrics.quantiles import percentile_name, percentiles, quantile
 
 
 def record(number: int, klass: str, ttft: float, **changes: object) -> RequestRecord:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_tiny
 from headway.core.errors import CheckpointError, ConfigError
-from headway.model.loading import load_decoder
+from headway.runtime.model.loading import load_decoder
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from headway.attention.base import Segment
-from headway.attention.cpu import CpuBackend
-from headway.attention.native import kernels
-from headway.model.decoder import Decoder
-from headway.model.linear import Linear
-from headway.model.random_weights import random_decoder, reference_config
-from headway.model.weights import DecoderWeights, LayerWeights
+from headway.runtime.attention.base import Segment
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.native import kernels
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.linear import Linear
+from headway.runtime.model.random_weights import random_decoder, reference_config
+from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 pytestmark = pytest.mark.skipif(
     kernels() is None or torch.cpu._is_amx_tile_supported(),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from checkpoints import FAMILIES, make_tiny
-from headway.attention.base import Segment
-from headway.model.decoder import Decoder
-from headway.model.loading import load_decoder
+from headway.runtime.attention.base import Segment
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.loading import load_decoder
 
 LENGTH = 48
 BLOCK = 8

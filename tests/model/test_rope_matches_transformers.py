@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from checkpoints import make_tiny
-from headway.attention.base import Segment
 from headway.core.errors import CheckpointError, ConfigError
-from headway.model.loading import load_decoder
-from headway.model.rope import Rotary, rotate_
-from headway.model.rope_config import RopeConfig, read_rope
+from headway.runtime.attention.base import Segment
+from headway.runtime.model.loading import load_decoder
+from headway.runtime.model.rope import Rotary, rotate_
+from headway.runtime.model.rope_config import RopeConfig, read_rope
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 2.0],
         "long_factor": [1.5, 2.5, 5.0, 9.0], "original_max_position_embeddings": 64}  # fmt: skip

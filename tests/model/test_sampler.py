@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
-from headway.model.sampling import SamplerState, draw, make_state, sample, uniform
+from headway.runtime.model.sampling import SamplerState, draw, make_state, sample, uniform
 
 VOCAB = 50
 

@@ -20,21 +20,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from headway.attention.base import Segment
-from headway.attention.sdpa import SdpaBackend
-from headway.latency.layout import Layout
-from headway.model.checkpoint import Checkpoint
-from headway.model.loading import load_decoder
-from headway.model.sampling import Sampled
-from headway.parallel import gloo
-from headway.parallel.gloo import GlooLinks
-from headway.parallel.group_attention import Ask as Asked
-from headway.parallel.group_attention import GroupAttention, Visit
-from headway.parallel.place import place_of
-from headway.worker import worker as worker_module
-from headway.worker.local import LocalExecutor
-from headway.worker.measure import measure
-from headway.worker.worker import Worker
+from headway.perf.latency.layout import Layout
+from headway.runtime.attention.base import Segment
+from headway.runtime.attention.sdpa import SdpaBackend
+from headway.runtime.executor import gloo_links as gloo
+from headway.runtime.executor import worker as worker_module
+from headway.runtime.executor.gloo_links import GlooLinks
+from headway.runtime.executor.group_attention import Ask as Asked
+from headway.runtime.executor.group_attention import GroupAttention, Visit
+from headway.runtime.executor.measure import measure
+from headway.runtime.executor.rank_layout import place_of
+from headway.runtime.executor.single_process import LocalExecutor
+from headway.runtime.executor.worker import Worker
+from headway.runtime.model.checkpoint import Checkpoint
+from headway.runtime.model.loading import load_decoder
+from headway.runtime.model.sampling import Sampled
 
 BLOCKS, BLOCK = 64, 8
 DEVICE = "made_up:0"

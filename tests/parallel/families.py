@@ -11,12 +11,12 @@ from typing import Any
 from serving import Ask, greedy, make_core, prompt_of, serve
 
 from checkpoints import make_tiny
-from headway.engine.core import EngineCore, Log
-from headway.latency.layout import Layout
-from headway.model.loading import load_decoder
-from headway.parallel.executor import ParallelExecutor
-from headway.worker.local import LocalExecutor
-from headway.worker.worker import Worker
+from headway.perf.latency.layout import Layout
+from headway.runtime.engine.core import EngineCore, Log
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.single_process import LocalExecutor
+from headway.runtime.executor.worker import Worker
+from headway.runtime.model.loading import load_decoder
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 CHUNKINGS = ("adaptive", "static:1", "static:7", "static:64")

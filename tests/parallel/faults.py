@@ -17,12 +17,12 @@ import pytest
 from serving import Ask, make_core
 
 from headway.core.sampling import SamplingParams
-from headway.engine.core import EngineCore
-from headway.engine.protocol import Submit
-from headway.engine.recovery import Restarts
-from headway.parallel.executor import ParallelExecutor
-from headway.parallel.rank_config import RankConfig
-from headway.worker.processes import ProcessWire
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import Submit
+from headway.runtime.engine.restart_limits import Restarts
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.rank_config import RankConfig
+from headway.runtime.executor.rank_processes import ProcessWire
 
 BLOCKS, BLOCK = 128, 8
 TIMEOUT_S = 1.5

@@ -14,12 +14,12 @@ import torch
 from headway.core.clock import ManualClock
 from headway.core.executor import Executor
 from headway.core.sampling import SamplingParams
-from headway.engine.core import EngineCore, Log
-from headway.engine.protocol import Delta, EngineInfo, Submit
-from headway.kv.ledger import Ledger
-from headway.latency.base import LatencyModel, Load, Seconds
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.groups import make_scheduler
+from headway.kv.block_manager import Ledger
+from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.runtime.engine.core import EngineCore, Log
+from headway.runtime.engine.protocol import Delta, EngineInfo, Submit
 
 
 class RowLatency(LatencyModel):

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from serving import Ask, make_core, serve
 
-from headway.latency.layout import Layout
-from headway.parallel.echo import EchoWire
-from headway.parallel.executor import ParallelExecutor
+from headway.perf.latency.layout import Layout
+from headway.runtime.executor.echo import EchoWire
+from headway.runtime.executor.multi_process import ParallelExecutor
 
 
 def traffic(context: int, layout: Layout) -> tuple[float, dict[str, int]]:

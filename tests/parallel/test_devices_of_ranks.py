@@ -15,16 +15,16 @@ from serving import Ask, make_core, prompt_of, serve
 from test_processes import ranks, settings
 from virtual import VirtualWorld
 
-from headway.attention.sdpa import SdpaBackend
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.hardware import device as device_module
-from headway.hardware.device import Cuda, Devices, choose
-from headway.model.loading import load_decoder
-from headway.parallel.group_attention import GroupAttention
-from headway.worker import cuda
-from headway.worker.local import LocalExecutor
-from headway.worker.worker import Worker
+from headway.perf.hardware import device as device_module
+from headway.perf.hardware.device import Cuda, Devices, choose
+from headway.runtime.attention.sdpa import SdpaBackend
+from headway.runtime.executor import cuda_probe as cuda
+from headway.runtime.executor.group_attention import GroupAttention
+from headway.runtime.executor.single_process import LocalExecutor
+from headway.runtime.executor.worker import Worker
+from headway.runtime.model.loading import load_decoder
 
 ASKS = [Ask(prompt_of(1, 200), 8), Ask(prompt_of(2, 20), 10, 2), Ask(prompt_of(3, 3), 12, 5)]
 PAIR = Cuda("2.9+cu130", True, ("A", "B"), (50, 30))

@@ -11,18 +11,18 @@ import pytest
 from families import BLOCK, BLOCKS, checkpoint, core_of, layout_of
 from virtual import VirtualWorld
 
-from headway.cli.assemble import assemble, latency_source, profile_mark
-from headway.cli.many_processes import build_many
 from headway.core.clock import ManualClock
-from headway.engine.config import EngineConfig
-from headway.latency import store
-from headway.latency.exchange import Exchange, exchange_of
-from headway.latency.layout import Layout
-from headway.latency.recorded import describe, restore
-from headway.parallel.executor import ParallelExecutor
-from headway.parallel.messages import Measure, Measured
-from headway.worker import measure as measuring
-from headway.worker.profiling import FULL, QUICK, exchange, profile
+from headway.perf.latency import store
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.recorded import describe, restore
+from headway.perf.latency.shard_exchange import Exchange, exchange_of
+from headway.runtime.build.engine import assemble, latency_source, profile_mark
+from headway.runtime.build.multi_process import build_many
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor import measure as measuring
+from headway.runtime.executor.messages import Measure, Measured
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.profiling import FULL, QUICK, exchange, profile
 
 
 def asker(seconds: dict[int, float]) -> Any:
@@ -52,7 +52,7 @@ def test_groups_pair_up_and_then_serve(name: str, monkeypatch: pytest.MonkeyPatc
         told.append((kind, second))
         return real(worker, kind, first, second, repeats)
 
-    monkeypatch.setattr("headway.worker.rank.measure", noted)
+    monkeypatch.setattr("headway.runtime.executor.rank_loop.measure", noted)
     layout = layout_of(name)
     with VirtualWorld(checkpoint("llama"), layout, BLOCKS, BLOCK) as world:
         assert 0.0 <= world.executor.measure("exchange", 5, 0, 2) < 60.0

@@ -21,13 +21,13 @@ from virtual import VirtualWorld
 
 from checkpoints import make_tiny
 from headway.core.sampling import SamplingParams
-from headway.engine.protocol import Submit
-from headway.latency.layout import Layout
-from headway.model.loading import load_decoder
-from headway.parallel.messages import Plan, ToRank
-from headway.report.live_trace import live_trace_events, timeline
-from headway.worker.local import LocalExecutor
-from headway.worker.worker import Worker
+from headway.perf.latency.layout import Layout
+from headway.runtime.engine.protocol import Submit
+from headway.runtime.executor.messages import Plan, ToRank
+from headway.runtime.executor.single_process import LocalExecutor
+from headway.runtime.executor.worker import Worker
+from headway.runtime.model.loading import load_decoder
+from headway.sim.report.live_trace import live_trace_events, timeline
 
 LAYOUTS = ((1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 3, 3))
 """T x S x K."""

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import FAMILIES, make_tiny
-from headway import embedded
-from headway.cli import many_processes
 from headway.core.errors import ConfigError
-from headway.engine.config import EngineConfig
-from headway.latency.layout import Layout
-from headway.model.config import DecoderConfig, read_config
-from headway.model.fields import read_json
-from headway.model.loading import load_decoder
-from headway.parallel.fit import check_memory, check_shape, need, parameters
+from headway.perf.latency.layout import Layout
+from headway.runtime import embedded
+from headway.runtime.build import multi_process as many_processes
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor.memory_fit import check_memory, check_shape, need, parameters
+from headway.runtime.model.config import DecoderConfig, read_config
+from headway.runtime.model.fields import read_json
+from headway.runtime.model.loading import load_decoder
 
 PATH = embedded.model_path() / "config.json"
 EMBEDDED = read_config(read_json(PATH), None, str(PATH))

@@ -17,13 +17,13 @@ from serving import make_core
 
 from headway.core.errors import ConfigError, LostError
 from headway.core.sampling import SamplingParams
-from headway.engine.core import EngineCore
-from headway.engine.protocol import Submit
-from headway.latency.layout import Layout
-from headway.parallel.beats import Pulse
-from headway.parallel.executor import ParallelExecutor
-from headway.parallel.messages import Admit, Alive, FromRank, Plan, Probe, ToRank
-from headway.parallel.wire import Frame, RankLostError
+from headway.perf.latency.layout import Layout
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import Submit
+from headway.runtime.executor.messages import Admit, Alive, FromRank, Plan, Probe, ToRank
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.rank_transport import Frame, RankLostError
+from headway.runtime.launcher.heartbeat import Pulse
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

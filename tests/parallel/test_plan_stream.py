@@ -16,13 +16,13 @@ from virtual import VirtualWorld
 from checkpoints import make_tiny
 from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
 from headway.core.sampling import SamplingParams
-from headway.kv.allocator import BlockTables
-from headway.latency.layout import Layout
-from headway.parallel.echo import EchoWire
-from headway.parallel.executor import ParallelExecutor
-from headway.parallel.messages import Plan, ToRank
-from headway.parallel.stream import KEPT_EPOCHS, PlanWriter, StreamState, replay
-from headway.parallel.wire import RankLostError
+from headway.kv.block_allocator import BlockTables
+from headway.perf.latency.layout import Layout
+from headway.runtime.executor.echo import EchoWire
+from headway.runtime.executor.messages import Plan, ToRank
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.plan_stream import KEPT_EPOCHS, PlanWriter, StreamState, replay
+from headway.runtime.executor.rank_transport import RankLostError
 
 
 @settings(max_examples=40)

@@ -18,10 +18,10 @@ from serving import Ask, make_core, prompt_of, serve
 
 from checkpoints import make_tiny
 from headway.core.errors import ConfigError
-from headway.parallel.executor import ParallelExecutor
-from headway.parallel.rank_config import RankConfig
-from headway.parallel.wire import RankLostError
-from headway.worker.processes import ProcessWire
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.rank_config import RankConfig
+from headway.runtime.executor.rank_processes import ProcessWire
+from headway.runtime.executor.rank_transport import RankLostError
 
 BLOCKS, BLOCK = 64, 8
 

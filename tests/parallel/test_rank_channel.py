@@ -7,8 +7,8 @@ from pathlib import Path
 
 import zmq
 
-from headway.parallel.messages import ASIDE
-from headway.worker.process import ZmqChannel
+from headway.runtime.executor.messages import ASIDE
+from headway.runtime.executor.rank_process import ZmqChannel
 
 
 def test_a_channel_ends_though_a_thread_has_spoken_aside(tmp_path: Path) -> None:

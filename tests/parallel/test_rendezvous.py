@@ -21,20 +21,20 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench.server_process import free_port
 from headway.core.errors import CheckpointError, ConfigError
-from headway.embedded import model_path
-from headway.latency.layout import Layout
-from headway.model.identity import identity
-from headway.parallel.host_messages import HostHello, Kept
-from headway.parallel.network import Endpoint, address_towards, interface_of, parse_endpoint, resolve
-from headway.parallel.rank_config import RankConfig
-from headway.parallel.secret import check_token, guard_client, new_token
-from headway.parallel.terms import check_nodes, node_of, terms
-from headway.worker.host import Host
-from headway.worker.launch import Ranks
-from headway.worker.remote import RemoteProcess
-from headway.worker.rendezvous import Rendezvous
+from headway.perf.latency.layout import Layout
+from headway.runtime.embedded import model_path
+from headway.runtime.executor.rank_config import RankConfig
+from headway.runtime.launcher.host_agent import Host
+from headway.runtime.launcher.host_compatibility import check_nodes, node_of, terms
+from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.host_messages import HostHello, Kept
+from headway.runtime.launcher.network import Endpoint, address_towards, interface_of, parse_endpoint, resolve
+from headway.runtime.launcher.rank_launcher import Ranks
+from headway.runtime.launcher.remote_rank import RemoteProcess
+from headway.runtime.launcher.secret import check_token, guard_client, new_token
+from headway.runtime.model.identity import identity
+from headway.serving.load.server_process import free_port
 
 LAYOUT = Layout(tp=2)
 TOKEN = new_token()

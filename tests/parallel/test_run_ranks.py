@@ -12,8 +12,9 @@ from headway.core.errors import InvariantError
 from headway.core.executor import Emitted
 from headway.core.sampling import SamplingParams
 from headway.core.span import Run
-from headway.transfer.peer import PeerLostError
-from headway.worker.run_notes import (
+from headway.runtime.kv_transfer.peer import PeerLostError
+from headway.runtime.sequence_parallel.multi_rank_span_executor import RunError, RunRanks
+from headway.runtime.sequence_parallel.span_messages import (
     Begin,
     Begun,
     Broken,
@@ -32,7 +33,6 @@ from headway.worker.run_notes import (
     Want,
     to_rank,
 )
-from headway.worker.run_ranks import RunError, RunRanks
 
 Answers = dict[type, list[list[RunFromRank]]]
 

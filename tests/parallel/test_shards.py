@@ -7,12 +7,12 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.latency.layout import Layout
-from headway.model.config import DecoderConfig
-from headway.model.rope_config import RopeConfig
-from headway.model.shard import WHOLE, Shard, divides
-from headway.parallel.fit import numbers
-from headway.parallel.place import place_of, places
+from headway.perf.latency.layout import Layout
+from headway.runtime.executor.memory_fit import numbers
+from headway.runtime.executor.rank_layout import place_of, places
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.rope_config import RopeConfig
+from headway.runtime.model.shard import WHOLE, Shard, divides
 
 BASE = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=5, q_heads=8, kv_heads=2, head_dim=8,

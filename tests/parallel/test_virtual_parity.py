@@ -8,7 +8,7 @@ from families import checkpoint, expected, single
 from serving import Ask, make_core, prompt_of, serve
 from virtual import VirtualWorld
 
-from headway.latency.layout import Layout
+from headway.perf.latency.layout import Layout
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (4, 3))
 

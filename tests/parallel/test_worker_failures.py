@@ -13,8 +13,8 @@ from faults import FAULTS, TIMEOUT_S, World, cut, hang, kill, rank_config, serve
 from serving import Ask, greedy, prompt_of
 
 from checkpoints import make_tiny
-from headway.engine.core import EngineCore
-from headway.engine.recovery import GaveUpError
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.restart_limits import GaveUpError
 
 ASKS = [
     Ask(prompt_of(1, 400), 16),

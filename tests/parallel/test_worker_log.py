@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 from headway.core.errors import ConfigError
-from headway.embedded import model_path
-from headway.parallel.rank_config import RankConfig
-from headway.worker.processes import ProcessWire
+from headway.runtime.embedded import model_path
+from headway.runtime.executor.rank_config import RankConfig
+from headway.runtime.executor.rank_processes import ProcessWire
 
 if __name__ == "__main__":
     config = RankConfig(

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.latency.layout import Layout
-from headway.model.config import read_config
-from headway.model.fields import read_json
-from headway.model.loading import load_decoder
-from headway.parallel.executor import ParallelExecutor
-from headway.parallel.group_attention import GroupAttention
-from headway.parallel.messages import FromRank, Stop, Word
-from headway.parallel.place import Place, places
-from headway.parallel.rank_config import RankPeer
-from headway.parallel.wire import Frame
-from headway.worker.kv_rank import KvRank
-from headway.worker.rank import Rank, _encoder, failure
-from headway.worker.worker import Worker
+from headway.perf.latency.layout import Layout
+from headway.runtime.executor.group_attention import GroupAttention
+from headway.runtime.executor.messages import FromRank, Stop, Word
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.rank_config import RankPeer
+from headway.runtime.executor.rank_layout import Place, places
+from headway.runtime.executor.rank_loop import Rank, _encoder, failure
+from headway.runtime.executor.rank_transport import Frame
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.rank_transfer import KvRank
+from headway.runtime.model.config import read_config
+from headway.runtime.model.fields import read_json
+from headway.runtime.model.loading import load_decoder
 
 WAIT_S = 60.0
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.attention.base import Segment
 from headway.core.span import Strategy
-from headway.model.config import DecoderConfig
-from headway.model.decoder import Decoder
-from headway.model.loading import load_decoder
-from headway.model.shard import Shard
-from headway.parallel.sequence.chunk import ChunkPlan
-from headway.parallel.sequence.group import ChunkSpec, SpGroup
-from headway.parallel.sequence.kv_shard import KvShard
-from headway.parallel.sequence.layout import EMPTY, KvLayout, gathered
-from headway.parallel.sequence.prefill import SequencePrefill
-from headway.parallel.sequence.tokens import Order
-from headway.parallel.sequence.transport import Transport
+from headway.runtime.attention.base import Segment
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.loading import load_decoder
+from headway.runtime.model.shard import Shard
+from headway.runtime.sequence_parallel.chunk import ChunkPlan
+from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
+from headway.runtime.sequence_parallel.kv_shard import KvShard
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered
+from headway.runtime.sequence_parallel.prefill import SequencePrefill
+from headway.runtime.sequence_parallel.tokens import Order
+from headway.runtime.sequence_parallel.transport import Transport
 
 DECODES = 6
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from headway.attention.kv_pool import KvPool
-from headway.attention.primitive import attend, merge, merge_into
-from headway.parallel.sequence.attend import _Answer
-from headway.parallel.sequence.cover import cover
-from headway.parallel.sequence.kv_shard import KvShard
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.primitive import attend, merge, merge_into
+from headway.runtime.sequence_parallel.attend import _Answer
+from headway.runtime.sequence_parallel.cover import cover
+from headway.runtime.sequence_parallel.kv_shard import KvShard
 
 
 def test_merging_in_place_is_merging() -> None:

@@ -15,10 +15,10 @@ from test_schedules import CONFIG, contents, moved
 from checkpoints import make_tiny
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
-from headway.parallel.sequence.chunk import ChunkPlan
-from headway.parallel.sequence.group import ChunkSpec, SpGroup
-from headway.parallel.sequence.layout import EMPTY, Held, KvLayout
-from headway.parallel.sequence.pieces import layout_after
+from headway.runtime.sequence_parallel.chunk import ChunkPlan
+from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
+from headway.runtime.sequence_parallel.layout import EMPTY, Held, KvLayout
+from headway.runtime.sequence_parallel.pieces import layout_after
 
 
 @pytest.fixture(scope="module")

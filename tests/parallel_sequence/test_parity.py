@@ -12,7 +12,7 @@ from virtual_ranks import on_ranks
 
 from checkpoints import make_tiny
 from headway.core.errors import ConfigError
-from headway.parallel.sequence.tokens import ORDERS
+from headway.runtime.sequence_parallel.tokens import ORDERS
 
 BOUND = 1e-4
 

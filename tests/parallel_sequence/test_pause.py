@@ -13,12 +13,12 @@ from virtual_ranks import VirtualTransport, on_ranks
 
 from checkpoints import make_tiny
 from headway.core.errors import ConfigError, InvariantError
-from headway.hardware.shapes import ModelShape
-from headway.latency.fast_sp import saved_bytes
-from headway.model.shard import Shard
-from headway.parallel.sequence.layout import gathered
-from headway.parallel.sequence.prefill import SequencePrefill
-from headway.parallel.sequence.saved import Saved
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.fast_sp import saved_bytes
+from headway.runtime.model.shard import Shard
+from headway.runtime.sequence_parallel.layout import gathered
+from headway.runtime.sequence_parallel.prefill import SequencePrefill
+from headway.runtime.sequence_parallel.saved import Saved
 
 LAYERS = 5
 

@@ -16,12 +16,12 @@ from virtual_ranks import VirtualTransport, on_ranks
 
 from checkpoints import make_tiny
 from headway.core.span import cut
-from headway.model.shard import Shard
-from headway.parallel.sequence.chunk import ChunkPlan
-from headway.parallel.sequence.group import ChunkSpec
-from headway.parallel.sequence.layout import EMPTY, KvLayout, moves
-from headway.parallel.sequence.pieces import layout_after, pieces
-from headway.parallel.sequence.prefill import SequencePrefill
+from headway.runtime.model.shard import Shard
+from headway.runtime.sequence_parallel.chunk import ChunkPlan
+from headway.runtime.sequence_parallel.group import ChunkSpec
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, moves
+from headway.runtime.sequence_parallel.pieces import layout_after, pieces
+from headway.runtime.sequence_parallel.prefill import SequencePrefill
 
 
 @given(st.integers(0, 50), st.integers(1, 400), st.integers(1, 9), st.integers(0, 60))

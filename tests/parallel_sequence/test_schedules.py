@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
-from headway.model.random_weights import reference_config
-from headway.parallel.sequence.chunk import ChunkPlan
-from headway.parallel.sequence.cover import Block, cover
-from headway.parallel.sequence.group import ChunkSpec, SpGroup
-from headway.parallel.sequence.layout import EMPTY, KvLayout, gathered, moves
-from headway.parallel.sequence.ring import ring
-from headway.parallel.sequence.steps import Exchange
-from headway.parallel.sequence.tokens import ORDERS, spread
+from headway.runtime.model.random_weights import reference_config
+from headway.runtime.sequence_parallel.chunk import ChunkPlan
+from headway.runtime.sequence_parallel.cover import Block, cover
+from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered, moves
+from headway.runtime.sequence_parallel.ring import ring
+from headway.runtime.sequence_parallel.steps import Exchange
+from headway.runtime.sequence_parallel.tokens import ORDERS, spread
 
 CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,
                  vocab_size=50)  # fmt: skip

@@ -10,9 +10,9 @@ import torch
 from prompts import SHAPE, Model, Part, Said, compare, prompt_of, route, take_part
 
 from checkpoints import make_tiny
-from headway.parallel.gloo import join, rendezvous
-from headway.parallel.sequence.gloo import GlooTransport
-from headway.parallel.sequence.prefill import SequencePrefill
+from headway.runtime.executor.gloo_links import join, rendezvous
+from headway.runtime.sequence_parallel.gloo import GlooTransport
+from headway.runtime.sequence_parallel.prefill import SequencePrefill
 
 WORLD = 4
 ROUTES: dict[str, tuple[int, list[Part]]] = {
@@ -57,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, dict[str, 
     make_tiny("qwen2", folder / "model", **SHAPE)
     store = rendezvous("127.0.0.1", None, 60.0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headway.parallel.sequence.prefill"])
+    context.set_forkserver_preload(["headway.runtime.sequence_parallel.prefill"])
     out = folder / "answers.pt"
     processes = [
         context.Process(target=rank_main, args=(rank, store.port, folder / "model", out), daemon=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from headway.parallel.sequence.transport import Lane
+from headway.runtime.sequence_parallel.transport import Lane
 
 WAIT_S = 20.0
 T = TypeVar("T")

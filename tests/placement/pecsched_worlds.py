@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.core.request import Request
-from headway.experiments.pecsched_drill import Drill, Drilled
-from headway.hardware.links import Link
-from headway.hardware.models import model
-from headway.latency.groups import GroupShape
-from headway.placement.pecsched.policy import Options, PecSched
-from headway.placement.registry import Surroundings
-from headway.placement.view import ClusterBook, Instance, Links
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.models import model
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.pecsched.policy import Options, PecSched
+from headway.policy.placement.registry import Surroundings
+from headway.policy.placement.view import ClusterBook, Instance, Links
+from headway.research.pecsched_drill import Drill, Drilled
 
 LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 SHAPE = model("mistral-7b")

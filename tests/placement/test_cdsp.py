@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.latency import eq1
-from headway.latency.eq1 import Coefficients, Eq1Latency
-from headway.latency.groups import GroupShape
-from headway.placement.cdsp import CdspPlanner
-from headway.placement.cdsp_literal import Allocation, LiteralPlanner
-from headway.placement.cdsp_native import native_search
+from headway.perf.latency import eq1
+from headway.perf.latency.eq1 import Coefficients, Eq1Latency
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.cdsp import CdspPlanner
+from headway.policy.placement.cdsp_literal import Allocation, LiteralPlanner
+from headway.policy.placement.cdsp_native import native_search
 
 TABLE = eq1.extended(eq1.tetris_table1(), 128)
 STATES = 5_000

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.latency import eq1
-from headway.latency.eq1 import Coefficients, Sample
-from headway.latency.groups import GroupShape
+from headway.perf.latency import eq1
+from headway.perf.latency.eq1 import Coefficients, Sample
+from headway.perf.latency.groups import GroupShape
 
 TABLE = eq1.tetris_table1()
 A_B_D = {  # notes: weighted fit, a s, b ms/1k, d µs/1k²

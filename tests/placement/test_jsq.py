@@ -9,15 +9,15 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.hardware.links import LINKS
-from headway.hardware.models import model
-from headway.latency import eq1
-from headway.metrics.definitions import ttft_s
-from headway.placement.base import Arrived, Enqueue
-from headway.placement.registry import Surroundings, check_options, make_placement
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.simulator.cluster.build import run_cluster
-from headway.simulator.scenario import parse_scenario
+from headway.perf.hardware.links import LINKS
+from headway.perf.hardware.models import model
+from headway.perf.latency import eq1
+from headway.policy.placement.base import Arrived, Enqueue
+from headway.policy.placement.registry import Surroundings, check_options, make_placement
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.sim.cluster.build import run_cluster
+from headway.sim.metrics.definitions import ttft_s
+from headway.sim.scenario import parse_scenario
 
 SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])

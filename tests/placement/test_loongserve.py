@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.hardware.links import LINKS
-from headway.hardware.models import model
-from headway.latency import eq1
-from headway.latency.groups import GroupShape
-from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, Finished, KvReady, Preempt, Transfer
-from headway.placement.loongserve.greedy import Greedy
-from headway.placement.loongserve.policy import LoongServe, Options, loongserve
-from headway.placement.registry import Surroundings, check_options, make_placement
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.simulator.cluster.result import ClusterResult
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.noise import Noise
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.perf.hardware.links import LINKS
+from headway.perf.hardware.models import model
+from headway.perf.latency import eq1
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event, Finished, KvReady, Preempt, Transfer
+from headway.policy.placement.loongserve.greedy import Greedy
+from headway.policy.placement.loongserve.policy import LoongServe, Options, loongserve
+from headway.policy.placement.registry import Surroundings, check_options, make_placement
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.noise import Noise
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import Scripted, cluster
 
 DEFAULT = RunSpec()

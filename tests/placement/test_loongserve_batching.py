@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.request import Request
-from headway.latency.groups import GroupShape
-from headway.placement.loongserve.batching import Batch, partition
-from headway.placement.loongserve.dispatch import dispatch
-from headway.placement.loongserve.options import Options
-from headway.placement.loongserve.times import Times
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.loongserve.batching import Batch, partition
+from headway.policy.placement.loongserve.dispatch import dispatch
+from headway.policy.placement.loongserve.options import Options
+from headway.policy.placement.loongserve.times import Times
 
 
 def seconds(tokens: int, sp: int, nodes: int) -> float:

@@ -6,12 +6,12 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.hardware.links import LINKS
-from headway.hardware.models import model
-from headway.latency import eq1
-from headway.placement.base import Arrived
-from headway.placement.registry import Surroundings, make_placement, names
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links, Role
+from headway.perf.hardware.links import LINKS
+from headway.perf.hardware.models import model
+from headway.perf.latency import eq1
+from headway.policy.placement.base import Arrived
+from headway.policy.placement.registry import Surroundings, make_placement, names
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links, Role
 
 SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])

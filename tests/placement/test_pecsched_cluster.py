@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.latency.groups import GroupShape
-from headway.placement.registry import Surroundings, make_placement
-from headway.simulator.cluster.result import ClusterResult
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.registry import Surroundings, make_placement
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import PerToken, cluster
 
 LONG = {"long_tokens": 1000, "long_sp": 3}

@@ -10,8 +10,8 @@ from pecsched_worlds import SHAPE, Linear, drilled, policy, requests
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.placement.base import Commit, Enqueue, Preempt, Resume
-from headway.placement.registry import Surroundings, check_options, make_placement
+from headway.policy.placement.base import Commit, Enqueue, Preempt, Resume
+from headway.policy.placement.registry import Surroundings, check_options, make_placement
 
 SETTINGS = st.fixed_dictionaries(
     {

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.placement.pecsched.least import HeapLeast, ScanLeast
-from headway.placement.pecsched.nodes import IndexedNodes, ScanNodes
+from headway.policy.placement.pecsched.argmin import HeapLeast, ScanLeast
+from headway.policy.placement.pecsched.nodes import IndexedNodes, ScanNodes
 
 STEPS = st.lists(st.tuples(st.integers(0, 11), st.one_of(st.none(), st.integers(0, 6))), max_size=120)
 

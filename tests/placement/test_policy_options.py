@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.placement.registry import check_options, names, options_of
+from headway.policy.placement.registry import check_options, names, options_of
 
 
 def _numbers() -> list[tuple[str, str, float]]:

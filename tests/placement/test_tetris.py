@@ -11,15 +11,15 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.hardware.links import LINKS
-from headway.hardware.models import model
-from headway.latency import eq1
-from headway.placement.base import Arrived, Commit, Transfer
-from headway.placement.decode import DecodeSide
-from headway.placement.registry import Surroundings, check_options, make_placement
-from headway.placement.tetris import Tetris
-from headway.placement.tetris_rates import RateControl, RateTable, load_rates
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.perf.hardware.links import LINKS
+from headway.perf.hardware.models import model
+from headway.perf.latency import eq1
+from headway.policy.placement.base import Arrived, Commit, Transfer
+from headway.policy.placement.decode import DecodeSide
+from headway.policy.placement.registry import Surroundings, check_options, make_placement
+from headway.policy.placement.tetris import Tetris
+from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
 
 NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))

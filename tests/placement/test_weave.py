@@ -13,17 +13,28 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.latency.eq1 import Coefficients, Eq1Latency
-from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, Paused, Preempt, Progress, Refused, Resume
-from headway.placement.registry import Surroundings, check_options, make_placement
-from headway.placement.view import ClusterBook, ClusterView
-from headway.placement.weave_rings import Ring
-from headway.simulator.cluster.result import ClusterResult
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.noise import Noise
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.perf.latency.eq1 import Coefficients, Eq1Latency
+from headway.policy.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Enqueue,
+    Event,
+    Paused,
+    Preempt,
+    Progress,
+    Refused,
+    Resume,
+)
+from headway.policy.placement.registry import Surroundings, check_options, make_placement
+from headway.policy.placement.view import ClusterBook, ClusterView
+from headway.policy.placement.weave_groups import Ring
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.noise import Noise
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import cluster
 
 LATENCY = Eq1Latency({s: Coefficients(2e-3 * s, 1e-3 / s, 1e-9 / s, 5e-10 / s) for s in (1, 2, 4)}, "test")

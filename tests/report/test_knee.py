@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headway.metrics import RequestRecord
-from headway.report.compare_plot import compare_figure
-from headway.report.knee import knee
-from headway.report.sim_plot import sweep_figure
+from headway.sim.metrics import RequestRecord
+from headway.sim.report.compare_plot import compare_figure
+from headway.sim.report.knee import knee
+from headway.sim.report.sim_plot import sweep_figure
 
 
 def test_the_knee_lies_where_five_times_light_load_is_passed() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.report.live_trace import live_trace_events, timeline
+from headway.sim.report.live_trace import live_trace_events, timeline
 
 
 def batch(number: int, request: str, start: int, first: float, stages: int = 2) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headway.metrics import RequestRecord, summarise
-from headway.report.convoy_plot import convoy_figure
-from headway.report.convoy_table import convoy_table
-from headway.report.load_plot import cdf_figure, load_figure
-from headway.report.load_table import error_table, load_table, rates_line
-from headway.report.progress import LoadProgress
-from headway.report.style import save
-from headway.report.units import duration, tick, tokens
+from headway.sim.metrics import RequestRecord, summarise
+from headway.sim.report.convoy_plot import convoy_figure
+from headway.sim.report.convoy_table import convoy_table
+from headway.sim.report.load_plot import cdf_figure, load_figure
+from headway.sim.report.load_table import error_table, load_table, rates_line
+from headway.sim.report.progress import LoadProgress
+from headway.sim.report.style import save
+from headway.sim.report.units import duration, tick, tokens
 
 
 def run(policy: str, waits: list[float | None], long_s: float) -> dict:

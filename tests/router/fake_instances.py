@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headway.core.span import cut
-from headway.engine.cluster_messages import (
+from headway.runtime.cluster.messages import (
     Admit,
     Arrived,
     Compute,
@@ -34,8 +34,8 @@ from headway.engine.cluster_messages import (
     Staged,
     ToInstance,
 )
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
 from server.fake_engine import INFO
 
 LAYERS = 4
@@ -89,7 +89,7 @@ class FakeCluster:
     apart: Callable[[FakeProcess, FakeProcess], bool] = lambda one, other: False
 
     def launcher(self, number: int) -> Callable[[EngineConfig, int], FakeProcess]:
-        """See `router.instance.Launch`."""
+        """See `runtime.cluster.live_instance.Launch`."""
 
         def launch(config: EngineConfig, serial: int) -> FakeProcess:
             process = self.processes[number] = FakeProcess(self, number, serial)
@@ -112,7 +112,7 @@ class FakeCluster:
 
 
 class FakeProcess:
-    """See `engine.child.EngineChild`."""
+    """See `runtime.engine.engine_child.EngineChild`."""
 
     ahead_s = 0.0
     abandoned = False

@@ -13,10 +13,10 @@ import pytest
 from fake_instances import FakeCluster, FakeProcess, answer
 from routers import all_quiet, ask, prompt, router
 
-from headway.cluster.audit import check
+from headway.control.audit import check
 from headway.core.errors import RequestError
-from headway.placement.view import Role
-from headway.router.client import ClusterClient
+from headway.policy.placement.view import Role
+from headway.runtime.cluster.client import ClusterClient
 
 SP = {"long_tokens": 40, "long_sp": 2}
 RINGS = {**SP, "long_replicas": "fixed"}
@@ -41,18 +41,19 @@ _SPLIT: list[tuple[Role, ...]] = [
 ]
 _ANY: list[tuple[Role, ...]] = [("mixed",) * 4, ("prefill",) * 3 + ("decode",), ("mixed", "mixed", "prefill", "decode")]
 _MOST_CUTS = 2
-"""One more, and it may be that a pair was started again in vain, and one of it is given up (`router.suspects`)."""
+"""One more, and it may be that a pair was started again in vain, and one of it is given up
+(`runtime.cluster.peer_health`)."""
 _PATIENCE_S = 60.0
 
 
 def hasten(patch: pytest.MonkeyPatch) -> None:
     """What a router waits for takes hundredths of what it takes."""
-    patch.setattr("headway.router.knots._SURE_S", 0.2)
-    patch.setattr("headway.router.live.EVERY_S", 0.1)
-    patch.setattr("headway.router.retries.PAUSE_S", 0.005)
-    patch.setattr("headway.router.suspects._APART_S", 0.02)
-    patch.setattr("headway.router.rooms.PATIENCE_S", 0.5)
-    patch.setattr("headway.router.steps._LOW", 8)
+    patch.setattr("headway.runtime.cluster.deadlock._SURE_S", 0.2)
+    patch.setattr("headway.runtime.cluster.live_controller.EVERY_S", 0.1)
+    patch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.005)
+    patch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.02)
+    patch.setattr("headway.runtime.cluster.kv_admission.PATIENCE_S", 0.5)
+    patch.setattr("headway.runtime.cluster.group_steps._LOW", 8)
 
 
 class Complaints(logging.Handler):

@@ -11,15 +11,15 @@ from fake_instances import FakeCluster
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import EngineInfo, Submit
-from headway.hardware.links import Link
-from headway.hardware.models import model
-from headway.latency.groups import GroupShape
-from headway.placement.registry import Surroundings, make_placement
-from headway.placement.view import Links, Role
-from headway.router.client import ClusterClient, Rules
-from headway.router.instance import LiveInstance
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.models import model
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.registry import Surroundings, make_placement
+from headway.policy.placement.view import Links, Role
+from headway.runtime.cluster.client import ClusterClient, Rules
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import EngineInfo, Submit
 
 SHAPE = model("llama-3-8b")
 HOST = Link(name="host", bytes_per_s=1e9, latency_s=0.0, source="test")

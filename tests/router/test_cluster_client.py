@@ -11,9 +11,9 @@ from routers import SHAPE, all_quiet, ask, prompt, router, running, until
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
 from headway.core.span import cut
-from headway.engine.cluster_messages import Compute, Meet, Pause, Proceed, RunLost
-from headway.engine.protocol import Abort, EngineStats, Submit
-from headway.router.loads import Load
+from headway.runtime.cluster.instance_load import Load
+from headway.runtime.cluster.messages import Compute, Meet, Pause, Proceed, RunLost
+from headway.runtime.engine.protocol import Abort, EngineStats, Submit
 
 
 def test_requests_join_the_shorter_queue_in_seconds() -> None:
@@ -132,7 +132,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
 
 
 def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.router.retries.PAUSE_S", 0.001)
+    monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.001)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.001)
@@ -152,7 +152,7 @@ def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypat
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
             assert {message.id for message in fake.said(Compute)} == {"a#1", "a#2", "a#3"}
             lost = 10**6
-            monkeypatch.setattr("headway.router.retries.MOST_RUNS_LOST", 5)
+            monkeypatch.setattr("headway.runtime.cluster.retries.MOST_RUNS_LOST", 5)
             with pytest.raises(UnavailableError, match="lost 5 times"):
                 await ask(client, "b", prompt(0, 50))
 
@@ -326,7 +326,7 @@ def test_instances_that_cannot_start_or_differ_are_no_cluster() -> None:
 
 
 def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.placement.fifo import Fifo
+    from headway.policy.placement.fifo import Fifo
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.001)

@@ -11,7 +11,7 @@ import pytest
 from headway.cli.cluster_rules import sink
 from headway.cli.cluster_seats import joining
 from headway.cli.main import main
-from headway.engine.config import EngineConfig
+from headway.runtime.engine.config import EngineConfig
 
 
 def test_one_that_joins_writes_no_other_ones_log() -> None:

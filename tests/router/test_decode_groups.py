@@ -10,17 +10,17 @@ import pytest
 from fake_instances import FakeCluster, answer
 from routers import ask, prompt, running, until
 
-from headway.cluster.transfers import Piece
+from headway.control.transfer_queue import Piece
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.engine.cluster_messages import Compute, Forget, Halt, Reserve, Run, RunDone, Send
-from headway.engine.protocol import Delta, Submit
-from headway.router.asked import Asked
-from headway.router.attempt import Attempt, Attempts
-from headway.router.fleet import Fleet
-from headway.router.moves import Moves
-from headway.router.stays import Stays
-from headway.router.steps import Steps
+from headway.runtime.cluster.attempt import Attempt, Attempts
+from headway.runtime.cluster.cluster_request import Asked
+from headway.runtime.cluster.group_steps import Steps
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.kv_migrations import Moves
+from headway.runtime.cluster.messages import Compute, Forget, Halt, Reserve, Run, RunDone, Send
+from headway.runtime.cluster.residency import Stays
+from headway.runtime.engine.protocol import Delta, Submit
 
 
 class _Fleet(Fleet):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_decode_groups import _World
 
 from headway.core.span import Run, Strategy
-from headway.engine.cluster_messages import Compute, Forget
-from headway.model.random_weights import reference_config
-from headway.parallel.sequence.layout import EMPTY, KvLayout
-from headway.parallel.sequence.pieces import layout_after
-from headway.worker.runs import chunks_of
+from headway.runtime.cluster.messages import Compute, Forget
+from headway.runtime.model.random_weights import reference_config
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
+from headway.runtime.sequence_parallel.pieces import layout_after
+from headway.runtime.sequence_parallel.span_executor import chunks_of
 
 CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24)
 INSTANCES = 4

@@ -9,9 +9,9 @@ from fake_instances import FakeCluster, FakeProcess, answer
 from routers import ask, prompt, router, running, until
 
 from headway.core.errors import UnavailableError
-from headway.engine.cluster_messages import Compute
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import Submit
+from headway.runtime.cluster.messages import Compute
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import Submit
 
 
 def test_one_that_dies_while_it_is_drained_has_left() -> None:

@@ -10,10 +10,10 @@ from routers import SHAPE, PerToken
 
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.engine.protocol import EngineInfo
-from headway.latency.groups import GroupLatency, GroupShape
-from headway.router.fleet import Fleet
-from headway.router.hands import LiveHands
+from headway.perf.latency.groups import GroupLatency, GroupShape
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.live_backend import LiveHands
+from headway.runtime.engine.protocol import EngineInfo
 from server.fake_engine import INFO
 
 

@@ -16,13 +16,13 @@ from routers import ask, prompt, running
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
-from headway.engine.cluster_messages import Reserve
-from headway.engine.protocol import EngineStats, Submit
-from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, KvReady, SpanDone, Transfer
-from headway.placement.view import ClusterView
-from headway.router.asked import Asked
-from headway.router.attempt import Attempt
-from headway.router.knots import Knots, knotted
+from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event, KvReady, SpanDone, Transfer
+from headway.policy.placement.view import ClusterView
+from headway.runtime.cluster.attempt import Attempt
+from headway.runtime.cluster.cluster_request import Asked
+from headway.runtime.cluster.deadlock import Knots, knotted
+from headway.runtime.cluster.messages import Reserve
+from headway.runtime.engine.protocol import EngineStats, Submit
 
 
 def test_two_that_go_each_others_way_are_a_knot() -> None:
@@ -124,8 +124,8 @@ class Crossing:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.router.live.EVERY_S", 0.03)
-    monkeypatch.setattr("headway.router.knots._SURE_S", 0.25)
+    monkeypatch.setattr("headway.runtime.cluster.live_controller.EVERY_S", 0.03)
+    monkeypatch.setattr("headway.runtime.cluster.deadlock._SURE_S", 0.25)
     monkeypatch.setattr("routers.make_placement", lambda *given: Crossing())
 
 

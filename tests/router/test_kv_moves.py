@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.transfers import Piece
+from headway.control.transfer_queue import Piece
 from headway.core.sampling import SamplingParams
-from headway.engine.cluster_messages import Reserve, Send
-from headway.engine.protocol import Submit
-from headway.router.asked import Asked
-from headway.router.attempt import Attempt
-from headway.router.fleet import Fleet
-from headway.router.moves import Moves
-from headway.router.promises import Promises
-from headway.router.stays import Stays
-from headway.router.steps import Steps
+from headway.runtime.cluster.attempt import Attempt
+from headway.runtime.cluster.cluster_request import Asked
+from headway.runtime.cluster.group_steps import Steps
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.kv_migrations import Moves
+from headway.runtime.cluster.kv_reservations import Promises
+from headway.runtime.cluster.messages import Reserve, Send
+from headway.runtime.cluster.residency import Stays
+from headway.runtime.engine.protocol import Submit
 
 
 class _Fleet:

@@ -9,10 +9,10 @@ import pytest
 from fake_instances import FakeCluster, answer
 from routers import ask, prompt, running
 
-from headway.cluster.machine import Machine
+from headway.control.controller import Machine
 from headway.core.errors import InvariantError
-from headway.placement.fifo import Fifo
-from headway.router.runs import Runs
+from headway.policy.placement.fifo import Fifo
+from headway.runtime.cluster.span_runs import Runs
 
 
 @pytest.mark.parametrize("where", ["runs", "machine", "letting go"])

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_groups import _World
 
-from headway.engine.cluster_messages import Reserve, Run
-from headway.router.promises import Promises
+from headway.runtime.cluster.kv_reservations import Promises
+from headway.runtime.cluster.messages import Reserve, Run
 
 
 @settings(max_examples=100)

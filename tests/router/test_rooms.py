@@ -8,12 +8,12 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.entries import SpanEntry
-from headway.cluster.journey import Journey
+from headway.control.queue_entries import SpanEntry
+from headway.control.request import Journey
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.router.fleet import Fleet
-from headway.router.rooms import PATIENCE_S, Rooms
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.kv_admission import PATIENCE_S, Rooms
 
 POOL = 1000
 

@@ -10,8 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from routers import ask, prompt, running
 
-from headway.engine.cluster_messages import Compute, Send
-from headway.placement.view import Role
+from headway.policy.placement.view import Role
+from headway.runtime.cluster.messages import Compute, Send
 
 MIXED: tuple[Role, ...] = ("mixed",) * 3
 APART: tuple[Role, ...] = ("prefill", "prefill", "decode")

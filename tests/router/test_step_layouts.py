@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from test_decode_groups import _World
 
 from headway.core.span import Strategy
-from headway.engine.cluster_messages import Compute, Run, RunDone
-from headway.engine.protocol import Delta
-from headway.model.config import DecoderConfig
-from headway.model.rope_config import RopeConfig
-from headway.parallel.sequence.layout import EMPTY, KvLayout
-from headway.parallel.sequence.pieces import layout_after
-from headway.worker.runs import chunks_of
+from headway.runtime.cluster.messages import Compute, Run, RunDone
+from headway.runtime.engine.protocol import Delta
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.rope_config import RopeConfig
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
+from headway.runtime.sequence_parallel.pieces import layout_after
+from headway.runtime.sequence_parallel.span_executor import chunks_of
 
 INSTANCES = 4
 CONFIG = DecoderConfig(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routers import ask, prompt, running
 
-from headway.engine.cluster_messages import Compute, RunLost
-from headway.engine.protocol import Outputs, Submit
-from headway.router.suspects import LOSSES, Suspects, Verdict
+from headway.runtime.cluster.messages import Compute, RunLost
+from headway.runtime.cluster.peer_health import LOSSES, Suspects, Verdict
+from headway.runtime.engine.protocol import Outputs, Submit
 
 SECOND = 1.0
 
@@ -104,8 +104,8 @@ def test_nobody_ends_without_losses_since_it_began_and_nobody_for_good_before_bo
 def test_two_that_cannot_reach_each_other_cost_no_request(
     placement: str, options: dict[str, object], roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.router.suspects._APART_S", 0.01)
-    monkeypatch.setattr("headway.router.retries.PAUSE_S", 0.02)
+    monkeypatch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.01)
+    monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.02)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
@@ -131,8 +131,8 @@ def test_two_that_cannot_reach_each_other_cost_no_request(
 
 
 def test_one_whose_runs_fail_begins_again_and_then_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.router.suspects._APART_S", 0.01)
-    monkeypatch.setattr("headway.router.retries.PAUSE_S", 0.02)
+    monkeypatch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.01)
+    monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.02)
     whole = FakeProcess._compute
 
     def fails(process: FakeProcess, message: Compute) -> None:
@@ -160,7 +160,7 @@ def test_one_whose_runs_fail_begins_again_and_then_serves(monkeypatch: pytest.Mo
 
 
 def test_one_that_says_nothing_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.router.live.SILENT_S", 1.5)
+    monkeypatch.setattr("headway.runtime.cluster.live_controller.SILENT_S", 1.5)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.01)

@@ -18,12 +18,12 @@ from headway.core.batch import Assist, Batch, Part, Progress
 from headway.core.events import Event
 from headway.core.request import Request, Slo
 from headway.core.span import Span
-from headway.kv.allocator import BlockTables
-from headway.kv.ledger import Ledger
-from headway.latency.exchange import Exchange
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.groups import GroupedScheduler
-from headway.scheduling.sequence import WHOLE
+from headway.kv.block_allocator import BlockTables
+from headway.kv.block_manager import Ledger
+from headway.perf.latency.shard_exchange import Exchange
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.grouped_scheduler import GroupedScheduler
+from headway.policy.iteration.sequence import WHOLE
 
 BLOCK = 16
 

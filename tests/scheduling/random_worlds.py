@@ -7,7 +7,7 @@ import random
 from simulation import World
 
 from headway.core.request import Request, Slo
-from headway.scheduling.config import SchedulerConfig
+from headway.policy.iteration.config import SchedulerConfig
 
 
 def random_world(seed: int) -> World:

@@ -19,12 +19,12 @@ from headway.core.batch import Batch, DecodeGroup, Progress
 from headway.core.events import Event
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.kv.allocator import BlockTables
-from headway.kv.ledger import Ledger
-from headway.latency.base import LatencyModel, Load, load_s, one_chunk_s
-from headway.latency.corrected import CorrectedLatency
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.kv.block_allocator import BlockTables
+from headway.kv.block_manager import Ledger
+from headway.perf.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
 
 BLOCK = 16
 

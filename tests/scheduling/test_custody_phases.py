@@ -14,10 +14,10 @@ from headway.core.errors import RequestError
 from headway.core.events import Event
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.kv.allocator import BlockTables
-from headway.kv.ledger import Ledger
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.kv.block_allocator import BlockTables
+from headway.kv.block_manager import Ledger
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
 
 
 def add_phase(scheduler: Scheduler, name: str, known: int, phase: Phase, cached: int = 0, output: int = 4) -> None:

@@ -19,13 +19,13 @@ from headway.core.batch import Progress
 from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.request import Request, Slo
 from headway.core.span import Span
-from headway.kv.ledger import Ledger
-from headway.latency.base import Load, load_s
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.crew import CrewBatch, connected
-from headway.scheduling.groups import GroupedScheduler, make_scheduler
-from headway.scheduling.scheduler import Scheduler
-from headway.scheduling.shards import limit_of, shard_tokens
+from headway.kv.block_manager import Ledger
+from headway.perf.latency.base import Load, load_s
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
+from headway.policy.iteration.lockstep import CrewBatch, connected
+from headway.policy.iteration.scheduler import Scheduler
+from headway.policy.iteration.shards import limit_of, shard_tokens
 
 
 def run(seed: int) -> GroupedWorld:

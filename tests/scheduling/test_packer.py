@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit_latency import Linear, small_machine
 
-from headway.latency.base import Load, load_s
-from headway.latency.tables import TableLatency, TableSource
-from headway.scheduling.chunking import Adaptive, Ask, Static, Whole, make_chunking
-from headway.scheduling.packer import Candidate, PackRules, Quota, pack
+from headway.perf.latency.base import Load, load_s
+from headway.perf.latency.tables import TableLatency, TableSource
+from headway.policy.iteration.chunking import Adaptive, Ask, Static, Whole, make_chunking
+from headway.policy.iteration.packer import Candidate, PackRules, Quota, pack
 
 RULES = PackRules(
     t_target_s=0.02, max_tokens=8192, min_chunk=8, progress_every=8, rho_min=0.0, rho_max=0.6, shares_space=True

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.policy import POLICIES, PrefillFacts, make_policy, relative_slack
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.ordering import POLICIES, PrefillFacts, make_policy, relative_slack
 
 FACTS = st.builds(
     lambda arrival, ttft, total, left: PrefillFacts(arrival, arrival + ttft, total, total * left),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.request import Request
-from headway.scheduling.policy import Line
-from headway.scheduling.queue import PrefillQueue
-from headway.scheduling.sequence import Sequence
+from headway.policy.iteration.ordering import Line
+from headway.policy.iteration.queue import PrefillQueue
+from headway.policy.iteration.sequence import Sequence
 
 Lines = list[tuple[float, float, int]]
 COARSE = st.tuples(st.integers(0, 4).map(float), st.integers(0, 2).map(float), st.sampled_from([0, 0, 0, 1, -2]))

@@ -11,9 +11,9 @@ from headway.core.batch import Batch, Progress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.request import Request, Slo
 from headway.core.span import Span
-from headway.kv.ledger import Ledger
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
+from headway.kv.block_manager import Ledger
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
 
 
 def make(pool: int = 1600, model: object = None, mode: str = "default", **fields: object) -> Scheduler:

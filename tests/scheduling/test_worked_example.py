@@ -13,7 +13,7 @@ from simulation import World
 from unit_latency import Linear
 
 from headway.core.request import Request, Slo
-from headway.scheduling.config import SchedulerConfig
+from headway.policy.iteration.config import SchedulerConfig
 
 QUANTUM_S = 0.01
 LONG = Request(id="L", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1, slo=Slo(ttft_s=16.0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.latency.base import LatencyModel, Load, Seconds
-from headway.latency.tables import TableLatency, TableSource
+from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.perf.latency.tables import TableLatency, TableSource
 
 
 class Linear(LatencyModel):

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine
 
-from headway.server.app import create_app
-from headway.server.run import Server
-from headway.server.settings import ServerSettings
-from headway.server.tokenizer import Tokenizer
+from headway.serving.app import create_app
+from headway.serving.run import Server
+from headway.serving.settings import ServerSettings
+from headway.serving.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' and loop.first %}"

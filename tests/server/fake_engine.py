@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import TokenLogprobs
-from headway.engine.protocol import Delta, EngineInfo, EngineState, EngineStats, Submit
+from headway.runtime.engine.protocol import Delta, EngineInfo, EngineState, EngineStats, Submit
 
 INFO = EngineInfo(
     model="fake-model",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.server.binding import bind, release, url
+from headway.serving.binding import bind, release, url
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 
-from headway.server.tokenizer import Tokenizer
+from headway.serving.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 

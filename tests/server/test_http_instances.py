@@ -8,7 +8,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from headway.core.errors import RequestError
-from headway.router.listing import ClusterReport, InstanceReport
+from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 
 pytestmark = pytest.mark.anyio
 

@@ -14,10 +14,10 @@ from asgi_driver import Caller, until
 from fake_engine import FakeEngine, echo, fail
 
 from headway.core.errors import ConfigError, OverloadedError, UnavailableError
-from headway.engine.journal import Journal
-from headway.server.app import create_app
-from headway.server.settings import ServerSettings
-from headway.server.tokenizer import Tokenizer
+from headway.serving.app import create_app
+from headway.serving.journal import Journal
+from headway.serving.settings import ServerSettings
+from headway.serving.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 

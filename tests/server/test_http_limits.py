@@ -14,9 +14,9 @@ from fake_engine import FakeEngine
 
 from headway.core.errors import ConfigError
 from headway.core.request import Slo
-from headway.engine.protocol import EngineStats
-from headway.server.binding import check_binding
-from headway.server.settings import ServerSettings
+from headway.runtime.engine.protocol import EngineStats
+from headway.serving.binding import check_binding
+from headway.serving.settings import ServerSettings
 
 pytestmark = pytest.mark.anyio
 

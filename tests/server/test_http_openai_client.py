@@ -16,7 +16,7 @@ import pytest
 from fake_engine import FakeEngine, fail, say
 
 from headway.core.errors import OverloadedError, UnavailableError
-from headway.server.tokenizer import Tokenizer
+from headway.serving.tokenizer import Tokenizer
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 TEXT = "hello wörld 😀 bye"

@@ -13,10 +13,10 @@ from asgi_driver import Caller
 from fake_engine import FakeEngine, fail, say
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.core.log_lines import JsonFormatter, TextFormatter
-from headway.engine.protocol import EngineStats
-from headway.server.docs_page import docs_page
-from headway.server.metrics import ALIASES
+from headway.core.structured_log import JsonFormatter, TextFormatter
+from headway.runtime.engine.protocol import EngineStats
+from headway.serving.docs_page import docs_page
+from headway.serving.metrics import ALIASES
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +99,7 @@ async def test_metrics_of_a_client_that_left(application: Any, engine: FakeEngin
         await call.until(b"data:")
         call.leave()
         await call.done()
-        text = app.state.headway.metrics.render().decode()
+        text = app.state.headway.sim.metrics.render().decode()
     assert 'headway_request_success_total{engine="0",finished_reason="abort",model_name="m"} 1.0' in text
 
 

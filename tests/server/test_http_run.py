@@ -17,21 +17,21 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.server.app import create_app
-from headway.server.binding import bind
-from headway.server.run import serve
-from headway.server.settings import ServerSettings
-from headway.server.tokenizer import Tokenizer
+from headway.serving.app import create_app
+from headway.serving.binding import bind
+from headway.serving.run import serve
+from headway.serving.settings import ServerSettings
+from headway.serving.tokenizer import Tokenizer
 
 PROGRAM = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from fake_engine import FakeEngine
 from headway.core.errors import ConfigError
-from headway.server.app import create_app
-from headway.server.run import serve
-from headway.server.settings import ServerSettings
-from headway.server.tokenizer import Tokenizer
+from headway.serving.app import create_app
+from headway.serving.run import serve
+from headway.serving.settings import ServerSettings
+from headway.serving.tokenizer import Tokenizer
 
 class Engine(FakeEngine):
     async def start(self):
@@ -260,7 +260,7 @@ def test_open_binding_without_a_key_is_refused() -> None:
 
 
 def test_no_heavy_imports() -> None:
-    code = "import headway.server.app, headway.server.run, sys; print([m for m in sys.modules if '.' not in m])"
+    code = "import headway.serving.app, headway.serving.run, sys; print([m for m in sys.modules if '.' not in m])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for heavy in ("torch", "numpy", "matplotlib", "transformers", "openai"):
         assert f"'{heavy}'" not in loaded

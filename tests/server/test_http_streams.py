@@ -11,7 +11,7 @@ from asgi_driver import Caller, until
 from fake_engine import FakeEngine, fail, say
 
 from headway.core.errors import OverloadedError, UnavailableError
-from headway.engine.protocol import Delta
+from headway.runtime.engine.protocol import Delta
 
 pytestmark = pytest.mark.anyio
 

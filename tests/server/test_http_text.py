@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.sampling import TokenLogprobs
-from headway.engine.protocol import Delta
-from headway.server.generate import Assembler
-from headway.server.job import TextOptions
-from headway.server.stops import StopMatcher
-from headway.server.text import WindowDetokeniser
-from headway.server.tokenizer import Tokenizer
+from headway.runtime.engine.protocol import Delta
+from headway.serving.detokenizer import WindowDetokeniser
+from headway.serving.generation import Assembler
+from headway.serving.generation_job import TextOptions
+from headway.serving.stops import StopMatcher
+from headway.serving.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

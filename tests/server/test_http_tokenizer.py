@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headway.core.errors import CheckpointError, ConfigError, RequestError
-from headway.server.chat_template import ChatTemplate
-from headway.server.tokenizer import Tokenizer
+from headway.serving.chat_template import ChatTemplate
+from headway.serving.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi <&> é"}]
 

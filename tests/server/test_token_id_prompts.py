@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import RequestError
-from headway.embedded import model_path
-from headway.server import prompts as module
-from headway.server.fields import Fields
-from headway.server.prompts import PromptReader
-from headway.server.tokenizer import Tokenizer
+from headway.runtime.embedded import model_path
+from headway.serving import prompts as module
+from headway.serving.body_fields import Fields
+from headway.serving.prompts import PromptReader
+from headway.serving.tokenizer import Tokenizer
 
 VOCAB = 1000
 TOKENIZER = Tokenizer.load(Path(model_path()))

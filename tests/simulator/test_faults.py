@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.kv.ledger import Ledger
-from headway.scheduling.scheduler import Scheduler
-from headway.simulator import faults
-from headway.simulator.faults import FaultWorld, explore
+from headway.kv.block_manager import Ledger
+from headway.policy.iteration.scheduler import Scheduler
+from headway.sim import faults
+from headway.sim.faults import FaultWorld, explore
 
 
 @pytest.mark.parametrize("first", range(0, 120, 30))

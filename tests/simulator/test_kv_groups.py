@@ -12,24 +12,24 @@ from worlds import how, requests
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.hardware.accelerators import accelerator
-from headway.hardware.models import model
-from headway.kv.ledger import Ledger
-from headway.latency.base import one_chunk_s
-from headway.latency.exchange import Exchange, Sharded, WithExchange, between_groups
-from headway.latency.layout import Layout
-from headway.latency.recorded import describe
-from headway.report.perfetto import trace_events
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.groups import make_scheduler
-from headway.simulator import InstanceSpec, Link, RunSpec, SimResult, simulate
-from headway.simulator.build import instance_of, run_scenario
-from headway.simulator.faults import small_machine
-from headway.simulator.memory import InfeasibleError
-from headway.simulator.replay import replay
-from headway.simulator.scenario import parse_scenario
-from headway.simulator.traffic import requests_of
-from headway.workload import TraceRequest
+from headway.kv.block_manager import Ledger
+from headway.perf.hardware.accelerators import accelerator
+from headway.perf.hardware.models import model
+from headway.perf.latency.base import one_chunk_s
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.recorded import describe
+from headway.perf.latency.shard_exchange import Exchange, Sharded, WithExchange, between_groups
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.sim import InstanceSpec, Link, RunSpec, SimResult, simulate
+from headway.sim.build import instance_of, run_scenario
+from headway.sim.faults import small_machine
+from headway.sim.memory import InfeasibleError
+from headway.sim.replay import replay
+from headway.sim.report.perfetto import trace_events
+from headway.sim.requests import requests_of
+from headway.sim.scenario import parse_scenario
+from headway.sim.workload import TraceRequest
 
 
 def grouped(rng: random.Random) -> InstanceSpec:

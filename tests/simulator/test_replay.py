@@ -18,18 +18,18 @@ from headway.core.clock import ManualClock
 from headway.core.errors import ConfigError
 from headway.core.executor import Emitted, StepResult
 from headway.core.sampling import SamplingParams
-from headway.engine.core import EngineCore
-from headway.engine.protocol import EngineInfo, Submit
-from headway.kv.ledger import Ledger
-from headway.latency import store
-from headway.latency.base import Load, load_s, one_chunk_s
-from headway.latency.corrected import CorrectedLatency
-from headway.latency.tables import TableLatency
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
-from headway.simulator.calibration import calibrate
-from headway.simulator.faults import small_machine
-from headway.simulator.replay import read_log, replay
+from headway.kv.block_manager import Ledger
+from headway.perf.latency import store
+from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.tables import TableLatency
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import EngineInfo, Submit
+from headway.sim.calibration import calibrate
+from headway.sim.faults import small_machine
+from headway.sim.replay import read_log, replay
 
 INFO = EngineInfo(
     model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=1500, vocab_size=100,

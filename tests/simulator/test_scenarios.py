@@ -10,9 +10,9 @@ import yaml
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.simulator.build import config_of, run_scenario
-from headway.simulator.scenario import Scenario, parse_scenario
-from headway.simulator.sweep import parse_sweep, run_points, with_field
+from headway.sim.build import config_of, run_scenario
+from headway.sim.scenario import Scenario, parse_scenario
+from headway.sim.sweep import parse_sweep, run_points, with_field
 
 SMALL = {
     "name": "small",

@@ -7,12 +7,12 @@ import random
 import pytest
 from worlds import how, instance, requests
 
-from headway.latency.base import Load, load_s, one_chunk_s
-from headway.metrics.definitions import ttft_s
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator import InstanceSpec, Link, Noise, RunSpec, SimResult, simulate
-from headway.simulator.faults import small_machine
-from headway.workload import TraceRequest
+from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim import InstanceSpec, Link, Noise, RunSpec, SimResult, simulate
+from headway.sim.faults import small_machine
+from headway.sim.metrics.definitions import ttft_s
+from headway.sim.workload import TraceRequest
 
 MACHINE = small_machine()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from headway.metrics import SloTargets
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator import InstanceSpec, Link, Noise, RunSpec
-from headway.simulator.faults import small_machine
-from headway.workload import TraceRequest
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim import InstanceSpec, Link, Noise, RunSpec
+from headway.sim.faults import small_machine
+from headway.sim.metrics import SloTargets
+from headway.sim.workload import TraceRequest
 
 
 def requests(rng: random.Random, count: int) -> list[TraceRequest]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headway.hardware.links import Link
-from headway.hardware.models import model
-from headway.latency.groups import GroupShape
-from headway.placement.base import Action, Event
-from headway.placement.view import ClusterView, Instance, Links
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.faults import small_machine
-from headway.simulator.spec import InstanceSpec
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.models import model
+from headway.perf.latency.groups import GroupShape
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.placement.base import Action, Event
+from headway.policy.placement.view import ClusterView, Instance, Links
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.faults import small_machine
+from headway.sim.spec import InstanceSpec
 
 LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 

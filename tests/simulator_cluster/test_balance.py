@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.span import Span
-from headway.hardware.links import Link
-from headway.hardware.models import model
-from headway.placement.base import Arrived, Commit
-from headway.simulator.cluster.balance import CONNECTED_SHARE, balance_bytes, exposed_s
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.cluster.world import simulate_cluster
-from headway.workload import TraceRequest
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.models import model
+from headway.policy.placement.base import Arrived, Commit
+from headway.sim.cluster.balance import CONNECTED_SHARE, balance_bytes, exposed_s
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.workload import TraceRequest
 
 SHAPE = model("llama-3-8b")
 FAST = Link(name="fast", bytes_per_s=1e12, latency_s=0.0, source="test", efficiency=1.0)

@@ -10,11 +10,11 @@ from cluster_worlds import PerToken, Scripted, cluster
 
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.hardware.links import LINKS
-from headway.latency.base import Load, load_s
-from headway.latency.groups import GroupShape, batch_s
-from headway.latency.sharded_decode import ShardedDecode
-from headway.placement.base import (
+from headway.perf.hardware.links import LINKS
+from headway.perf.latency.base import Load, load_s
+from headway.perf.latency.groups import GroupShape, batch_s
+from headway.perf.latency.sharded_decode import ShardedDecode
+from headway.policy.placement.base import (
     Action,
     Arrived,
     Commit,
@@ -28,11 +28,11 @@ from headway.placement.base import (
     SpanDone,
     Transfer,
 )
-from headway.placement.view import ClusterView
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.faults import small_machine
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.policy.placement.view import ClusterView
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.faults import small_machine
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 
 
 def together(requests: Sequence[Request], view: ClusterView, group: tuple[int, ...]) -> Commit:

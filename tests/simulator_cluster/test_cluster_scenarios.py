@@ -11,11 +11,11 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.experiments.tetris_setting import Point, run_point
-from headway.metrics.definitions import ttft_s
-from headway.simulator.build import run_scenario
-from headway.simulator.cluster.build import run_cluster
-from headway.simulator.scenario import parse_scenario
+from headway.research.tetris_setting import Point, run_point
+from headway.sim.build import run_scenario
+from headway.sim.cluster.build import run_cluster
+from headway.sim.metrics.definitions import ttft_s
+from headway.sim.scenario import parse_scenario
 
 RATES = ((0.5, 0.1), (1.5, 0.3), (3.0, 0.4), (3.5, 0.5), (4.5, 0.6))
 

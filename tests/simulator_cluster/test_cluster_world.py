@@ -9,7 +9,7 @@ import pytest
 from cluster_worlds import PerToken, Scripted, cluster
 
 from headway.core.span import Span
-from headway.placement.base import (
+from headway.policy.placement.base import (
     Action,
     Arrived,
     Commit,
@@ -31,11 +31,11 @@ from headway.placement.base import (
     Transfer,
     Woken,
 )
-from headway.placement.registry import Surroundings, make_placement
-from headway.placement.view import ClusterView
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.policy.placement.registry import Surroundings, make_placement
+from headway.policy.placement.view import ClusterView
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 
 
 def whole(event: Arrived, view: ClusterView, group: tuple[int, ...]) -> Commit:

@@ -10,13 +10,13 @@ import pytest
 from cluster_worlds import Scripted, cluster
 
 from headway.core.span import Span
-from headway.placement.base import Action, Arrived, Commit, Enqueue, Event, Prefilled
-from headway.placement.registry import Surroundings, make_placement
-from headway.placement.view import ClusterView
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.cluster.world import simulate_cluster
-from headway.workload import TraceRequest
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event, Prefilled
+from headway.policy.placement.registry import Surroundings, make_placement
+from headway.policy.placement.view import ClusterView
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.workload import TraceRequest
 
 
 def chunked(spec: ClusterSpec, chunking: str, t_target_s: float) -> ClusterSpec:

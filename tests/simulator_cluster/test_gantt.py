@@ -11,13 +11,13 @@ from cluster_worlds import Scripted, cluster
 
 from headway.cli.main import main
 from headway.core.span import Span
-from headway.placement.base import Action, Arrived, Commit, Enqueue, Event
-from headway.placement.view import ClusterView, Instance
-from headway.report.gantt import gantt_figure
-from headway.report.gantt_html import gantt_page
-from headway.simulator.cluster.result import Bar
-from headway.simulator.cluster.world import simulate_cluster
-from headway.workload import TraceRequest
+from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event
+from headway.policy.placement.view import ClusterView, Instance
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.result import Bar
+from headway.sim.report.gantt import gantt_figure
+from headway.sim.report.gantt_html import gantt_page
+from headway.sim.workload import TraceRequest
 
 SCENARIO = """
 name: Tiny </script> cluster

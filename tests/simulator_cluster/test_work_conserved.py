@@ -7,12 +7,12 @@ from cluster_worlds import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.latency.eq1 import Coefficients, Eq1Latency
-from headway.placement.registry import Surroundings, make_placement
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.noise import Noise
-from headway.simulator.spec import RunSpec
-from headway.workload import TraceRequest
+from headway.perf.latency.eq1 import Coefficients, Eq1Latency
+from headway.policy.placement.registry import Surroundings, make_placement
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.noise import Noise
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 
 LATENCY = Eq1Latency({s: Coefficients(5e-3 * s, 1e-3 / s, 4e-8 / s, 2e-8 / s) for s in (1, 2, 4, 8)}, "test")
 ARRIVALS = st.lists(st.tuples(st.floats(0.0, 1.5), st.integers(50, 9000)), min_size=1, max_size=30)

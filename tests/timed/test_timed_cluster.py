@@ -15,15 +15,15 @@ import pytest
 import yaml
 
 from headway.cli.timed import scenario_of, spec_of, timed_cluster
-from headway.cluster.machine import Machine
-from headway.cluster.record import Recorded
-from headway.cluster.replay import Replay
+from headway.control.controller import Machine
+from headway.control.decision_log import Recorded
+from headway.control.replay import Replay
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
-from headway.core.scratch import ScratchFolder
-from headway.engine.protocol import Submit
-from headway.placement.registry import make_placement
-from headway.router.policies import Policies
+from headway.core.scratch_folder import ScratchFolder
+from headway.policy.placement.registry import make_placement
+from headway.runtime.cluster.policies import Policies
+from headway.runtime.engine.protocol import Submit
 
 SCENARIO: dict[str, Any] = {
     "cluster": {
@@ -122,7 +122,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
         machines[-1].note("renew")
         return renew(policies)
 
-    monkeypatch.setattr("headway.router.live.Machine", recorded)
+    monkeypatch.setattr("headway.runtime.cluster.live_controller.Machine", recorded)
     monkeypatch.setattr(Policies, "renew", renewed)
     found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)
@@ -160,9 +160,9 @@ def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> None:
-    from headway.engine.cluster_messages import Run
-    from headway.engine.timed.times import ClusterTimes
-    from headway.latency.groups import GroupShape
+    from headway.perf.latency.groups import GroupShape
+    from headway.runtime.cluster.messages import Run
+    from headway.runtime.engine.timed.times import ClusterTimes
 
     spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2}, 0)))
     times = ClusterTimes(spec, 0)

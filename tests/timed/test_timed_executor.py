@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.core.batch import Batch, Chunk, DecodeGroup, Part
-from headway.engine.timed.executor import TimedExecutor
+from headway.runtime.engine.timed.executor import TimedExecutor
 
 
 class Clock:

@@ -15,8 +15,8 @@ import pytest
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.engine.cluster_messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
-from headway.engine.protocol import Delta, Submit
+from headway.runtime.cluster.messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
+from headway.runtime.engine.protocol import Delta, Submit
 from instance.world import World, frame
 
 

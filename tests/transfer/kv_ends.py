@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.kv.runs import slots_of
-from headway.transfer.arena import ARENA_BYTES
-from headway.transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
-from headway.transfer.peers import Peer, Peers
+from headway.kv.slot_ranges import slots_of
+from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
+from headway.runtime.kv_transfer.peers import Peer, Peers
+from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES
 
 LAYERS, SLOTS, VECTOR = 3, 96, 8
 

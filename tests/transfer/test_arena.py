@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.transfer import arena, outlet
-from headway.transfer.arena import Arena, Memory, at_home, exchange, find
-from headway.transfer.peer import PeerLostError
-from headway.transfer.ring import most
+from headway.runtime.kv_transfer import send_queue as outlet
+from headway.runtime.kv_transfer import shared_buffer as arena
+from headway.runtime.kv_transfer.peer import PeerLostError
+from headway.runtime.kv_transfer.ring_buffer import most
+from headway.runtime.kv_transfer.shared_buffer import Arena, Memory, at_home, exchange, find
 
 SIZE = 1 << 16
 Both = tuple[tuple[Arena | None, Memory | None], tuple[Arena | None, Memory | None]]

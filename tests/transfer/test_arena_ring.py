@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.transfer.ring import Reader, Ring, Taken, aligned, most
+from headway.runtime.kv_transfer.ring_buffer import Reader, Ring, Taken, aligned, most
 
 SIZES = st.sampled_from([256, 320, 1024, 4096 + 64, 8 << 10])
 

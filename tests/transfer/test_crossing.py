@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, params, prompt_of, rest, send
 
-from headway.engine.cluster_messages import Forget, Reserve, Reserved
+from headway.runtime.cluster.messages import Forget, Reserve, Reserved
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from kv_ends import LAYERS, SLOTS, VECTOR
 
-from headway.kv.runs import slots_of
-from headway.transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
-from headway.transfer.cut_connector import CutConnector
-from headway.transfer.ends import end_of, heads_of
-from headway.transfer.peers import Peer, Peers
+from headway.kv.slot_ranges import slots_of
+from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
+from headway.runtime.kv_transfer.cut_connector import CutConnector
+from headway.runtime.kv_transfer.ends import end_of, heads_of
+from headway.runtime.kv_transfer.peers import Peer, Peers
 
 KV = 4
 

@@ -7,11 +7,11 @@ import dataclasses
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headway.model.config import DecoderConfig
-from headway.model.rope_config import RopeConfig
-from headway.model.shard import Shard, divides
-from headway.transfer.ends import end_of, heads_of, instance_of, named, rank_of, routes
-from headway.transfer.peer import Peer
+from headway.runtime.kv_transfer.ends import end_of, heads_of, instance_of, named, rank_of, routes
+from headway.runtime.kv_transfer.peer import Peer
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.rope_config import RopeConfig
+from headway.runtime.model.shard import Shard, divides
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=2, q_heads=8, kv_heads=2, head_dim=8,

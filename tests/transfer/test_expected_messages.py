@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.transfer.lanes import Lanes
-from headway.transfer.peer import PeerLostError
-from headway.transfer.ticket import Ticket
+from headway.runtime.kv_transfer.completion import Ticket
+from headway.runtime.kv_transfer.peer import PeerLostError
+from headway.runtime.kv_transfer.streams import Lanes
 
 SIZE = 4
 Acts = list[tuple[str, str, int]]

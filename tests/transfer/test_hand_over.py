@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.engine.cluster_messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
-from headway.engine.protocol import Delta
+from headway.runtime.cluster.messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
+from headway.runtime.engine.protocol import Delta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

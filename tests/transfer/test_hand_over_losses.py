@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hand_overs import Relay, arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.engine.cluster_messages import Forget, Pause, Proceed, RunLost, RunPaused, Staged
+from headway.runtime.cluster.messages import Forget, Pause, Proceed, RunLost, RunPaused, Staged
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.kv.runs import slots_of
-from headway.transfer import outlet as outlets
-from headway.transfer.connector import Bytes, KvPart, KvPlace, Save
-from headway.transfer.inbox import Inbox
-from headway.transfer.notes import END, Note, decode, packets
-from headway.transfer.outlet import Outlet, Packet, packets_of
-from headway.transfer.peers import Room, Ticket
+from headway.kv.slot_ranges import slots_of
+from headway.runtime.kv_transfer import send_queue as outlets
+from headway.runtime.kv_transfer.body_notes import END, Note, decode, packets
+from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, Save
+from headway.runtime.kv_transfer.peers import Room, Ticket
+from headway.runtime.kv_transfer.receive_queue import Inbox
+from headway.runtime.kv_transfer.send_queue import Outlet, Packet, packets_of
 
 LAYERS, SLOTS, HEADS, VECTOR = 2, 64, 2, 8
 

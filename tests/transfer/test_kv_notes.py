@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.kv.runs import cut_runs, runs_of, slots_of
-from headway.parallel.sequence.tokens import spread
-from headway.transfer.notes import Note, decode, encode, lengthen, packets, shorten
+from headway.kv.slot_ranges import cut_runs, runs_of, slots_of
+from headway.runtime.kv_transfer.body_notes import Note, decode, encode, lengthen, packets, shorten
+from headway.runtime.sequence_parallel.tokens import spread
 
 tokens = st.lists(st.integers(0, 80), max_size=60).map(lambda found: np.array(found, dtype=np.int64))
 

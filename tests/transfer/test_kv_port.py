@@ -12,24 +12,24 @@ import pytest
 import torch
 from kv_ends import End, meet
 
-from headway.cli.engine_process import WallClock
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.engine.cluster_messages import FromInstance, Reserve, Reserved, RunLost, Send
-from headway.engine.core import EngineCore
-from headway.engine.desk import Desk
-from headway.engine.protocol import EngineInfo, Submit
-from headway.kv.ledger import Ledger
-from headway.model.random_weights import random_decoder, reference_config
-from headway.scheduling.config import SchedulerConfig
-from headway.scheduling.scheduler import Scheduler
-from headway.transfer.peer_connector import There
-from headway.transfer.peers import Room
-from headway.worker.kv_port import KvPort
-from headway.worker.local import LocalExecutor
-from headway.worker.runs import Runs
-from headway.worker.worker import Worker
+from headway.kv.block_manager import Ledger
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.scheduler import Scheduler
+from headway.runtime.build.engine_process import WallClock
+from headway.runtime.cluster.kv_connector_scheduler import Desk
+from headway.runtime.cluster.messages import FromInstance, Reserve, Reserved, RunLost, Send
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import EngineInfo, Submit
+from headway.runtime.executor.single_process import LocalExecutor
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.peer_connector import There
+from headway.runtime.kv_transfer.peers import Room
+from headway.runtime.kv_transfer.pool_port import KvPort
+from headway.runtime.model.random_weights import random_decoder, reference_config
+from headway.runtime.sequence_parallel.span_executor import Runs
 from scheduling.unit_latency import small_machine
 
 BLOCKS, BLOCK = 12, 16

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from kv_ends import LAYERS, SLOTS, End, meet
 
-from headway.transfer.connector import Save
-from headway.transfer.peers import Peer
+from headway.runtime.kv_transfer.connector import Save
+from headway.runtime.kv_transfer.peers import Peer
 
 pytest.importorskip("nixl")
 
@@ -29,8 +29,8 @@ SENDS = """
 import sys, threading, numpy as np
 from pathlib import Path
 from kv_ends import LAYERS, SLOTS, End
-from headway.transfer.connector import Save
-from headway.transfer.peers import Peer
+from headway.runtime.kv_transfer.connector import Save
+from headway.runtime.kv_transfer.peers import Peer
 folder = Path(sys.argv[1])
 end = End(1, folder, connector="nixl")
 end.cache = np.full((LAYERS, 2, 2, SLOTS, 8192), 7, dtype=np.uint8)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.kv.runs import Indices, runs_of
-from headway.transfer.connector import Bytes
-from headway.transfer.packing import by_runs, gather, scatter, spread
+from headway.kv.slot_ranges import Indices, runs_of
+from headway.runtime.kv_transfer.connector import Bytes
+from headway.runtime.kv_transfer.packing import by_runs, gather, scatter, spread
 
 SLOTS = 200
 

@@ -12,11 +12,12 @@ import pytest
 from kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.core.errors import ConfigError
-from headway.parallel.sequence.layout import Held, moves
-from headway.transfer import connection, outlet
-from headway.transfer.arena import ARENA_BYTES
-from headway.transfer.connector import KvConnector, Save, make_connector, register
-from headway.transfer.peers import Peer
+from headway.runtime.kv_transfer import connection
+from headway.runtime.kv_transfer import send_queue as outlet
+from headway.runtime.kv_transfer.connector import KvConnector, Save, make_connector, register
+from headway.runtime.kv_transfer.peers import Peer
+from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES
+from headway.runtime.sequence_parallel.layout import Held, moves
 
 Make = Callable[..., list[End]]
 
@@ -267,6 +268,6 @@ def test_connectors_are_found_by_name(make: Make) -> None:
         assert make_connector("test-only", end.peers, end.rung.set) is end.connector
         assert made == [end.peers]
     finally:
-        from headway.transfer import connector
+        from headway.runtime.kv_transfer import connector
 
         del connector._factories["test-only"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.engine.cluster_messages import Forget, Reserve, Reserved, Staged
-from headway.engine.protocol import Submit
+from headway.runtime.cluster.messages import Forget, Reserve, Reserved, Staged
+from headway.runtime.engine.protocol import Submit
 from instance.world import Part, World, frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

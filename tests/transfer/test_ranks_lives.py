@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.parallel.executor import ParallelExecutor
-from headway.transfer.rank_notes import Came, Open, Room, There, encode, to_rank
-from headway.worker.kv_ranks import KvRanks
+from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.kv_transfer.multi_rank_transfer import KvRanks
+from headway.runtime.kv_transfer.rank_notes import Came, Open, Room, There, encode, to_rank
 
 
 def _ranks() -> tuple[KvRanks, list[Any]]:

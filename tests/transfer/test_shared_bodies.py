@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from kv_ends import LAYERS, SLOTS, End, meet
 
-from headway.transfer import connection
-from headway.transfer.ahead import Ahead
-from headway.transfer.connection import Connection
-from headway.transfer.connector import Save
-from headway.transfer.frames import Frame, Kind, head
-from headway.transfer.peers import Peer, PeerLostError, Peers, Place, Room
+from headway.runtime.kv_transfer import connection
+from headway.runtime.kv_transfer.buffered_reader import Ahead
+from headway.runtime.kv_transfer.connection import Connection
+from headway.runtime.kv_transfer.connector import Save
+from headway.runtime.kv_transfer.frames import Frame, Kind, head
+from headway.runtime.kv_transfer.peers import Peer, PeerLostError, Peers, Place, Room
 
 ARENA = 1 << 16
 WIDE = 1 << 12
@@ -32,7 +32,7 @@ HANGS = """
 import sys, threading
 from pathlib import Path
 from kv_ends import End
-from headway.transfer.peers import Peer
+from headway.runtime.kv_transfer.peers import Peer
 number, folder = int(sys.argv[1]), Path(sys.argv[2])
 end = End(number, folder)
 end.peers.handle(lambda *_: print("got", flush=True) or threading.Event().wait())
@@ -45,7 +45,7 @@ threading.Event().wait()
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[End] = []
-    monkeypatch.setattr("headway.transfer.outlet.PACKET_BYTES", 1 << 20)
+    monkeypatch.setattr("headway.runtime.kv_transfer.send_queue.PACKET_BYTES", 1 << 20)
 
     def make(count: int, arena_bytes: int = ARENA) -> list[End]:
         for number in range(count):
@@ -91,7 +91,7 @@ def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) ->
 
 
 def test_an_arena_of_a_few_bodies_moves_any_number(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.transfer.outlet.PACKET_BYTES", WIDE * 4)
+    monkeypatch.setattr("headway.runtime.kv_transfer.send_queue.PACKET_BYTES", WIDE * 4)
     sender, receiver, other = make(3)
     receiver.open("a", SLOTS, ((0, SLOTS),))
     receiver.open("b", SLOTS // 2, ((0, SLOTS // 2),))

@@ -10,9 +10,9 @@ import pytest
 from hand_overs import prompt_of
 from virtual_instances import Pair, VirtualInstance
 
-from headway.engine.cluster_messages import Forget, RunLost
-from headway.parallel.messages import Plan
-from headway.parallel.wire import Frame
+from headway.runtime.cluster.messages import Forget, RunLost
+from headway.runtime.executor.messages import Plan
+from headway.runtime.executor.rank_transport import Frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 Make = Callable[[int, int], Pair]

@@ -12,14 +12,14 @@ import numpy as np
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.engine.cluster_messages import Admit, Arrived, Forget, FromInstance, Meet, Reserve, Reserved, Send, Staged
-from headway.engine.desk import Desk
-from headway.engine.member import Member
-from headway.engine.protocol import Delta, Submit
-from headway.latency.layout import Layout
-from headway.parallel.rank_config import RankPeer
-from headway.transfer.peer import Peer
-from headway.worker.kv_ranks import KvRanks, RankPeers
+from headway.perf.latency.layout import Layout
+from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.cluster.kv_connector_scheduler import Desk
+from headway.runtime.cluster.messages import Admit, Arrived, Forget, FromInstance, Meet, Reserve, Reserved, Send, Staged
+from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.executor.rank_config import RankPeer
+from headway.runtime.kv_transfer.multi_rank_transfer import KvRanks, RankPeers
+from headway.runtime.kv_transfer.peer import Peer
 from parallel.serving import make_core
 from parallel.virtual import VirtualWorld
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.workload import TraceRequest
-from headway.workload.rewriting import RULES, rewrite, with_long_share
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.rewriting import RULES, rewrite, with_long_share
 
 PROMPTS = st.lists(st.integers(1, 15_000), min_size=1, max_size=60)
 

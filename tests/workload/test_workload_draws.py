@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.workload.arrivals import Constant, Gamma, Poisson, arrivals
-from headway.workload.lengths import Fixed, LogNormal, Mixture, Quantiles, Uniform
-from headway.workload.presets import PRESETS, preset
-from headway.workload.specs import parse_lengths, parse_tokens
+from headway.sim.workload.arrivals import Constant, Gamma, Poisson, arrivals
+from headway.sim.workload.lengths import Fixed, LogNormal, Mixture, Quantiles, Uniform
+from headway.sim.workload.presets import PRESETS, preset
+from headway.sim.workload.specs import parse_lengths, parse_tokens
 
 N = 20_000
 

@@ -13,18 +13,18 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, create_model, field_validator
 
-from headway.accelerator.assumptions import PRESETS, Assumptions, assumptions
-from headway.accelerator.machine import Machine
-from headway.accelerator.operators import Setting
-from headway.accelerator.precision import Precision
-from headway.accelerator.presets import machine
-from headway.accelerator.work import Techniques, Work
-from headway.cli.units import size, tokens
 from headway.core.errors import ConfigError
-from headway.hardware.models import from_hf_config, model
-from headway.hardware.shapes import ModelShape
-from headway.scheduling.config import SchedulerConfig
-from headway.simulator.scenario import Count, PolicySection, Positive, Section, Shape, WorkloadSection, validated
+from headway.core.units import size, tokens
+from headway.perf.accelerator.assumptions import PRESETS, Assumptions, assumptions
+from headway.perf.accelerator.iteration_work import Techniques, Work
+from headway.perf.accelerator.machine_model import Machine
+from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.precision import Precision
+from headway.perf.accelerator.presets import machine
+from headway.perf.hardware.models import from_hf_config, model
+from headway.perf.hardware.shapes import ModelShape
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim.scenario import Count, PolicySection, Positive, Section, Shape, WorkloadSection, validated
 
 
 def _number(read: Any) -> Any:
@@ -46,7 +46,7 @@ Size = Annotated[int, _number(size), Field(ge=0)]
 class MachineSection(Section):
     """A preset, and what differs from it. Sizes as 512MiB or 1G (powers of 1024)."""
 
-    preset: str = Field(default="tpuv6e-like", description="headway.accelerator.presets")
+    preset: str = Field(default="tpuv6e-like", description="headway.perf.accelerator.presets")
     rows: Count | None = Field(default=None, description="rows of a systolic array")
     columns: Count | None = Field(default=None, description="its columns")
     arrays: Count | None = Field(default=None, description="how many")
@@ -73,7 +73,7 @@ class TechniquesSection(Section):
 
 
 def _assumptions_section() -> type[Section]:
-    from headway.accelerator.assumptions import WORDS
+    from headway.perf.accelerator.assumptions import WORDS
 
     given: dict[str, Any] = {
         name: (f"{Assumptions.__annotations__[name]} | None", Field(None, description=words))
@@ -81,7 +81,7 @@ def _assumptions_section() -> type[Section]:
     }
     return create_model(
         "AssumptionsSection", __base__=Section, __doc__="A preset, and what differs from it.",
-        __module__="headway.accelerator.assumptions",
+        __module__="headway.perf.accelerator.assumptions",
         preset=(str, Field("default", description=" or ".join(PRESETS))), **given,
     )  # fmt: skip
 
@@ -179,7 +179,7 @@ def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path())
 
 def scheduler_of(serve: ServeSection) -> SchedulerConfig:
     """Sarathi-Serve's policy with the file's settings on top."""
-    from headway.experiments.packing_prefetch_capacity import sarathi
+    from headway.research.packing_prefetch_capacity import sarathi
 
     given: dict[str, Any] = serve.policy.model_dump(exclude_none=True)
     base = sarathi(serve.chunk, serve.max_num_seqs)

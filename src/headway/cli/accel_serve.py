@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from headway.accelerator.stage import simulate_stage
-from headway.accelerator.timeline import Mode
-from headway.accelerator.work import Work
 from headway.cli.accel import read_data
 from headway.cli.accel_file import Study, read_study, scheduler_of
 from headway.cli.accel_output import rows_csv, write, write_json
 from headway.core.errors import ConfigError
-from headway.experiments import packing_prefetch_capacity as service
-from headway.simulator import InstanceSpec, RunSpec, simulate
-from headway.simulator.outcome import run_json
-from headway.simulator.traffic import requests_of
-from headway.workload import TraceRequest
+from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.stage import simulate_stage
+from headway.perf.accelerator.timeline import Mode
+from headway.research import packing_prefetch_capacity as service
+from headway.sim import InstanceSpec, RunSpec, simulate
+from headway.sim.requests import requests_of
+from headway.sim.result_json import run_json
+from headway.sim.workload import TraceRequest
 
 SERVE_SCHEMA, CAPACITY_SCHEMA = "headway.accel.serve/1", "headway.accel.capacity/1"
 COMPARED: tuple[Mode, Mode] = ("packing", "prefetch")
@@ -54,8 +54,8 @@ class Service:
 
 def serve(arguments: argparse.Namespace) -> int:
     """One rate, with and without prefetch."""
-    from headway.report.accel_table import serve_report
-    from headway.report.console import show
+    from headway.sim.report.accel_table import serve_report
+    from headway.sim.report.console import show
 
     data, where, folder = read_data(arguments)
     study = read_study(data, where, folder)
@@ -80,8 +80,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def capacity(arguments: argparse.Namespace) -> int:
     """The highest rate within the limits, with and without prefetch."""
-    from headway.report.accel_table import capacity_report
-    from headway.report.console import show
+    from headway.sim.report.accel_table import capacity_report
+    from headway.sim.report.console import show
 
     if not arguments.ratio > 1:
         raise ConfigError(f"--ratio must be above 1, such as 1.02, not {arguments.ratio:g}")
@@ -106,8 +106,8 @@ def capacity(arguments: argparse.Namespace) -> int:
     if not quiet:
         show(capacity_report(found))
     if arguments.plot is not None:
-        from headway.report.accel_plot import capacity_figure
-        from headway.report.style import save
+        from headway.sim.report.accel_plot import capacity_figure
+        from headway.sim.report.style import save
 
         save(capacity_figure(found), arguments.plot)
     return 0

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from headway.accelerator import answers
-from headway.accelerator.machine import MIB
-from headway.accelerator.stage import StageReport, simulate_stage
-from headway.accelerator.timeline import MODES, Timeline
 from headway.cli.accel import read_data
 from headway.cli.accel_file import Study, read_study
 from headway.cli.accel_output import rows_csv, write, write_json
 from headway.core.errors import ConfigError
-from headway.simulator.sweep import parse_sweep, points_of
+from headway.perf.accelerator import sizing as answers
+from headway.perf.accelerator.machine_model import MIB
+from headway.perf.accelerator.stage import StageReport, simulate_stage
+from headway.perf.accelerator.timeline import MODES, Timeline
+from headway.sim.sweep import parse_sweep, points_of
 
 STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
 
 
 def stage(arguments: argparse.Namespace) -> int:
     """One iteration."""
-    from headway.report.accel_table import stage_report
-    from headway.report.console import show
+    from headway.sim.report.accel_table import stage_report
+    from headway.sim.report.console import show
 
     data, where, folder = read_data(arguments)
     study = read_study(data, where, folder)
@@ -33,8 +33,8 @@ def stage(arguments: argparse.Namespace) -> int:
     if not quiet:
         show(stage_report(result))
     if arguments.plot is not None:
-        from headway.report.accel_plot import stage_figure
-        from headway.report.style import save
+        from headway.sim.report.accel_plot import stage_figure
+        from headway.sim.report.style import save
 
         save(stage_figure(result), arguments.plot)
     return 0
@@ -42,8 +42,8 @@ def stage(arguments: argparse.Namespace) -> int:
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Iterations over any fields."""
-    from headway.report.accel_table import sweep_report
-    from headway.report.console import show
+    from headway.sim.report.accel_table import sweep_report
+    from headway.sim.report.console import show
 
     if not arguments.axis:
         raise ConfigError("--axis: give at least one, such as --axis machine.prefetch_buffer=0,64M,128M,256M,512M")
@@ -64,8 +64,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     if not quiet:
         show(sweep_report(result))
     if arguments.plot is not None:
-        from headway.report.accel_plot import sweep_figure
-        from headway.report.style import save
+        from headway.sim.report.accel_plot import sweep_figure
+        from headway.sim.report.style import save
 
         save(sweep_figure(result), arguments.plot)
     return 0
@@ -178,7 +178,7 @@ def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
 
 
 def _beats(rival: dict[str, Any], row: dict[str, Any], costs: list[str]) -> bool:
-    from headway.cli.units import size
+    from headway.core.units import size
 
     def cost(value: Any) -> float:
         return float(size(value)) if isinstance(value, str) else float(value)

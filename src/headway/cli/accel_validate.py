@@ -7,15 +7,15 @@ import json
 from typing import Any
 
 from headway.cli.accel_output import write_json
-from headway.experiments.packing_prefetch_pins import Pin, pins
+from headway.research.packing_prefetch_pins import Pin, pins
 
 SCHEMA = "headway.accel.validate/1"
 
 
 def validate(arguments: argparse.Namespace) -> int:
     """Exit status 1 when a pinned figure has moved (or a product differs from zigzag's by more than 10%)."""
-    from headway.report.accel_table import crosscheck_report, validate_report
-    from headway.report.console import show
+    from headway.sim.report.accel_table import crosscheck_report, validate_report
+    from headway.sim.report.console import show
 
     if arguments.schema:
         from headway.cli.accel_file import AccelFile
@@ -26,7 +26,7 @@ def validate(arguments: argparse.Namespace) -> int:
     found: dict[str, Any] = {"schema": SCHEMA, "pins": [pin.to_json() for pin in rows], "summary": summary(rows)}
     ok = all(pin.ok for pin in rows)
     if arguments.zigzag:
-        from headway.accelerator.zigzag import crosscheck
+        from headway.perf.accelerator.zigzag import crosscheck
 
         products = crosscheck()
         found["zigzag"] = [product.to_json() for product in products]

@@ -15,13 +15,13 @@ from headway.cli.cluster_seats import Seats, first_of, instance_configs
 from headway.cli.options import add_options, combine, environment, read_yaml
 from headway.cli.serve import model_folder
 from headway.core.errors import ConfigError
-from headway.engine.config import EngineConfig
-from headway.engine.numerics import settle
-from headway.router.cluster_file import ClusterFile, check_hosts, cluster_file, idle_pools, model_of, nodes_of
-from headway.router.instance import LiveInstance, seen
+from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, idle_pools, model_of, nodes_of
+from headway.runtime.cluster.live_instance import LiveInstance, seen
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.numerics import settle
 
 if TYPE_CHECKING:
-    from headway.server.settings import ServerSettings
+    from headway.serving.settings import ServerSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_hosts(file, where, values["nnodes"])
     instance_configs(file, where, model, values, given)
     config = hosts.settle_token(serve_options.engine_config(model, values, given), node, instances=True)
-    from headway.server.binding import bind, check_binding, release
+    from headway.serving.binding import bind, check_binding, release
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
     sockets = bind(settings.host, settings.port)
@@ -86,8 +86,8 @@ def _serve(
     sockets: list[socket],
 ) -> int:
     """From bound sockets to the end."""
-    from headway.core.scratch import ScratchFolder
-    from headway.router.client import ClusterClient
+    from headway.core.scratch_folder import ScratchFolder
+    from headway.runtime.cluster.client import ClusterClient
 
     log = open_log(values["event_log"])
     host_of: dict[int, int] = {}
@@ -99,9 +99,9 @@ def _serve(
         configs = instance_configs(file, where, model, values, given, cores)
         seats = Seats(file, configs, folder.path, host_of, meeting, config.rdzv_token or "")
         instances = seats.all()
-        from headway.server.app import create_app
-        from headway.server.run import serve
-        from headway.server.tokenizer import Tokenizer
+        from headway.serving.app import create_app
+        from headway.serving.run import serve
+        from headway.serving.tokenizer import Tokenizer
 
         client = ClusterClient(
             instances,
@@ -130,7 +130,7 @@ def _report(file: ClusterFile, model: str, configs: list[EngineConfig], node: in
     """Loads one instance of each pool, one after another; on a host beside node 0, of each that is to run there."""
     from headway.cli import cluster_report
     from headway.cli.dry_run import described, loaded
-    from headway.latency.recorded import describe
+    from headway.perf.latency.recorded import describe
 
     several = len(file.hosts | {0}) > 1
     lines, cores = [f"placement            {file.placement}, {len(configs)} instances"], []

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.core.request import Request
-from headway.engine.core import EngineCore
-from headway.latency.base import LatencyModel
-from headway.latency.groups import GroupShape
-from headway.latency.sharded_decode import ShardedDecode
-from headway.placement.base import Arrived, Commit, Enqueue, Reject
-from headway.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.report.units import duration
-from headway.router.client import Rules
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.cluster.world import simulate_cluster
-from headway.simulator.spec import InstanceSpec, RunSpec
-from headway.workload import TraceRequest
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.groups import GroupShape
+from headway.perf.latency.sharded_decode import ShardedDecode
+from headway.policy.placement.base import Arrived, Commit, Enqueue, Reject
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.runtime.cluster.client import Rules
+from headway.runtime.engine.core import EngineCore
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.report.units import duration
+from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.workload import TraceRequest
 
 REQUESTS = 200, 1500
 OUTPUT = 64

@@ -14,23 +14,23 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from headway.cli.cluster_seats import first_of
-from headway.cli.event_log import open_event_log
 from headway.core.errors import ConfigError
-from headway.router.cluster_file import ClusterFile, idle_pools, moves_kv
+from headway.runtime.build.event_log import open_event_log
+from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, moves_kv
 
 if TYPE_CHECKING:
-    from headway.engine.protocol import EngineInfo
-    from headway.hardware.shapes import ModelShape
-    from headway.placement.base import Placement
-    from headway.placement.registry import Surroundings
-    from headway.placement.view import Links
-    from headway.router.client import Rules
+    from headway.perf.hardware.shapes import ModelShape
+    from headway.policy.placement.base import Placement
+    from headway.policy.placement.registry import Surroundings
+    from headway.policy.placement.view import Links
+    from headway.runtime.cluster.client import Rules
+    from headway.runtime.engine.protocol import EngineInfo
 
 
 def links(file: ClusterFile) -> Links:
     """Between its instances: those of one host, and those of two."""
-    from headway.hardware.links import Link
-    from headway.placement.view import Links
+    from headway.perf.hardware.links import Link
+    from headway.policy.placement.view import Links
 
     host = Link(name="host", bytes_per_s=2e9, latency_s=1e-4, source="assumed: a socket between processes of one host")
     if len(file.hosts) == 1:
@@ -57,7 +57,7 @@ def sink(log: IO[bytes]) -> Callable[[bytes], None]:
             log.write(line)
         except OSError as error:
             failed = True
-            logging.getLogger("headway.router").error("the event log ends here: %s", error)
+            logging.getLogger("headway.cluster").error("the event log ends here: %s", error)
 
     return write
 
@@ -79,7 +79,7 @@ def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: 
     """`rules_of`, of instances that have started. What is odd about them is logged, once."""
     check_moves(file, infos)
     for words in (*idle_pools(file), *_unequal(file, infos)):
-        logging.getLogger("headway.router").warning("%s", words)
+        logging.getLogger("headway.cluster").warning("%s", words)
     return rules_of(file, model, infos, log)
 
 
@@ -93,8 +93,8 @@ def _unequal(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
     """The policy, told what the first instance that prefills has measured."""
-    from headway.router.client import Rules
-    from headway.router.live import DecisionLog
+    from headway.runtime.cluster.client import Rules
+    from headway.runtime.cluster.live_controller import DecisionLog
 
     def surroundings(info: EngineInfo) -> Surroundings:
         return surroundings_of(file, model, {"latency": info.latency, "layout": info.layout})
@@ -114,17 +114,17 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
 
 def policies_of(file: ClusterFile, surroundings: Surroundings) -> Callable[[], Placement]:
     """Makes the policy, as often as instances come or go."""
-    from headway.placement.registry import make_placement
+    from headway.policy.placement.registry import make_placement
 
     return lambda: make_placement(file.placement, surroundings, file.options)
 
 
 def surroundings_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> Surroundings:
     """What policies are told of the model, of one instance's latencies and layout, and of what connects instances."""
-    from headway.latency.layout import Layout
-    from headway.latency.recorded import restore
-    from headway.latency.ring import RingLatency
-    from headway.placement.registry import Surroundings
+    from headway.perf.latency.layout import Layout
+    from headway.perf.latency.recorded import restore
+    from headway.perf.latency.ring import RingLatency
+    from headway.policy.placement.registry import Surroundings
 
     shape, between = shape_of(model), links(file)
     table, _ = restore(about["latency"])
@@ -134,8 +134,8 @@ def surroundings_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> int:
     """Drive the machine and the policy from a log; 1 where they decide otherwise than they did."""
-    from headway.cluster.replay import Replay
-    from headway.router.policies import Policies, may_of
+    from headway.control.replay import Replay
+    from headway.runtime.cluster.policies import Policies, may_of
 
     made: list[Policies] = []
 
@@ -169,6 +169,6 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
 
 def shape_of(model: str) -> ModelShape:
     """The sizes of a checkpoint."""
-    from headway.hardware.models import from_hf_config
+    from headway.perf.hardware.models import from_hf_config
 
     return from_hf_config(json.loads((Path(model) / "config.json").read_text()))

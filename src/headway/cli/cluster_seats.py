@@ -11,14 +11,14 @@ import msgspec
 
 from headway.cli import serve_options
 from headway.cli.options import combine
-from headway.core.cores import CORES
+from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError, RequestError
-from headway.engine.config import EngineConfig
-from headway.parallel.secret import peers_secret
-from headway.router.cluster_file import LARGEST_POOL, ClusterFile, computes_alone, moves_kv, nodes_of
-from headway.router.instance import Launch, LiveInstance
-from headway.router.launch import host_launcher, launcher
-from headway.worker.rendezvous import Rendezvous
+from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, computes_alone, moves_kv, nodes_of
+from headway.runtime.cluster.launch import host_launcher, launcher
+from headway.runtime.cluster.live_instance import Launch, LiveInstance
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.secret import peers_secret
 
 _MEETING = frozenset(("nnodes", "node_rank", "rdzv_endpoint", "rdzv_token", "rdzv_timeout"))
 _OF_ALL = _MEETING.union(option.name for option in serve_options.server_options())
@@ -52,7 +52,7 @@ class Seats:
         ]
 
     def another(self, number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:
-        """See `router.roster.Another`."""
+        """See `runtime.cluster.membership.Another`."""
         if not 0 <= pool < len(self._file.pools):
             raise RequestError(f"pool must be between 0 and {len(self._file.pools) - 1}, not {pool}", "pool")
         others = (each for i, each in self._made.items() if i != number and each.pool == pool)

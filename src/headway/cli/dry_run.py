@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.cli.assemble import assemble
 from headway.core.clock import ManualClock
-from headway.engine.config import EngineConfig
-from headway.engine.core import EngineCore
-from headway.hardware.memory import available_bytes, gib
-from headway.latency.base import MAX_CHUNK, Load, solve_tokens
-from headway.latency.exchange import Sharded
-from headway.latency.prefill_cache import PrefillCache
-from headway.scheduling.groups import GroupedScheduler
+from headway.perf.hardware.memory import available_bytes, gib
+from headway.perf.latency.base import MAX_CHUNK, Load, solve_tokens
+from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.shard_exchange import Sharded
+from headway.policy.iteration.grouped_scheduler import GroupedScheduler
+from headway.runtime.build.engine import assemble
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore
 
 
 def report(config: EngineConfig) -> str:

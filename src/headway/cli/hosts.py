@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.engine.config import EngineConfig
-from headway.server.settings import ServerSettings
+from headway.runtime.engine.config import EngineConfig
+from headway.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from headway.parallel.host_messages import HostHello
-    from headway.worker.host import Starter
-    from headway.worker.rendezvous import Rendezvous
+    from headway.runtime.launcher.host_agent import Starter
+    from headway.runtime.launcher.host_coordinator import Rendezvous
+    from headway.runtime.launcher.host_messages import HostHello
 
 
 def check_node(nnodes: int, node: int) -> None:
@@ -33,10 +33,10 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
     check_node(config.nnodes, node)
     if config.nnodes == 1:
         return config
-    from headway.cli.assemble import layout_of
-    from headway.parallel.network import parse_endpoint
-    from headway.parallel.secret import check_token, new_token
-    from headway.parallel.terms import check_nodes
+    from headway.runtime.build.engine import layout_of
+    from headway.runtime.launcher.host_compatibility import check_nodes
+    from headway.runtime.launcher.network import parse_endpoint
+    from headway.runtime.launcher.secret import check_token, new_token
 
     if config.rdzv_endpoint is None:
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT, an address of node 0 that all can reach")
@@ -62,11 +62,11 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
 
 def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
     """Be node `node`, until node 0 ends or we are told to. Raises ConfigError when it does not take us."""
-    from headway.cli.assemble import layout_of
-    from headway.core.log_lines import setup
-    from headway.engine.numerics import settle
-    from headway.parallel.terms import terms
-    from headway.worker.launch import Ranks
+    from headway.core.structured_log import setup
+    from headway.runtime.build.engine import layout_of
+    from headway.runtime.engine.numerics import settle
+    from headway.runtime.launcher.host_compatibility import terms
+    from headway.runtime.launcher.rank_launcher import Ranks
 
     settle()
     setup(settings.log_level, settings.log_format)
@@ -78,14 +78,14 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
 def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, named: str | None) -> int:
     """The same in a cluster: run the instances that node 0 wants here, of this host's copy of the model. named: where
     that is, None for the embedded one."""
-    from headway.core.log_lines import setup
-    from headway.engine.starter import Engines
-    from headway.parallel.network import parse_endpoint, resolve
-    from headway.parallel.terms import cluster_terms
+    from headway.core.structured_log import setup
+    from headway.runtime.launcher.engine_starter import Engines
+    from headway.runtime.launcher.host_compatibility import cluster_terms
+    from headway.runtime.launcher.network import parse_endpoint, resolve
 
     setup(settings.log_level, settings.log_format)
     if named is None:
-        from headway.embedded import model_path
+        from headway.runtime.embedded import model_path
 
         named = str(model_path())
     mine = cluster_terms(node, config.nnodes, named)
@@ -97,9 +97,9 @@ def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, 
 
 def meet(config: EngineConfig, host_of: Callable[[int], int]) -> Rendezvous:
     """Node 0's end of a cluster's hosts. host_of: where each instance is to run."""
-    from headway.parallel.network import parse_endpoint
-    from headway.parallel.terms import cluster_terms
-    from headway.worker.rendezvous import Rendezvous
+    from headway.runtime.launcher.host_compatibility import cluster_terms
+    from headway.runtime.launcher.host_coordinator import Rendezvous
+    from headway.runtime.launcher.network import parse_endpoint
 
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
@@ -109,8 +109,8 @@ def meet(config: EngineConfig, host_of: Callable[[int], int]) -> Rendezvous:
 
 
 def _run(config: EngineConfig, mine: HostHello, starter: Starter) -> int:
-    from headway.parallel.network import parse_endpoint
-    from headway.worker.host import Host
+    from headway.runtime.launcher.host_agent import Host
+    from headway.runtime.launcher.network import parse_endpoint
 
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None

@@ -13,8 +13,11 @@ from headway.core.errors import HeadwayError
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headway.cli.serve", "serve a model to OpenAI clients"),
     "cluster": ("headway.cli.cluster", "serve a model from several engines, with a placement policy before them"),
-    "bench": ("headway.bench.command", "load an OpenAI endpoint and measure it; `bench convoy` compares policies"),
-    "demo": ("headway.bench.demo", "a long document and chats on one server, in numbers and a picture"),
+    "bench": (
+        "headway.serving.load.command",
+        "load an OpenAI endpoint and measure it; `bench convoy` compares policies",
+    ),
+    "demo": ("headway.research.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
     "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
     "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),

@@ -128,7 +128,7 @@ def read_yaml(path: str, such_as: str = "port: 8000") -> dict[str, Any]:
     """A mapping of settings; raises ConfigError otherwise. such_as: an example of one."""
     import yaml
 
-    from headway.cli.yaml_once import load
+    from headway.core.strict_yaml import load
 
     try:
         data = load(Path(path).read_text())

@@ -11,8 +11,8 @@ from headway.cli import serve_options
 from headway.cli.options import add_options, environment, resolve
 from headway.cli.serve import model_folder
 from headway.core.errors import HeadwayError
-from headway.engine.config import EngineConfig
-from headway.engine.numerics import settle
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.numerics import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         kv_parallel_size=values["kv_parallel_size"],
     )
     settle()
-    from headway.cli.assemble import build, profile_mark
-    from headway.latency import store
-    from headway.worker import profiling
+    from headway.perf.latency import store
+    from headway.runtime.build.engine import build, profile_mark
+    from headway.runtime.executor import profiling
 
     built = build(config)
     mark = profile_mark(config, built)

@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headway.report.calibration_table import calibration_report
-    from headway.report.console import show
-    from headway.simulator.calibration import calibrate
-    from headway.simulator.replay import read_log, replay
+    from headway.sim.calibration import calibrate
+    from headway.sim.replay import read_log, replay
+    from headway.sim.report.calibration_table import calibration_report
+    from headway.sim.report.console import show
 
     replayed = replay(read_log(arguments.log))
     result = calibrate(replayed, arguments.corrected)
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result.to_json()), indent=1))
     if arguments.save is not None:
         from headway.cli.rehearsal import learnt
-        from headway.latency import store
+        from headway.perf.latency import store
 
         source, _ = learnt(replayed.table.source, replayed)
         store.save(source, arguments.save)

@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.hardware.accelerators import accelerator
-    from headway.latency.operators.device_fit import encode, fit_device
-    from headway.latency.operators.profiles import FAMILIES
-    from headway.latency.operators.readers import read_all
+    from headway.perf.hardware.accelerators import accelerator
+    from headway.perf.latency.operators.device_fit import encode, fit_device
+    from headway.perf.latency.operators.profiles import FAMILIES
+    from headway.perf.latency.operators.readers import read_all
 
     if not 0.0 <= arguments.tolerance < 0.2:
         raise ConfigError(f"--tolerance must be from 0 to 0.2, not {arguments.tolerance}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.latency.eq1 import Sample
+    from headway.perf.latency.eq1 import Sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headway.latency import eq1
+    from headway.perf.latency import eq1
 
     samples = eq1.table1_samples() if arguments.file == "table1" else _read(Path(arguments.file))
     found = eq1.fit(samples)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> list[Sample]:
-    from headway.latency.eq1 import Sample
+    from headway.perf.latency.eq1 import Sample
 
     try:
         rows = list(csv.DictReader(path.read_text().splitlines()))

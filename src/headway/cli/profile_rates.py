@@ -27,10 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headway.cli.options import read_yaml
-    from headway.experiments.tetris_rates import CANDIDATES, best_rates, scenario_ttft_s
-    from headway.placement.tetris_rates import RateTable
-    from headway.simulator.scenario import parse_scenario
-    from headway.simulator.sweep import parse_sweep
+    from headway.policy.placement.tetris_rates import RateTable
+    from headway.research.tetris_rates import CANDIDATES, best_rates, scenario_ttft_s
+    from headway.sim.scenario import parse_scenario
+    from headway.sim.sweep import parse_sweep
 
     data = read_yaml(str(arguments.scenario))
     scenario = parse_scenario(data, str(arguments.scenario))

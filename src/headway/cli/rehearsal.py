@@ -2,7 +2,7 @@
 
 Chats and a document now and then, with pauses between, through HTTP on this machine as `headway bench` would: what a
 table measured point by point leaves out (cold caches, waking up, the server and its client on the same cores) is in the
-scales that the engine learns meanwhile, which are worked into the table (`latency.baked`).
+scales that the engine learns meanwhile, which are worked into the table (`perf.latency.calibrated_table`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from headway.bench.client import Client, Endpoint, Job
-from headway.bench.endpoint import first_model
-from headway.bench.server_process import ServerError, ServerProcess
 from headway.cli.options import print_config
-from headway.core.scratch import ScratchFolder
-from headway.latency import store
-from headway.latency.baked import bake
-from headway.latency.corrected import CorrectedLatency
-from headway.latency.tables import TableSource
-from headway.simulator.replay import Replayed, read_log, replay
+from headway.core.scratch_folder import ScratchFolder
+from headway.perf.latency import store
+from headway.perf.latency.calibrated_table import bake
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.tables import TableSource
+from headway.serving.load.client import Client, Endpoint, Job
+from headway.serving.load.endpoint import first_model
+from headway.serving.load.server_process import ServerError, ServerProcess
+from headway.sim.replay import Replayed, read_log, replay
 
 CHATS = 3
 _LEAST = 50

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.experiments.registry import experiment, names
+    from headway.research.registry import experiment, names
 
     if arguments.list:
         print("\n".join(names()))
@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None) -> None:
-    from headway.experiments.registry import EXPERIMENTS, experiment
-    from headway.experiments.table import report_table
-    from headway.report.console import show
+    from headway.research.registry import EXPERIMENTS, experiment
+    from headway.research.table import report_table
+    from headway.sim.report.console import show
 
     report = experiment(name)(_options(arguments))
     data = report.to_json(name)
@@ -67,7 +67,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
         if json_file is not None:
             _save(json_file, _bytes(data))
     if picture is not None and report.panels:
-        from headway.experiments.plot import draw
+        from headway.research.plot import draw
 
         draw(report.panels, picture if picture.name else Path(f"{name}.png"))
 
@@ -75,7 +75,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
 def _options(arguments: argparse.Namespace) -> Any:
     import os
 
-    from headway.experiments.base import Options
+    from headway.research.base import Options
 
     seeds = None
     if arguments.seeds:

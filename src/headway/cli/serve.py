@@ -8,7 +8,7 @@ from pathlib import Path
 from headway.cli import hosts, serve_options
 from headway.cli.options import add_options, environment, print_config, resolve
 from headway.core.errors import ConfigError
-from headway.engine.numerics import settle
+from headway.runtime.engine.numerics import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def model_folder(named: str | None) -> str:
     """The checkpoint to serve; raises ConfigError when there is no such folder."""
     if named is None:
-        from headway.embedded import model_path
+        from headway.runtime.embedded import model_path
 
         return str(model_path())
     if not Path(named).is_dir():
@@ -53,19 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(report(config))
         return 0
-    from headway.server.binding import bind, check_binding, release
+    from headway.serving.binding import bind, check_binding, release
 
     check_binding(settings.host, settings.api_key, arguments.allow_public)
     sockets = bind(settings.host, settings.port)
 
-    from headway.engine.client import ProcessEngineClient
+    from headway.runtime.engine.client import ProcessEngineClient
 
     client: ProcessEngineClient | None = None
     try:
         client = ProcessEngineClient(config)  # the engine loads while this process imports the server
-        from headway.server.app import create_app
-        from headway.server.run import serve
-        from headway.server.tokenizer import Tokenizer
+        from headway.serving.app import create_app
+        from headway.serving.run import serve
+        from headway.serving.tokenizer import Tokenizer
 
         app = create_app(client, Tokenizer.load(Path(model)), settings)
         started = serve(app, settings, force_binding=arguments.allow_public, sockets=sockets)

@@ -6,13 +6,13 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from headway.cli.options import Option, boolean
-from headway.cli.units import size, tokens
 from headway.core.errors import ConfigError
-from headway.engine.config import EngineConfig
-from headway.hardware.device import check
-from headway.model.config import check_dtype
-from headway.scheduling.config import SchedulerConfig
-from headway.server.settings import ServerSettings
+from headway.core.units import size, tokens
+from headway.perf.hardware.device import check
+from headway.policy.iteration.config import SchedulerConfig
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.model.config import check_dtype
+from headway.serving.settings import ServerSettings
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.simulator.result import SimResult
+    from headway.sim.result import SimResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.faults is not None:
         return _faults(arguments.faults)
-    from headway.simulator.scenario import Scenario
+    from headway.sim.scenario import Scenario
 
     if arguments.schema:
         import json
@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> dict[str, Any]:
     from headway.cli.options import read_yaml
-    from headway.simulator.scenario import parse_scenario
-    from headway.simulator.sweep import parse_sweep, with_field
+    from headway.sim.scenario import parse_scenario
+    from headway.sim.sweep import parse_sweep, with_field
 
     data = read_yaml(str(arguments.scenario))
     trace = data.get("workload", {}).get("trace") if isinstance(data.get("workload"), dict) else None
@@ -101,12 +101,12 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
-    from headway.report.console import show
-    from headway.report.progress import RunProgress
-    from headway.report.sim_table import simulation_report
-    from headway.simulator.outcome import document
-    from headway.simulator.scenario import parse_scenario
-    from headway.simulator.sweep import parse_sweep, points_of, run_points
+    from headway.sim.report.console import show
+    from headway.sim.report.progress import RunProgress
+    from headway.sim.report.sim_table import simulation_report
+    from headway.sim.result_json import document
+    from headway.sim.scenario import parse_scenario
+    from headway.sim.sweep import parse_sweep, points_of, run_points
 
     sweeps = [parse_sweep(text) for text in arguments.sweep]
     points = list(points_of(data, sweeps))
@@ -129,41 +129,41 @@ def _write(arguments: argparse.Namespace, result: dict[str, Any], first: dict[st
     if arguments.json is not None and str(arguments.json) != "-":
         _save(arguments.json, _bytes(result))
     if arguments.csv is not None:
-        from headway.report.sim_csv import summary_csv
+        from headway.sim.report.sim_csv import summary_csv
 
         _save(arguments.csv, summary_csv(result).encode())
     if arguments.gantt is not None:
         _gantt(arguments, first)
     if arguments.requests is None and arguments.trace is None and arguments.plot is None:
         return
-    from headway.simulator.build import run_scenario
-    from headway.simulator.scenario import parse_scenario
+    from headway.sim.build import run_scenario
+    from headway.sim.scenario import parse_scenario
 
     scenario = parse_scenario(first)
     run_result: SimResult = run_scenario(scenario, scenario.run.seeds[0], keep_iterations=arguments.trace is not None)
     if arguments.requests is not None:
-        from headway.report.sim_csv import requests_csv
+        from headway.sim.report.sim_csv import requests_csv
 
         _save(arguments.requests, requests_csv(run_result.records).encode())
     if arguments.trace is not None:
-        from headway.report.perfetto import trace_events
+        from headway.sim.report.perfetto import trace_events
 
         _save(arguments.trace, _bytes(trace_events(run_result), compact=True))
     if arguments.plot is not None:
-        from headway.report import style
-        from headway.report.load_plot import load_figure
-        from headway.report.sim_plot import sweep_figure
+        from headway.sim.report import style
+        from headway.sim.report.load_plot import load_figure
+        from headway.sim.report.sim_plot import sweep_figure
 
         swept = len(result["points"]) > 1
         style.save(sweep_figure(result) if swept else load_figure(run_result.records), arguments.plot)
 
 
 def _gantt(arguments: argparse.Namespace, first: dict[str, Any]) -> None:
-    from headway.report import style
-    from headway.report.gantt import gantt_figure
-    from headway.report.gantt_html import gantt_page
-    from headway.simulator.cluster.build import run_cluster
-    from headway.simulator.scenario import parse_scenario
+    from headway.sim.cluster.build import run_cluster
+    from headway.sim.report import style
+    from headway.sim.report.gantt import gantt_figure
+    from headway.sim.report.gantt_html import gantt_page
+    from headway.sim.scenario import parse_scenario
 
     scenario = parse_scenario(first)
     if scenario.cluster.placement is None:
@@ -192,7 +192,7 @@ def _save(path: Path, body: bytes) -> None:
 
 
 def _faults(text: str) -> int:
-    from headway.simulator.faults import explore
+    from headway.sim.faults import explore
 
     name, _, value = text.rpartition("=")
     first, colon, last = value.partition(":")

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from headway.cli.options import read_yaml
 from headway.core.errors import ConfigError
-from headway.engine.config import EngineConfig
-from headway.engine.protocol import EngineInfo
-from headway.placement.registry import make_placement
-from headway.router.client import ClusterClient, Rules
-from headway.router.instance import LiveInstance
-from headway.router.launch import launcher
-from headway.simulator.cluster.build import cluster_of
-from headway.simulator.cluster.spec import ClusterSpec
-from headway.simulator.scenario import Scenario, parse_scenario
-from headway.simulator.traffic import requests_of
+from headway.policy.placement.registry import make_placement
+from headway.runtime.cluster.client import ClusterClient, Rules
+from headway.runtime.cluster.launch import launcher
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import EngineInfo
+from headway.sim.cluster.build import cluster_of
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.requests import requests_of
+from headway.sim.scenario import Scenario, parse_scenario
 
 
 def scenario_of(file: Path) -> Scenario:

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.cli.engine_process import live
 from headway.cli.timed import scenario_of, spec_of
 from headway.core.clock import Clock
-from headway.engine.config import EngineConfig
-from headway.engine.core import EngineCore
-from headway.engine.desk import Desk
-from headway.engine.member import Member
-from headway.engine.protocol import EngineInfo
-from headway.engine.service import EngineService
-from headway.engine.timed.alarm import Alarm
-from headway.engine.timed.executor import TimedExecutor
-from headway.engine.timed.mail import Mail
-from headway.engine.timed.port import TimedPort
-from headway.engine.timed.runs import TimedRuns
-from headway.engine.timed.times import ClusterTimes
-from headway.kv.ledger import Ledger
-from headway.scheduling.groups import make_scheduler
-from headway.transfer.peers import Peers
+from headway.kv.block_manager import Ledger
+from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.runtime.build.engine_process import live
+from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.cluster.kv_connector_scheduler import Desk
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import EngineInfo
+from headway.runtime.engine.service import EngineService
+from headway.runtime.engine.timed.alarm import Alarm
+from headway.runtime.engine.timed.executor import TimedExecutor
+from headway.runtime.engine.timed.mail import Mail
+from headway.runtime.engine.timed.port import TimedPort
+from headway.runtime.engine.timed.runs import TimedRuns
+from headway.runtime.engine.timed.times import ClusterTimes
+from headway.runtime.kv_transfer.peers import Peers
 
 VOCAB = 32_000
 

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headway.report.live_trace import live_trace_events, timeline
-    from headway.simulator.replay import read_log
+    from headway.sim.replay import read_log
+    from headway.sim.report.live_trace import live_trace_events, timeline
 
     told = timeline(_of_an_engine(read_log(arguments.log), arguments.log))
     if not told.slices and not told.requests:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
     """The events, unless they are a router's."""
-    from headway.cluster.record import SCHEMA
+    from headway.control.decision_log import SCHEMA
 
     for event in events:
         if event.get("schema") == SCHEMA:

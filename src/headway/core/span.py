@@ -48,7 +48,8 @@ class Strategy(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a request as live instances compute them: what `parallel.sequence.ChunkSpec` needs.
+    """Tokens [start, end) of a request as live instances compute them: what `runtime.sequence_parallel.ChunkSpec`
+    needs.
     `group`: instances. node: how many of them make a node, None for all. in_place: KV of earlier runs stays where it
     lies, unless its heads are cut otherwise than this run's; its own goes to the group's first (of Ulysses: node). So
     the whole group decodes: one token a run, each `last`; several tokens in `before` stand for as many runs. keepers:

@@ -1,0 +1,84 @@
+"""What must hold of a machine between any two callbacks. For tests."""
+
+from __future__ import annotations
+
+from headway.control.controller import Machine
+from headway.control.queue_entries import Door, SpanEntry
+from headway.core.errors import InvariantError
+
+
+def check(machine: Machine) -> None:
+    """Raise InvariantError unless lanes, counts and transfers are those of the requests that have not ended, each of
+    them runs once at most, and nothing is left on instances that are gone."""
+    machine.lanes.check()
+    _check_lanes(machine)
+    _check_journeys(machine)
+    _check_counts(machine)
+    state = machine.state
+    for i in state.gone:
+        if not machine.lanes.empty(i) or state.load[i]:
+            raise InvariantError(f"something is left on instance {i}, which is gone")
+        for piece in state.transfers.under_way():
+            if i in (piece.source, piece.target):
+                raise InvariantError(f"a piece of {piece.request} is under way at instance {i}, which is gone")
+
+
+def _check_lanes(machine: Machine) -> None:
+    """Whoever waits or runs belongs to a request that has not ended."""
+    lanes = machine.lanes
+    present = [entry for lane in lanes.waiting for entry in lane] + [
+        entry for entry in lanes.running if entry is not None
+    ]
+    for entry in present:
+        if isinstance(entry, SpanEntry):
+            members = [member.journey for member in (entry, *entry.along)]
+            alive = any(not journey.ended for journey in members)
+        else:
+            alive = not isinstance(entry, Door) or entry.journey.door is entry
+        if not alive:
+            raise InvariantError(f"{entry.owner} has ended, and a {entry.kind} of it is in the lanes")
+
+
+def _check_journeys(machine: Machine) -> None:
+    for name, journey in machine.journeys.items():
+        if journey.ended or journey.request.id != name:
+            raise InvariantError(f"{name} has ended and is still known")
+        if sum(entry.state == "running" for entry in journey.entries) > 1:
+            raise InvariantError(f"{name} runs on two spans at once")
+        for entry in journey.entries:
+            lead = entry.lead or entry
+            if entry.state == "running" and any(machine.lanes.running[i] is not lead for i in entry.group):
+                raise InvariantError(f"{name} runs on instances that do not know of it")
+            if entry.state == "waiting" and any(lead not in machine.lanes.waiting[i] for i in entry.group):
+                raise InvariantError(f"{name} waits where it is in no lane")
+        if journey.door is not None and journey.staying:
+            raise InvariantError(f"{name} is in a scheduler and on its way to one")
+
+
+def _check_counts(machine: Machine) -> None:
+    state = machine.state
+    load, tokens = [0] * len(state.load), [0.0] * len(state.load)
+    for journey in machine.journeys.values():
+        if journey.staying:
+            for i in journey.group:
+                load[i] += 1
+        if journey.door is not None:
+            for i in journey.door.group:
+                tokens[i] += journey.door.tokens / len(journey.door.group)
+    for entry in _open_spans(machine):
+        for i in entry.group:
+            tokens[i] += (entry.span.end - entry.span.start) / len(entry.group)
+    if load != state.load:
+        raise InvariantError(f"requests in schedulers are {load}, counted {state.load}")
+    for i, (true, counted) in enumerate(zip(tokens, state.tokens, strict=True)):
+        if abs(true - counted) > 1e-3:
+            raise InvariantError(f"{true} tokens wait on instance {i}, counted {counted}")
+
+
+def _open_spans(machine: Machine) -> list[SpanEntry]:
+    """Spans that are not done, of those in a batch with one whose request has ended too."""
+    found = {id(e): e for j in machine.journeys.values() for e in j.entries if e.state != "done"}
+    for entry in list(found.values()):
+        if entry.lead is not None:
+            found[id(entry.lead)] = entry.lead
+    return list(found.values())

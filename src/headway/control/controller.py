@@ -1,0 +1,335 @@
+"""The machine between a policy and whoever computes: one for the simulator, the live router, and a replay.
+
+A policy's actions go in, done whole or refused; what has happened comes in through callbacks; the policy hears of it as
+events, at once and in order. In between it keeps whose turn it is on which instance, who holds what, which spans each
+request has and where it is enqueued, which pieces of KV may move, and the book that the policy's view is read from.
+What computes, and how long that takes, is somebody else's: `hands.Hands`. Nothing here knows a clock.
+
+A driver tells what has happened by callbacks, in order of time, each with the time; then it calls `settle`, which asks
+the policy about all of it, lets begin what can, and says when the policy wants to be woken (call `woken` then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from headway.control.backend import Hands, Impossible
+from headway.control.holds import Holds
+from headway.control.instance_queues import Entry
+from headway.control.kv_migrations import Moves
+from headway.control.queue_entries import Door, SpanEntry
+from headway.control.request import Journey
+from headway.control.residency import Stays
+from headway.control.span_dispatcher import Spans
+from headway.control.state import State
+from headway.control.transfer_queue import Piece
+from headway.core.errors import InvariantError
+from headway.core.request import Request
+from headway.policy.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Dropped,
+    Enqueue,
+    Finished,
+    Hold,
+    Lost,
+    Placement,
+    Preempt,
+    Prefilled,
+    Refused,
+    Reject,
+    Release,
+    Resume,
+    SpanDone,
+    Transfer,
+    Woken,
+)
+from headway.policy.placement.view import ClusterBook, ClusterView, Instance
+
+
+class Machine:
+    """refused: actions that were. decision_s: seconds that each call of the policy took, if there is a stopwatch."""
+
+    def __init__(
+        self,
+        book: ClusterBook,
+        hands: Hands,
+        policy: Placement,
+        *,
+        layers: int,
+        backends: int = 16,
+        order: str = "handshake",
+        stopwatch: Callable[[], float] | None = None,
+    ) -> None:
+        """`layers` of the model: where spans can be paused. `backends`: pieces that an instance receives at a time;
+        `order` of receiving (`transfers.Transfers`). `stopwatch` is read around every call of the policy."""
+        self.state = State(book, hands, layers, backends, order)
+        self.book, self.policy = book, policy
+        self.lanes, self.journeys = self.state.lanes, self.state.journeys
+        self.refused = 0
+        self.decision_s: list[float] = []
+        self._hands = hands
+        self._stopwatch = stopwatch
+        self._news = self.state.news
+        self._moves = Moves(self.state)
+        self._holds = Holds(self.state)
+        self._spans = Spans(self.state, self._moves.begun)
+        self._stays = Stays(self.state, self._drop)
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            Commit: self._spans.commit,
+            Hold: self._holds.hold,
+            Release: self._holds.release,
+            Enqueue: self._stays.enqueue,
+            Preempt: self._preempt,
+            Resume: self._spans.resume,
+            Transfer: self._moves.transfer,
+            Reject: self._reject,
+        }
+
+    # -- what a driver tells ------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, now: float, driver: Any = None) -> Journey:
+        """A request is there; `driver`: what the hands want to keep with it. A name may be used again when the request
+        that had it has ended."""
+        if request.id in self.journeys:
+            raise InvariantError(f"there is a request {request.id} already")
+        self.state.now = now
+        journey = self.journeys[request.id] = Journey(request)
+        journey.driver = driver
+        self.book.arrived(now)
+        self._news.append(Arrived(request))
+        return journey
+
+    def span_done(self, entry: SpanEntry, now: float, over: Collection[str] = ()) -> None:
+        """A running span is complete on all of its group. Where it was its request's last one there is a first token
+        now; `over`: requests (it, or those along) that have all of their output with it."""
+        self.state.now = now
+        self._spans.end(entry)
+        for member in (entry, *entry.along):
+            journey = member.journey
+            if journey.ended:
+                continue
+            if member.last:
+                journey.tokens += 1
+            self._news.append(SpanDone(member.owner, entry.index, member.last))
+            if member.last and member.owner in over:
+                self._finish(journey)
+
+    def span_paused(
+        self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
+    ) -> None:
+        """A running span has stopped before `layer`, with its state kept on its group. Where it is computed in pieces:
+        `tokens` of the prompt are complete in all layers, and `layer` is of the piece behind them. share: of its time
+        that is over, where that is not the layer's share of all layers."""
+        self.state.now = now
+        self._spans.park(entry, layer, tokens, share)
+
+    def stayed(self, journey: Journey, tokens: int, finished: bool, now: float) -> None:
+        """A request's stay in a scheduler has ended by itself: with all of its output, or with its first token where
+        that is what it was there for. tokens: of its output that there are now."""
+        self.state.now = now
+        self._stays.over(journey)
+        journey.tokens = tokens
+        if finished:
+            self._finish(journey)
+        else:
+            self._news.append(Prefilled(journey.request.id, journey.group))
+
+    def sent(self, piece: Piece, now: float) -> None:
+        """A piece is there, and all of its backend and sender are free. Harmless when it is over already."""
+        self.state.now = now
+        self._moves.sent(piece, self.journeys.get(piece.request))
+
+    def drop(self, journey: Journey, why: str, now: float) -> None:
+        """A request ends without all of its output: its client left, an instance refused it or lost its KV. Harmless
+        when it has ended."""
+        self.state.now = now
+        if not journey.ended:
+            self._drop(journey, why)
+
+    def changed(self, instances: Iterable[int], now: float) -> None:
+        """What the schedulers of these instances have is different: `Hands.refresh` will be asked before the policy."""
+        self.state.now = now
+        self.state.touch(instances)
+
+    def woken(self, now: float) -> None:
+        """The time has come that the policy asked for."""
+        self.state.now = now
+        self._news.append(Woken())
+
+    def cancel(self, name: str) -> None:
+        """The pieces of a request that are under way end here and now. From `Hands.forget`."""
+        self.state.transfers.cancel(name)
+
+    def note(self, word: str) -> None:
+        """The driver does something with the policy besides the machine, which a replay has to do as well: nothing
+        here; `record.Recorded` writes it down."""
+
+    # -- instances come and go ----------------------------------------------------------------------------------------
+
+    def lost(self, instance: int, now: float) -> list[Request]:
+        """An instance is gone, with all that was on it. Requests that had something there are dropped, and returned in
+        order of arrival: the driver lets them arrive again. Spans that ran there with others' instances end there."""
+        state = self.state
+        state.now = now
+        if instance in state.gone:
+            return []
+        if instance not in state.closed:
+            self.book.remove(instance)
+        state.closed.discard(instance)
+        state.gone.add(instance)
+        self._news.append(Lost(instance))
+        hit = [self.journeys[name] for name, places in state.everywhere().items() if instance in places]
+        with state.once():
+            for journey in hit:
+                self._drop(journey, f"instance {instance} is gone")
+            self._holds.lose(instance)
+            state.transfers.lose(instance)
+        return [journey.request for journey in hit]
+
+    def close(self, instance: int, now: float) -> None:
+        """An instance takes nothing new: it has no role and no node in the view, and actions that bring it a request
+        which has nothing there are refused. What is there goes on (`quiet` says when nothing is)."""
+        self.state.now = now
+        if instance not in self.state.gone and instance not in self.state.closed:
+            self.state.closed.add(instance)
+            self.book.remove(instance)
+
+    def open(self, instance: Instance, now: float) -> None:
+        """An instance is there (again), empty unless it was only closed; a new one has the next id. The policy is told
+        `Woken`, so that requests which found no instance are looked at again."""
+        state = self.state
+        state.now = now
+        known = instance.id < len(self.book.instances)
+        if known and instance.id not in state.gone and instance.id not in state.closed:
+            raise InvariantError(f"instance {instance.id} is there already")
+        self.book.add(instance)
+        if not known:
+            state.join(instance.node)
+        state.lanes.nodes[instance.id] = instance.node
+        state.gone.discard(instance.id)
+        state.closed.discard(instance.id)
+        state.anew()
+        state.touch((instance.id,))
+        self._news.append(Woken())
+
+    def quiet(self, instance: int) -> bool:
+        """Whether nobody has anything there."""
+        return self.lanes.empty(instance) and not any(instance in places for places in self.state.everywhere().values())
+
+    # -- the policy ---------------------------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Tell the policy all news, and do what it wants."""
+        self._tell()
+
+    def _tell(self) -> None:
+        news, state, policy = self._news, self.state, self.policy
+        while news:
+            event = news.popleft()
+            if isinstance(event, Finished | Dropped):
+                state.leaving.discard(event.request)
+            state.flush()
+            view = ClusterView(self.book, state.now)
+            if self._stopwatch is None:
+                wanted = policy.on_event(event, view)
+            else:
+                began = self._stopwatch()
+                wanted = policy.on_event(event, view)
+                self.decision_s.append(self._stopwatch() - began)
+            for action in wanted:
+                self.do(action)
+
+    def settle(self, now: float) -> float | None:
+        """Tell the policy what it does not know, and let begin what can, until nothing more does. When the policy wants
+        to be woken, if nothing else happens before."""
+        state = self.state
+        state.now = now
+        self._tell()
+        while self._begin() or self._news:
+            self._tell()
+        for piece in state.transfers.start(now):
+            self._hands.send(piece, now)
+        self._hands.pump(now)
+        state.flush()
+        return self.policy.next_wakeup(now)
+
+    def do(self, action: Action) -> None:
+        """Carry out one action, or say that it was refused."""
+        try:
+            self._verbs[type(action)](action)
+        except Impossible as why:
+            self.refused += 1
+            name = action.holder if isinstance(action, Hold | Release) else action.request
+            self._news.append(Refused(name, type(action).__name__.lower(), str(why)))
+
+    def _preempt(self, action: Preempt) -> None:
+        journey = self.state.journey(action.request)
+        entry = next((e for e in journey.entries if e.state == "running"), None)
+        if entry is not None:
+            self._spans.preempt(entry)
+        elif journey.staying and journey.phase == "decode":
+            self._stays.preempt(journey)
+        else:
+            raise Impossible(f"{action.request} does not run")
+
+    def _reject(self, action: Reject) -> None:
+        self._drop(self.state.journey(action.request), f"rejected: {action.why}")
+
+    # -- beginnings and ends ------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Start entries whose turn it is, in order of rank; True when any was."""
+        state, lanes, began = self.state, self.lanes, False
+        while state.touched:
+            touched, state.touched = state.touched, set()
+            for entry in lanes.candidates(sorted(touched)):
+                if entry.state == "waiting" and lanes.ready(entry) and self._clear(entry):
+                    if isinstance(entry, SpanEntry) and not entry.beside and not self._hands.fits(entry):
+                        self._stays.overtake(entry)
+                        continue
+                    lanes.start(entry)
+                    state.touch(entry.group)
+                    self._start(entry)
+                    began = True
+        return began
+
+    def _clear(self, entry: Entry) -> bool:
+        """Spans and holds wait until their instances' schedulers are empty, unless they go beside."""
+        return entry.kind == "door" or entry.beside or not any(self.state.load[i] for i in entry.group)
+
+    def _start(self, entry: Entry) -> None:
+        if isinstance(entry, SpanEntry):
+            self._spans.begin(entry)
+        elif isinstance(entry, Door):
+            self._stays.through(entry)
+        else:
+            self._holds.granted(entry)
+
+    def _finish(self, journey: Journey) -> None:
+        self._forget(journey, None)
+        self._news.append(Finished(journey.request.id))
+
+    def _drop(self, journey: Journey, why: str) -> None:
+        self._forget(journey, why)
+        self._news.append(Dropped(journey.request.id, why))
+
+    def _forget(self, journey: Journey, why: str | None) -> None:
+        """Whatever a request has anywhere is free."""
+        state, name = self.state, journey.request.id
+        self._stays.leave(journey, "ended")
+        self._stays.withdraw(journey)
+        journey.ended = True
+        state.leaving.add(name)
+        left = [entry for entry in journey.entries if entry.state != "done"]
+        for entry in left:
+            self._spans.leave(entry)
+        state.transfers.drop(name)
+        self._holds.withdraw(name)
+        self._holds.let_go(name)
+        if left:
+            state.anew()
+        del self.journeys[name]
+        self._hands.forget(journey, why, state.now)

@@ -1,0 +1,158 @@
+"""KV that no sequence of a scheduler owns: room for KV that will arrive, KV of runs, what a prefill leaves for others.
+
+Custody is a set of leases by name, and a line of those who wait for room. The line is served in order of asking, each
+whole or not at all: nobody holds part of what it needs, and nobody overtakes (Tetris §4.2 asks both of a receiver; the
+order there is that of the first handshake). Who holds something already and asks for more goes before those who hold
+nothing: what it holds is no use to anybody until it has the rest. Of the others runs go first: one that waits keeps its
+whole group from computing, and so those who will give room back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from headway.core.errors import InvariantError, RequestError
+from headway.kv.block_manager import Lease, Ledger
+
+_RUNS = "/runs"
+
+
+def runs_of(request: str) -> str:
+    """The name under which a request's KV is kept while runs of a group compute it.
+
+    Such KV lies in the order of a layout. What is kept under the request's own id lies in the order of its tokens, and
+    only that may become a sequence's. An instance that computes runs may so receive the whole beside its share."""
+    return request + _RUNS
+
+
+class _Ask(NamedTuple):
+    tokens: int
+    since_s: float
+
+
+class Custody:
+    """Of one ledger. Its operations are kept by the ledger, in order with those of the scheduler."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._held: dict[str, Lease] = {}
+        self._line: dict[str, _Ask] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def names(self) -> Iterator[str]:
+        """Who holds KV here."""
+        return iter(self._held)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Who waits for room, first comer first."""
+        return tuple(self._line)
+
+    def lease(self, name: str) -> Lease | None:
+        """What is held under a name; None: nothing. It stays custody's."""
+        return self._held.get(name)
+
+    def waits(self, name: str) -> bool:
+        """Whether a name has asked and has not been given."""
+        return name in self._line
+
+    def shut(self, now: float, age_s: float) -> bool:
+        """Whether somebody has waited for longer than `age_s`: nobody new should then take KV before it does."""
+        return bool(self._line) and now - min(ask.since_s for ask in self._line.values()) >= age_s
+
+    # -- room ---------------------------------------------------------------------------------------------------
+
+    def ask(self, name: str, tokens: int, now: float) -> None:
+        """Wait for room for `tokens` tokens, or for that many in all where something is held already. `grant` gives it.
+
+        Raises RequestError when the pool could never hold that many, when the name waits already, and when a sequence
+        holds KV under it."""
+        if name in self._line or (name in self._ledger and name not in self._held):
+            raise RequestError(f"{name} waits for room already, or is computed here", "id")
+        if self._ledger.blocks_for(tokens) > self._ledger.n_blocks:
+            raise RequestError(f"{tokens} tokens do not fit the KV cache of {self._ledger.total_tokens}", "tokens")
+        self._line[name] = _Ask(tokens, now)
+
+    def grant(self) -> list[str]:
+        """Give room to those who wait, in order, until somebody does not fit. Returns who has got it."""
+        if not self._line:
+            return []
+        granted: list[str] = []
+        for name in sorted(self._line, key=self._turn):  # stable: first comers stay first
+            if not self._give(name, self._line[name].tokens):
+                break
+            del self._line[name]
+            granted.append(name)
+        return granted
+
+    def _turn(self, name: str) -> int:
+        return 0 if name in self._held else 1 if _RUNS in name else 2
+
+    def _give(self, name: str, tokens: int) -> bool:
+        lease = self._held.get(name)
+        if lease is not None:
+            return self._ledger.grow(lease, tokens)
+        lease = self._ledger.reserve(name, tokens)
+        if lease is None:
+            return False
+        self._held[name] = lease
+        return True
+
+    # -- who has what -------------------------------------------------------------------------------------------
+
+    def keep(self, lease: Lease) -> None:
+        """A sequence leaves its KV here, under its own name."""
+        if lease.request in self._held:
+            raise InvariantError(f"{lease.request} has KV in custody already")
+        self._held[lease.request] = lease
+
+    def take(self, name: str) -> Lease:
+        """A sequence takes what is held under its name. Raises InvariantError when nothing is."""
+        lease = self._held.pop(name, None)
+        if lease is None:
+            raise InvariantError(f"no KV is held for {name}")
+        self._line.pop(name, None)
+        return lease
+
+    def adopt(self, request: str) -> bool:
+        """What runs have left is the request's own from now on, unless that has been received already: then it is
+        given back. Only for KV in the order of tokens. False: nothing is held for the request."""
+        name = runs_of(request)
+        lease = self._held.get(name)
+        if lease is not None and request not in self._held:
+            self._line.pop(name, None)
+            del self._held[name]
+            self._ledger.rename(lease, request)
+            self._held[request] = lease
+        else:
+            self.release(name)
+        return request in self._held
+
+    def lend(self, request: str) -> bool:
+        """The reverse of `adopt`: what is held under the request's own name is its runs' from now on. False: nothing
+        is, or runs have something already."""
+        name, lease = runs_of(request), self._held.get(request)
+        if lease is None or name in self._held:
+            return False
+        self._line.pop(request, None)
+        del self._held[request]
+        self._ledger.rename(lease, name)
+        self._held[name] = lease
+        return True
+
+    def release(self, name: str) -> bool:
+        """Give back what is held under a name, and leave the line. False: neither was so."""
+        waited = self._line.pop(name, None) is not None
+        lease = self._held.pop(name, None)
+        if lease is not None:
+            self._ledger.free(lease)
+        return waited or lease is not None
+
+    def lost(self) -> None:
+        """The pool's contents are gone: nobody holds anything, and nobody waits."""
+        for name in list(self._held):
+            self.release(name)
+        self._line.clear()

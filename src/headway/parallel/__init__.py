@@ -1,1 +1,0 @@
-"""Inside an instance: which rank holds what, what the ranks exchange, and the stream of plans that drives them."""

@@ -1,0 +1,166 @@
+"""What attention costs: a prefill chunk on the arrays (scores and softmax beside each other), decodes on either unit.
+
+Keys and values are the stationary operand: for each KV head, ceil(d/R) · ceil(tokens/C) tiles of keys and
+ceil(tokens/R) · ceil(d/C) of values, through each of which the rows of the head's group of query heads stream. Under
+`causal` only the rows at or after a tile stream through it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headway.perf.accelerator.assumptions import Assumptions
+from headway.perf.accelerator.cost import OpCost, none
+from headway.perf.accelerator.iteration_work import Techniques, Work
+from headway.perf.accelerator.machine_model import Machine
+from headway.perf.accelerator.precision import Precision
+from headway.perf.hardware.shapes import ModelShape
+
+
+def kv_bytes(shape: ModelShape, precision: Precision) -> float:
+    """Bytes of keys and values that one token leaves in one layer."""
+    return 2.0 * shape.kv_heads * shape.head_dim * precision.kv_bytes
+
+
+class ChunkNumbers(NamedTuple):
+    """One layer of a chunk's attention: numbers, or arrays of them. array_s, softmax_s: seconds of either unit, side by
+    side. group: resident bytes of one KV head's queries and outputs. moved_by_past: bytes a cached token."""
+
+    array_s: Any
+    softmax_s: Any
+    moved: Any
+    moved_by_past: Any
+    fill: Any
+    group: Any
+
+    def seconds(self, bandwidth: float) -> Any:
+        """As `OpCost.seconds`."""
+        rest_s = (self.moved - self.fill) / bandwidth
+        return self.fill / bandwidth + np.maximum(np.maximum(self.array_s, self.softmax_s), rest_s)
+
+
+def chunk_numbers(
+    shape: ModelShape,
+    machine: Machine,
+    precision: Precision,
+    assumed: Assumptions,
+    techniques: Techniques,
+    tokens: Any,
+    past: int,
+    own: Any,
+    fused: Any,
+) -> ChunkNumbers:
+    """For a chunk of `tokens` (a number or an array) over `past` cached ones. own: its `own_cycles`. fused: queries
+    come from, and outputs go to, on-chip memory."""
+    pairs = tokens * past + (tokens * (tokens + 1) / 2 if assumed.causal else tokens * tokens * 1.0)
+    if assumed.mapper:
+        streamed = np.maximum(shape.q_heads // shape.kv_heads * tokens, machine.rows)
+        cycles = (tiles(shape, machine, past) * streamed + own) * (shape.kv_heads / machine.arrays)
+        array_s = (cycles + machine.rows + machine.columns) / machine.clock_hz
+    else:
+        array_s = 4.0 * pairs * shape.q_heads * shape.head_dim / (machine.flops * assumed.utilisation)
+    scores = pairs * shape.q_heads
+    softmax_s = assumed.softmax_ops * scores / (machine.vector_lanes * machine.clock_hz)
+    per_token = kv_bytes(shape, precision)
+    queries = tokens * shape.q_heads * shape.head_dim * precision.activation_bytes
+    # Queries and FP32 outputs of one KV head's group are resident; where they are not, KV is read once a block.
+    group = queries / shape.kv_heads * (1.0 + 4.0 / precision.activation_bytes)
+    passes = np.maximum(1.0, np.ceil(group / (machine.compute_bytes / 2)))
+    own_reads = passes if assumed.kv_reread else passes - 1.0
+    moved = (past * passes + tokens * (own_reads + 1.0)) * per_token + np.where(fused, 0.0, 2.0 * queries)
+    if not techniques.flash_attention:  # one head's scores are what may stay on chip
+        spilled = scores * precision.activation_bytes
+        moved = moved + np.where(spilled / shape.q_heads > machine.compute_bytes / 2, 4.0 * spilled, 0.0)
+    first = 2.0 * machine.columns * shape.head_dim * precision.kv_bytes if assumed.mapper else 0.0
+    fill = np.minimum(moved, first) if techniques.double_buffering else moved
+    return ChunkNumbers(array_s, softmax_s, moved, passes * per_token, fill, group)
+
+
+def chunk_attention(
+    shape: ModelShape,
+    machine: Machine,
+    precision: Precision,
+    assumed: Assumptions,
+    techniques: Techniques,
+    work: Work,
+    fused: bool,
+) -> OpCost:
+    """A prefill chunk over what is cached, in one layer."""
+    tokens = work.prefill_tokens
+    if not tokens:
+        return none("prefill attention")
+    own = own_cycles(shape, machine, tokens, assumed.causal) if assumed.mapper else 0.0
+    found = chunk_numbers(shape, machine, precision, assumed, techniques, tokens, work.prefill_past, own, fused)
+    queries = 2.0 * tokens * shape.q_heads * shape.head_dim * precision.activation_bytes
+    return OpCost(
+        "prefill attention",
+        "array",
+        max(float(found.array_s), float(found.softmax_s)),
+        float(found.moved),
+        float(found.fill),
+        min(float(found.group), machine.compute_bytes / 2) + (queries if fused else 0.0),
+        "keys and values stationary" if assumed.mapper else "",
+    )
+
+
+def decode_attention(
+    shape: ModelShape, machine: Machine, precision: Precision, assumed: Assumptions, work: Work
+) -> OpCost:
+    """All decodes of an iteration, in one layer. `hbm_bytes` is all KV that they read, prefetched or not."""
+    if not work.decodes:
+        return none("decode attention", "vector")
+    vector_s = vector_seconds(shape, machine, assumed, work.kv_tokens)
+    array_s = array_seconds(shape, machine, assumed, work.kv_tokens)
+    choice = assumed.decode_attention
+    unit = ("vector" if vector_s <= array_s else "array") if choice == "fastest" else choice
+    return OpCost(
+        "decode attention",
+        unit,
+        vector_s if unit == "vector" else array_s,
+        work.kv_tokens * kv_bytes(shape, precision),
+        0.0,
+        0.0,
+        f"{unit} unit",
+    )
+
+
+def vector_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv_tokens: int) -> float:
+    """Scores and values: two multiply-accumulates a query head, dimension and token; one a lane and cycle."""
+    rate = machine.vector_lanes * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation)
+    return 2.0 * kv_tokens * shape.q_heads * shape.head_dim / rate
+
+
+def array_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv_tokens: int) -> float:
+    """The same on the arrays: a group of query heads streams through each tile, which costs at least R cycles."""
+    cycles = tiles(shape, machine, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
+    return (
+        cycles * shape.kv_heads / (machine.arrays * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation))
+    )
+
+
+def tiles(shape: ModelShape, machine: Machine, tokens: int) -> int:
+    """Tiles of keys and of values of one KV head."""
+    rows, columns, wide = machine.rows, machine.columns, shape.head_dim
+    return -(-wide // rows) * -(-tokens // columns) + -(-tokens // rows) * -(-wide // columns)
+
+
+def own_cycles(shape: ModelShape, machine: Machine, tokens: int, causal: bool) -> float:
+    """A chunk's attention to itself, for one KV head: rows that stream through each tile."""
+    group = shape.q_heads // shape.kv_heads
+    if not causal:
+        return float(tiles(shape, machine, tokens) * max(group * tokens, machine.rows))
+    total = 0.0
+    for size, each in (
+        (machine.columns, -(-shape.head_dim // machine.rows)),
+        (machine.rows, -(-shape.head_dim // machine.columns)),
+    ):
+        count = -(-tokens // size)
+        # Rows tokens - i·size stream through tile i: an arithmetic series down to where a tile costs R cycles.
+        least = machine.rows / group
+        full = min(count, max(0, math.floor((tokens - least) / size) + 1))
+        series = group * (full * tokens - size * full * (full - 1) / 2)
+        total += each * (series + (count - full) * machine.rows)
+    return total

@@ -1,0 +1,158 @@
+"""The mapping search for matrix products: which tiles HBM streams, which operand stays in the arrays, how work is cut.
+
+A product of M rows, K deep and N wide is mapped by three choices:
+
+- tiling of on-chip memory: inputs resident and weights streamed once; or 1 to 128 blocks of columns whose weights are
+  resident while inputs stream by (inputs are read once a block); or 2 to 128 blocks of rows whose inputs are resident
+  (weights are read once a block); or blocks of rows by blocks of columns whose sums are resident while K streams
+  (inputs are read once a block of columns, weights once a block of rows). Tiles that stream are held twice where
+  double-buffered.
+- dataflow: what stays in an array while the rest streams through it. Weights (rows stream: ceil(K/R) · ceil(N/C)
+  tiles of max(M, R) cycles each, the R being the load of the next tile), outputs (K streams) or inputs (N streams).
+- split: tiles over arrays, and the streamed dimension cut 1 to 16 ways where there are too few tiles. Arrays take
+  different K-slabs of the same columns first, so partial sums need M × C accumulators, FP32.
+
+Among tilings that fit the fewest HBM bytes win, then the fewest blocks; then the dataflow and split of the fewest
+cycles. Not the least time: so the choice does not depend on bandwidth (see `cost`), and cycles hardly ever ask for
+another tiling. All products of an iteration are searched as one array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.core.errors import ConfigError
+from headway.perf.accelerator.cost import OpCost
+from headway.perf.accelerator.machine_model import MIB, Machine
+
+Floats = npt.NDArray[np.float64]
+
+DATAFLOWS = ("weight-stationary", "output-stationary", "input-stationary")
+SPLITS = (1, 2, 4, 8, 16)
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+TILINGS = (
+    ("inputs resident", 1, 1),
+    *(("column blocks", 1, b) for b in BLOCKS),
+    *(("row blocks", b, 1) for b in BLOCKS[1:]),
+    *(("output blocks", b, c) for b in BLOCKS for c in BLOCKS),
+)
+BY_COLUMNS, BY_ROWS, BY_OUTPUTS = (
+    np.array([kind == name for kind, _, _ in TILINGS])[None, :]
+    for name in ("column blocks", "row blocks", "output blocks")
+)
+CUT_ROWS = np.array([float(rows) for _, rows, _ in TILINGS])[None, :]
+CUT_COLUMNS = np.array([float(columns) for _, _, columns in TILINGS])[None, :]
+SPLIT = np.array([float(split) for split in SPLITS])[None, :]
+ACCUMULATOR_BYTES = 4
+
+
+class Gemm(NamedTuple):
+    """outputs: columns that leave (half of n where a gate folds two). *_bytes: of a value. *_on_chip: the activation
+    comes from, or stays in, on-chip memory."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    outputs: int
+    weight_bytes: float
+    activation_bytes: float
+    input_on_chip: bool = False
+    output_on_chip: bool = False
+
+
+def tile_bytes(machine: Machine, gemm: Gemm) -> float:
+    """Weights that fill all arrays once, at most all there are."""
+    return min(float(machine.macs), float(gemm.n * gemm.k)) * gemm.weight_bytes
+
+
+def fusible(machine: Machine, gemm: Gemm) -> bool:
+    """Whether its input and output can both stay on chip while weights stream through."""
+    held = gemm.m * (gemm.k + gemm.outputs) * gemm.activation_bytes
+    return held + gemm.m * machine.columns * ACCUMULATOR_BYTES + 2 * tile_bytes(machine, gemm) <= machine.compute_bytes
+
+
+def search(gemms: Sequence[Gemm], machine: Machine, double_buffering: bool = True) -> list[OpCost]:
+    """The best mapping of each product. ConfigError where not even the smallest tiles fit the operand buffer."""
+    if not gemms:
+        return []
+    times = 2.0 if double_buffering else 1.0
+    table = np.array(
+        [
+            (g.m, g.n, g.k, g.outputs, g.weight_bytes, g.activation_bytes, g.input_on_chip, g.output_on_chip)
+            for g in gemms
+        ],
+        dtype=np.float64,
+    )
+    m, n, k, outputs, w, a, kept_in, kept_out = (table[:, i : i + 1] for i in range(table.shape[1]))
+    weights, inputs, output = n * k * w, m * k * a, m * outputs * a
+    tile = np.minimum(float(machine.macs), n * k) * w
+
+    tm, tn = np.ceil(m / CUT_ROWS), np.ceil(n / CUT_COLUMNS)
+    of_rows, of_columns = np.ceil(m / tm), np.ceil(n / tn)
+    blocks = of_rows * of_columns
+    moved = weights * of_rows + inputs * (1.0 - kept_in) * of_columns + output * (1.0 - kept_out)
+    slab = np.minimum(tm, float(machine.rows)) * k * a
+    resident = np.where(BY_ROWS, times, 1.0) * tm * k * a
+    held = np.where(BY_COLUMNS, times * (tn * k * w + slab) + inputs * kept_in, times * tile + resident)
+    held += tm * machine.columns * ACCUMULATOR_BYTES
+    deep = np.minimum(k, float(machine.rows))
+    sums = tm * tn * ACCUMULATOR_BYTES + times * deep * (tm * a * (1.0 - kept_in) + tn * w) + inputs * kept_in
+    held = np.where(BY_OUTPUTS, sums, held) + output * kept_out
+
+    moved = np.where(held <= machine.compute_bytes, moved, np.inf)
+    least = moved.min(axis=1)
+    if not np.isfinite(least).all():
+        at = int(np.argmin(np.isfinite(least)))
+        raise ConfigError(
+            f"machine.compute_buffer of {machine.compute_bytes / MIB:g} MiB cannot hold the tiles of "
+            f"{gemms[at].name!r}; it needs at least {held[at].min() / MIB:.3g} MiB"
+        )
+    best = np.where(moved <= least[:, None], blocks, np.inf).argmin(axis=1)[:, None]
+
+    def chosen(values: Floats) -> Floats:
+        return np.take_along_axis(values, best, axis=1)
+
+    cycles = chosen(blocks) * _cycles(machine, chosen(tm), chosen(tn), k)
+    fastest = cycles.argmin(axis=1)
+    first = tile[:, 0] + (np.minimum(m, float(machine.rows)) * machine.rows * a)[:, 0]
+    fill = np.minimum(first, least) if double_buffering else least
+    ramp = machine.rows + machine.columns
+    return [
+        OpCost(
+            gemm.name,
+            "array",
+            (float(cycles[i, fastest[i]]) + ramp) / machine.clock_hz,
+            float(least[i]),
+            float(fill[i]),
+            float(held[i, best[i, 0]]),
+            _words(int(best[i, 0]), int(fastest[i])),
+        )
+        for i, gemm in enumerate(gemms)
+    ]
+
+
+def _words(tiling: int, way: int) -> str:
+    kind, rows, columns = TILINGS[tiling]
+    cut = kind if kind == "inputs resident" else f"{rows} × {columns} {kind}" if kind == "output blocks" else ""
+    cut = cut or f"{rows * columns} {kind}"
+    split = SPLITS[way % len(SPLITS)]
+    return f"{DATAFLOWS[way // len(SPLITS)]}, {cut}" + (f", split {split}" if split > 1 else "")
+
+
+def _cycles(machine: Machine, m: Floats, n: Floats, k: Floats) -> Floats:
+    """Cycles of one block: all splits of the first dataflow, then of the second, then of the third."""
+    rows, columns, arrays = float(machine.rows), float(machine.columns), float(machine.arrays)
+    deep, wide = np.ceil(k / rows), np.ceil(n / columns)
+
+    def cycles(tiles: Floats, streamed: Floats) -> Floats:
+        return np.asarray(np.ceil(tiles * SPLIT / arrays) * np.maximum(np.ceil(streamed / SPLIT), rows))
+
+    by_weights = cycles(deep * wide, m)
+    by_outputs = cycles(np.ceil(m / rows) * wide, k)
+    by_inputs = cycles(deep * np.ceil(m / columns), n)
+    return np.concatenate([by_weights, by_outputs, by_inputs], axis=1)

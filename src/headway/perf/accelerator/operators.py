@@ -1,0 +1,153 @@
+"""The operators of one layer (and the LM head) of a packed iteration, with their costs.
+
+In order: elementwise work, the query-key-value product, the chunk's attention, decode attention, the output product,
+up (gate and up together), down. An activation between two of them stays on chip where both its producer and its
+consumer can hold their inputs and outputs beside a weight tile (operator fusion).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway.perf.accelerator.assumptions import Assumptions
+from headway.perf.accelerator.attention import chunk_attention, decode_attention, kv_bytes
+from headway.perf.accelerator.cost import OpCost, none
+from headway.perf.accelerator.iteration_work import Techniques, Work
+from headway.perf.accelerator.machine_model import Machine
+from headway.perf.accelerator.mapping import Gemm, fusible, search
+from headway.perf.accelerator.precision import Precision
+from headway.perf.hardware.shapes import ModelShape
+
+
+class Layer(NamedTuple):
+    """One layer's operators in order, split where decode attention stands, and the LM head of the iteration."""
+
+    before: tuple[OpCost, ...]
+    chunk: OpCost
+    decode: OpCost
+    after: tuple[OpCost, ...]
+    head: OpCost
+
+    @property
+    def others(self) -> tuple[OpCost, ...]:
+        """All but decode attention, of one layer."""
+        return (*self.before, self.chunk, *self.after)
+
+
+class Setting(NamedTuple):
+    """Everything but the work: hashable, so that results can be remembered."""
+
+    shape: ModelShape
+    machine: Machine
+    precision: Precision = Precision()
+    assumed: Assumptions = Assumptions()
+    techniques: Techniques = Techniques()
+
+    @property
+    def model(self) -> ModelShape:
+        """The shape with the assumed number of feed-forward matrices."""
+        wanted = self.assumed.ffn_matrices
+        if wanted is None or wanted == self.shape.mlp_matrices:
+            return self.shape
+        return ModelShape(
+            **{**{f: getattr(self.shape, f) for f in self.shape.__struct_fields__}, "mlp_matrices": wanted}
+        )
+
+
+def rows_of(assumed: Assumptions, work: Work) -> int:
+    """Rows of a packed product: the chunk's tokens and what a decode batch counts for."""
+    decodes = 0 if not work.decodes else work.decodes if assumed.decode_rows is None else assumed.decode_rows
+    return work.prefill_tokens + decodes
+
+
+def layers_of(setting: Setting, works: Sequence[Work]) -> list[Layer]:
+    """The operators of several iterations; all their products are mapped in one search."""
+    shape, machine, precision, assumed, techniques = setting
+    shape = setting.model
+    rows = [rows_of(assumed, work) for work in works]
+    heads = [work.decodes + (1 if work.prefill_tokens else 0) for work in works]
+    fused = [fused_of(setting, shape, m) for m in rows]
+    costs = products(setting, shape, rows, heads, fused)
+    layers = []
+    for i, work in enumerate(works):
+        qkv, out, up, down, head = costs[5 * i : 5 * i + 5]
+        if assumed.decode_kv_written:
+            qkv = qkv._replace(hbm_bytes=qkv.hbm_bytes + work.decodes * kv_bytes(shape, precision))
+        chunk = chunk_attention(shape, machine, precision, assumed, techniques, work, fused[i].attention)
+        decode = decode_attention(shape, machine, precision, assumed, work)
+        elementwise = elementwise_cost(shape, machine, assumed, rows[i])
+        before = (elementwise, qkv) if assumed.elementwise_ops else (qkv,)
+        layers.append(Layer(before, chunk, decode, (out, up, down), head if assumed.lm_head else none("LM head")))
+    return layers
+
+
+class Fused(NamedTuple):
+    """Which activations stay on chip, by the operator that reads them."""
+
+    qkv: bool
+    attention: bool
+    out: bool
+    up: bool
+    down: bool
+
+
+def fused_of(setting: Setting, shape: ModelShape, rows: int) -> Fused:
+    """Operator fusion for so many rows. Without the mapper everything stays on chip, as the paper's figures have it."""
+    if setting.techniques.fusion == "off":
+        return Fused(False, False, False, False, False)
+    if not setting.assumed.mapper:
+        return Fused(True, True, True, True, True)
+    machine = setting.machine
+    qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, shape, rows))
+    queries = rows * shape.q_heads * shape.head_dim * setting.precision.activation_bytes
+    attention = 2 * queries <= machine.compute_bytes / 2
+    return Fused(down and qkv, qkv and attention, attention and out, out and up, up and down)
+
+
+def gemms(setting: Setting, shape: ModelShape, rows: int, fused: Fused | None = None) -> list[Gemm]:
+    """The four products of a layer."""
+    w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
+    heads = shape.q_heads * shape.head_dim
+    wide = heads + 2 * shape.kv_heads * shape.head_dim
+    gate = shape.mlp_matrices - 1
+    f = fused or Fused(False, False, False, False, False)
+    return [
+        Gemm("qkv", rows, wide, shape.hidden, heads, w, a, f.qkv, f.attention),
+        Gemm("out", rows, shape.hidden, heads, shape.hidden, w, a, f.out, f.up),
+        Gemm("up", rows, gate * shape.mlp, shape.hidden, shape.mlp, w, a, f.up, f.down),
+        Gemm("down", rows, shape.hidden, shape.mlp, shape.hidden, w, a, f.down, f.qkv),
+    ]
+
+
+def products(
+    setting: Setting, shape: ModelShape, rows: Sequence[int], heads: Sequence[int], fused: Sequence[Fused]
+) -> list[OpCost]:
+    """Each iteration's four products and its LM head, one after the other."""
+    w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
+    wanted = []
+    for m, h, f in zip(rows, heads, fused, strict=True):
+        wanted += gemms(setting, shape, m, f)
+        # Rows that yield a token are few: they stay on chip, and the sampler takes their scores from there.
+        wanted.append(Gemm("LM head", max(h, 1), shape.vocab, shape.hidden, 1, w, a, True, True))
+    if setting.assumed.mapper:
+        return search(wanted, setting.machine, setting.techniques.double_buffering)
+    return [constant(gemm, setting) for gemm in wanted]
+
+
+def constant(gemm: Gemm, setting: Setting) -> OpCost:
+    """A product without a mapping: weights once, arrays at a constant share of their peak."""
+    rate = setting.machine.flops * setting.assumed.utilisation
+    moved = gemm.n * gemm.k * gemm.weight_bytes
+    moved += 0.0 if gemm.input_on_chip else gemm.m * gemm.k * gemm.activation_bytes
+    moved += 0.0 if gemm.output_on_chip else gemm.m * gemm.outputs * gemm.activation_bytes
+    fill = 0.0 if setting.techniques.double_buffering else moved
+    return OpCost(gemm.name, "array", 2.0 * gemm.m * gemm.n * gemm.k / rate, moved, fill)
+
+
+def elementwise_cost(shape: ModelShape, machine: Machine, assumed: Assumptions, rows: int) -> OpCost:
+    """Two norms and two residuals of the hidden state, rotations of queries and keys, the activation."""
+    elements = rows * (4 * shape.hidden + (shape.q_heads + shape.kv_heads) * shape.head_dim + shape.mlp)
+    return OpCost(
+        "elementwise", "vector", assumed.elementwise_ops * elements / (machine.vector_lanes * machine.clock_hz), 0.0
+    )

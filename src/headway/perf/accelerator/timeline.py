@@ -1,0 +1,113 @@
+"""One iteration on a timeline, layer by layer: HBM serves the running operator first, and prefetches KV when idle.
+
+Paper §III, the two conditions: operands of the running operator go first; KV of the next decode attention is fetched
+with what bandwidth is left, into what buffer is free. The buffer fills from one decode attention to the next (output,
+up, down of a layer; query-key-value and the chunk's attention of the following one) and is drained by it. Decode
+attention then takes the longer of its computing and of fetching what is still missing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from headway.perf.accelerator.cost import OpCost
+from headway.perf.accelerator.operators import Layer, Setting
+
+Mode = Literal["serial", "packing", "prefetch"]
+MODES: tuple[Mode, Mode, Mode] = ("serial", "packing", "prefetch")
+
+
+class Slot(NamedTuple):
+    """An operator on the timeline. Times in seconds from the layer's start; own_bytes: what it moved itself,
+    prefetched: KV bytes fetched for later beside it, buffered: KV bytes in the buffer when it ends."""
+
+    op: OpCost
+    start_s: float
+    end_s: float
+    own_bytes: float
+    prefetched: float
+    buffered: float
+
+
+class Timeline(NamedTuple):
+    """total_s of the iteration; a steady layer's slots; hidden: KV bytes a steady layer had on chip in time (first:
+    the first layer); window: bytes that HBM could prefetch a steady layer (first_window: before the first)."""
+
+    mode: Mode
+    total_s: float
+    layer_s: float
+    first_s: float
+    head_s: float
+    slots: tuple[Slot, ...]
+    hidden: float
+    first_hidden: float
+    window: float
+    first_window: float
+    hbm_bytes: float
+    compute_s: float
+
+
+def run(setting: Setting, layer: Layer, mode: Mode) -> Timeline:
+    """One iteration (of a phase alone in `serial`): packing without or with prefetch."""
+    shape, machine, _, assumed, _ = setting
+    bandwidth, layers = machine.bandwidth, shape.layers
+    sources = [op for op in layer.others if assumed.prefetch_in_attention or op is not layer.chunk]
+    window = sum(op.idle_bytes(bandwidth) for op in sources)
+    own = [op for op in (*layer.before, layer.chunk) if assumed.prefetch_in_attention or op is not layer.chunk]
+    first_window = window if assumed.across_iterations else sum(op.idle_bytes(bandwidth) for op in own)
+    hidden = ahead(setting, layer.decode, mode, window)
+    first_hidden = ahead(setting, layer.decode, mode, first_window)
+    slots = _slots(layer, bandwidth, hidden, mode, assumed.prefetch_in_attention)
+    linear_s = sum(op.seconds(bandwidth) for op in layer.others)
+    layer_s = linear_s + remaining_s(layer.decode, hidden, bandwidth)
+    first_s = linear_s + remaining_s(layer.decode, first_hidden, bandwidth)
+    head_s = layer.head.seconds(bandwidth)
+    ops = (*layer.others, layer.decode)
+    return Timeline(
+        mode=mode,
+        total_s=first_s + (layers - 1) * layer_s + head_s,
+        layer_s=layer_s,
+        first_s=first_s,
+        head_s=head_s,
+        slots=slots,
+        hidden=hidden,
+        first_hidden=first_hidden,
+        window=window,
+        first_window=first_window,
+        hbm_bytes=layers * sum(op.hbm_bytes for op in ops) + layer.head.hbm_bytes,
+        compute_s=layers * sum(op.compute_s for op in ops) + layer.head.compute_s,
+    )
+
+
+def ahead(setting: Setting, decode: OpCost, mode: Mode, window: float) -> float:
+    """KV bytes on chip before decode attention begins: what the operand buffer holds ahead, or what was prefetched,
+    never more than HBM could bring beside the operators in between."""
+    if mode == "serial" or not decode.hbm_bytes:
+        return 0.0
+    held = min(float(setting.assumed.ahead_bytes), decode.hbm_bytes, window)
+    if mode == "packing":
+        return held
+    return max(held, min(float(setting.machine.prefetch_bytes), decode.hbm_bytes, window))
+
+
+def remaining_s(decode: OpCost, hidden: float, bandwidth: float) -> float:
+    """Decode attention with `hidden` bytes on chip already."""
+    return max(decode.compute_s, (decode.hbm_bytes - hidden) / bandwidth)
+
+
+def _slots(layer: Layer, bandwidth: float, hidden: float, mode: Mode, in_attention: bool) -> tuple[Slot, ...]:
+    """A steady layer, from after one decode attention to the end of the next: the buffer starts empty."""
+    left = hidden if mode == "prefetch" else 0.0
+    slots, now, buffered = [], 0.0, 0.0
+    for op in (*layer.after, *layer.before, layer.chunk):
+        seconds = op.seconds(bandwidth)
+        may = mode == "prefetch" and (in_attention or op is not layer.chunk)
+        fetched = min(left, op.idle_bytes(bandwidth)) if may else 0.0
+        left, buffered = left - fetched, buffered + fetched
+        if seconds:
+            slots.append(Slot(op, now, now + seconds, op.hbm_bytes, fetched, buffered))
+        now += seconds
+    if layer.decode.hbm_bytes:
+        end = now + remaining_s(layer.decode, hidden, bandwidth)
+        slots.append(Slot(layer.decode, now, end, layer.decode.hbm_bytes - buffered, 0.0, 0.0))
+    return tuple(slots)

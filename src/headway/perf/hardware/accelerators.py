@@ -1,0 +1,119 @@
+"""Accelerators as data sheets state them: peak arithmetic, memory, and what links them inside a node.
+
+Peaks are dense bf16 (no sparsity). What a kernel reaches of them is not said here: that is `latency/`. Capacity is
+what the driver shows (MiB), not the marketing GB.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.links import Link, link
+
+_MIB = 1 << 20
+
+
+class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
+    """flops: dense bf16 FLOP/s. bandwidth: HBM bytes/s. capacity: HBM bytes. multiprocessors: how many tiles run at
+    once. `die` names the profiled accelerator whose kernels run alike: an A800 computes as an A100 does."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    capacity: int
+    multiprocessors: int
+    nvlink: str
+    network: str
+    per_node: int = 8
+    die: str = ""
+    source: str = ""
+
+    @property
+    def kernels(self) -> str:
+        """The name under which profiles of this die's kernels are kept."""
+        return self.die or self.name
+
+    @property
+    def inside(self) -> Link:
+        return link(self.nvlink)
+
+    @property
+    def across(self) -> Link:
+        return link(self.network)
+
+
+def _a100(
+    name: str, bandwidth: float, mib: int, nvlink: str = "nvlink3", die: str = "", source: str = ""
+) -> Accelerator:
+    return Accelerator(
+        name=name,
+        flops=312e12,
+        bandwidth=bandwidth,
+        capacity=mib * _MIB,
+        multiprocessors=108,
+        nvlink=nvlink,
+        network="ib-200",
+        die=die,
+        source=source or "NVIDIA A100 data sheet (SXM4)",
+    )
+
+
+def _h100(
+    name: str, bandwidth: float, mib: int, nvlink: str = "nvlink4", die: str = "", source: str = ""
+) -> Accelerator:
+    return Accelerator(
+        name=name,
+        flops=989.4e12,
+        bandwidth=bandwidth,
+        capacity=mib * _MIB,
+        multiprocessors=132,
+        nvlink=nvlink,
+        network="ib-400",
+        die=die,
+        source=source or "NVIDIA H100 data sheet (SXM5)",
+    )
+
+
+ACCELERATORS: dict[str, Accelerator] = {
+    a.name: a
+    for a in (
+        _a100("a100-80gb", 2.039e12, 81920),
+        _a100("a100-40gb", 1.555e12, 40960),
+        _a100("a800-80gb", 2.039e12, 81920, "nvlink-400", "a100-80gb", "an A100-80 with NVLink at 400 GB/s"),
+        _h100("h100-80gb", 3.35e12, 81559),
+        _h100("h800-80gb", 3.35e12, 81559, "nvlink-400", "h100-80gb", "an H100-80 with NVLink at 400 GB/s"),
+        _h100("h200-141gb", 4.8e12, 143771, source="NVIDIA H200 data sheet (SXM): H100's arithmetic, HBM3e"),
+        Accelerator(
+            name="h20-96gb",
+            flops=148e12,
+            bandwidth=4.0e12,
+            capacity=97871 * _MIB,
+            multiprocessors=78,
+            nvlink="nvlink4",
+            network="ib-400",
+            source="H20 as its vendors list it: 148 TFLOP/s bf16, 4.0 TB/s, 96 GB",
+        ),
+        Accelerator(
+            name="l40s-48gb",
+            flops=362e12,
+            bandwidth=0.864e12,
+            capacity=46068 * _MIB,
+            multiprocessors=142,
+            nvlink="pcie4",
+            network="roce-200",
+            source="NVIDIA L40S data sheet; no NVLink",
+        ),
+    )
+}
+
+ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "a800": "a800-80gb", "h800": "h800-80gb", "h200": "h200-141gb"}
+
+
+def accelerator(name: str) -> Accelerator:
+    """By name or usual alias (`a100`, `h100`, …); ConfigError lists those that exist."""
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in ACCELERATORS:
+        raise ConfigError(f"unknown accelerator {name!r}; known: {', '.join((*ACCELERATORS, *ALIASES))}")
+    return ACCELERATORS[key]

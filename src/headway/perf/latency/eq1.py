@@ -1,0 +1,268 @@
+"""Tetris Eq. (1): T_s(C, L) = a_s + b_s·L + c_s·C·L + d_s·L², seconds of a chunk of L tokens over C on a ring of s.
+
+Fitted by least squares with weights 1/T (unweighted, errors reach 20% on the paper's Table 1; weighted, 6.3%), with
+coefficients of at least 0. Where no measurement has history, c is not identifiable: causal arithmetic gives history
+exactly twice the triangle's cost, so c = 2d, and then T(0, C) + T(C, L) = T(0, C + L) + a: one more chunk costs a.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.core.span import Strategy
+from headway.perf.latency.groups import GroupLatency, GroupShape
+
+SCHEMA = "headway.eq1/1"
+Values = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+_STRIPED = Strategy(attn="striped")
+
+
+class Coefficients(msgspec.Struct, frozen=True):
+    """Seconds, and seconds a token, token pair of history, and squared token."""
+
+    a: float
+    b: float
+    c: float
+    d: float
+
+    def prefill_s(self, past: int, tokens: int) -> float:
+        return self.a + tokens * (self.b + self.c * past + self.d * tokens)
+
+    def solve(self, past: int, budget_s: float) -> float:
+        """The (real) chunk that takes `budget_s`; 0 or less when none does. The closed form of Newton's limit, without
+        cancellation."""
+        rest = budget_s - self.a
+        linear = self.b + self.c * past
+        root = linear + math.sqrt(linear * linear + 4.0 * self.d * rest) if rest > 0 else 0.0
+        return 2.0 * rest / root if root > 0 else 0.0
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One measurement."""
+
+    sp: int
+    past: int
+    tokens: int
+    seconds: float
+
+
+class Eq1File(msgspec.Struct, frozen=True, kw_only=True):
+    """What `headway profile fit-eq1` writes. errors: worst and mean relative error, by SP size."""
+
+    schema: str = SCHEMA
+    source: str
+    sizes: dict[int, Coefficients]
+    errors: dict[int, tuple[float, float]] = {}
+
+
+class Eq1Latency:
+    """`GroupLatency` of fitted sizes; sizes between two fitted ones are interpolated (log time over log size)."""
+
+    def __init__(self, sizes: Mapping[int, Coefficients], source: str = "Eq. (1)") -> None:
+        if not sizes:
+            raise ConfigError("Eq. (1) needs the coefficients of at least one SP size")
+        self.sizes = dict(sorted(sizes.items()))
+        self.source = source
+        self._known = list(self.sizes)
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        found = self.sizes.get(group.sp)
+        if found is not None:
+            return found.prefill_s(past, tokens)
+        low, high, share = self._between(group.sp)
+        one, other = self.sizes[low].prefill_s(past, tokens), self.sizes[high].prefill_s(past, tokens)
+        return math.exp((1 - share) * math.log(one) + share * math.log(other))
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        found = self.sizes.get(group.sp)
+        if found is not None:
+            return max(0, int(found.solve(past, budget_s)))
+        from headway.perf.latency.ring import largest
+
+        return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
+
+    def _between(self, sp: int) -> tuple[int, int, float]:
+        known = self._known
+        if sp > known[-1]:
+            raise ConfigError(f"Eq. (1) was fitted for SP sizes up to {known[-1]}, not {sp}")
+        at = bisect_right(known, sp)
+        low, high = known[max(0, at - 1)], known[at]
+        return low, high, math.log(sp / low) / math.log(high / low)
+
+
+def fit(samples: Iterable[Sample]) -> Eq1Latency:
+    """Coefficients of each SP size. ConfigError where a size has too few different lengths to tell."""
+    by_size: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if not (sample.sp >= 1 and sample.tokens >= 1 and sample.past >= 0 and 0 < sample.seconds < math.inf):
+            raise ConfigError(f"not a measurement: {sample}")
+        by_size.setdefault(sample.sp, []).append(sample)
+    if not by_size:
+        raise ConfigError("there are no measurements to fit")
+    return Eq1Latency({sp: _fit_size(sp, mine) for sp, mine in by_size.items()}, "Eq. (1), fitted")
+
+
+def fit_unweighted(samples: Sequence[Sample]) -> Coefficients:
+    """One size's coefficients by plain least squares, as one might read the paper: to show what weights are for."""
+    seconds = np.array([s.seconds for s in samples])
+    return _fit_size(samples[0].sp, list(samples), np.ones_like(seconds))
+
+
+def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Latency:
+    """Eq. (1) for another model of groups, from samples of 1K to 256K tokens without history (c = 2d): a model that is
+    not measured must not make chunks look cheaper than they are. Groups above `node` are taken to span nodes."""
+    samples = [
+        Sample(sp, 0, tokens, latency.prefill_s(0, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
+        for sp in sizes
+        for tokens in (_K << k for k in range(9))
+    ]
+    found = fit(samples)
+    return Eq1Latency(found.sizes, f"Eq. (1) fitted to: {latency.source}")
+
+
+def _fit_size(sp: int, samples: list[Sample], spread: Values | None = None) -> Coefficients:
+    """`spread`: what errors are measured in; None: in shares of the measured time."""
+    tokens = np.array([s.tokens for s in samples], dtype=np.float64)
+    past = np.array([s.past for s in samples], dtype=np.float64)
+    seconds = np.array([s.seconds for s in samples])
+    with_past = bool(np.any(past > 0))
+    if len(set(zip(past.tolist(), tokens.tolist(), strict=True))) < (4 if with_past else 3):
+        raise ConfigError(f"SP size {sp} has too few different lengths: Eq. (1) needs 3, and 4 where there is history")
+    columns = [np.ones_like(tokens), tokens, past * tokens, tokens**2]
+    if not with_past:
+        columns = [columns[0], columns[1], 2 * columns[2] + columns[3]]
+    unit = seconds if spread is None else spread
+    x = _non_negative(np.stack(columns, axis=1) / unit[:, None], seconds / unit)
+    if with_past:
+        return Coefficients(*(float(v) for v in x))
+    return Coefficients(float(x[0]), float(x[1]), 2 * float(x[2]), float(x[2]))
+
+
+def _non_negative(matrix: Values, wanted: Values) -> list[float]:
+    """min |M x - y| over x ≥ 0: of all sets of active columns (few), the best whose solution is not negative."""
+    count = matrix.shape[1]
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
+    best, least = [0.0] * count, math.inf
+    for mask in range(1, 1 << count):
+        chosen = [i for i in range(count) if mask >> i & 1]
+        found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], wanted, rcond=None)[0] / scale[chosen]
+        if np.any(found < 0):
+            continue
+        error = float(np.sum((matrix[:, chosen] @ found - wanted) ** 2))
+        if error < least:
+            least, best = error, [0.0] * count
+            for i, value in zip(chosen, found, strict=True):
+                best[i] = float(value)
+    return best
+
+
+def errors(model: Eq1Latency, samples: Iterable[Sample]) -> dict[int, tuple[float, float]]:
+    """Worst and mean relative error of each size."""
+    found: dict[int, list[float]] = {}
+    for s in samples:
+        off = abs(model.prefill_s(s.past, s.tokens, GroupShape(s.sp)) / s.seconds - 1.0)
+        found.setdefault(s.sp, []).append(off)
+    return {sp: (max(all_of), sum(all_of) / len(all_of)) for sp, all_of in sorted(found.items())}
+
+
+_K = 1024
+_LENGTHS = (4, 8, 16, 32, 64, 128, 256)
+_TABLE1: dict[int, tuple[float, ...]] = {
+    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20),
+    2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
+    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
+    8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
+    16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
+}
+
+
+def table1_samples() -> list[Sample]:
+    """Tetris Table 1: Llama-3 8B, A100, tp 1, seconds; 256k on one instance ran out of memory. 4k is 4,096 tokens."""
+    return [
+        Sample(sp, 0, length * _K, seconds)
+        for sp, row in _TABLE1.items()
+        for length, seconds in zip(_LENGTHS, row, strict=False)
+    ]
+
+
+def tetris_table1() -> Eq1Latency:
+    """Eq. (1) fitted to Table 1."""
+    model = fit(table1_samples())
+    return Eq1Latency(model.sizes, "Eq. (1) fitted to Tetris's Table 1 (Llama-3 8B, A100, SP 1 to 16; c = 2d)")
+
+
+def extended(model: Eq1Latency, largest_sp: int) -> Eq1Latency:
+    """The same with sizes up to `largest_sp`, extrapolated: each doubling multiplies a, b, c and d by what the last one
+    did (Table 2 plans for up to 128 instances; nobody has published their latencies)."""
+    sizes = dict(model.sizes)
+    one, other = list(sizes)[-2:]
+    ratio = [y / x if x > 0 else 0.5 for x, y in zip(_values(sizes[one]), _values(sizes[other]), strict=True)]
+    while other < largest_sp:
+        before = sizes[other]
+        other *= 2
+        sizes[other] = Coefficients(*(v * min(r, 2.5) for v, r in zip(_values(before), ratio, strict=True)))
+    return Eq1Latency(sizes, f"{model.source}; beyond {list(model.sizes)[-1]} extrapolated")
+
+
+def _values(c: Coefficients) -> tuple[float, float, float, float]:
+    return c.a, c.b, c.c, c.d
+
+
+class TableCells:
+    """`GroupLatency` that gives measured cells exactly, and between them log time over log length: for the worked
+    examples of §2.4, which are cells of Table 1. History costs what the table says of the whole minus its part."""
+
+    def __init__(self, samples: Iterable[Sample], source: str = "Tetris's Table 1, its cells") -> None:
+        self.source = source
+        self._rows: dict[int, tuple[list[float], list[float]]] = {}
+        for s in sorted(samples, key=lambda s: (s.sp, s.tokens)):
+            x, y = self._rows.setdefault(s.sp, ([], []))
+            x.append(math.log(s.tokens))
+            y.append(math.log(s.seconds))
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        if past:
+            return self._whole(past + tokens, group.sp) - self._whole(past, group.sp) + self._least(group.sp)
+        return self._whole(tokens, group.sp)
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        from headway.perf.latency.ring import largest
+
+        return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
+
+    def _least(self, sp: int) -> float:
+        """What a chunk costs whatever it holds: Eq. (1)'s constant."""
+        return tetris_table1().sizes[sp].a
+
+    def _whole(self, tokens: int, sp: int) -> float:
+        if sp not in self._rows:
+            raise ConfigError(f"the table has SP sizes {', '.join(map(str, self._rows))}, not {sp}")
+        x, y = self._rows[sp]
+        at = math.log(tokens)
+        i = min(max(1, bisect_right(x, at)), len(x) - 1)
+        if at == x[i - 1]:
+            return math.exp(y[i - 1])
+        slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
+        return math.exp(y[i - 1] + slope * (at - x[i - 1]))
+
+
+def load(path: Path) -> Eq1Latency:
+    """Read what `headway profile fit-eq1` wrote; ConfigError otherwise."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Eq1File)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not a fit of Eq. (1) ({error}): make one with `headway profile fit-eq1`"
+        ) from error
+    if found.schema != SCHEMA:
+        raise ConfigError(f"{path} has schema {found.schema!r}, not {SCHEMA}: make it with `headway profile fit-eq1`")
+    return Eq1Latency(found.sizes, found.source)

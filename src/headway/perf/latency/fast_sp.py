@@ -1,0 +1,213 @@
+"""How long a long prompt's prefill takes on many accelerators: PecSched's fast sequence parallelism (§5.3).
+
+Inside a node attention and MLP each take one of two forms, between nodes KV goes round a ring:
+
+megatron   attention: activations are gathered and scattered inside a tensor-parallel (TP) region, KV goes round a ring
+           of all TP regions; MLP: activations are gathered and scattered. With tp 1 this is plain ring attention.
+ulysses    attention: heads are exchanged inside the node (all-to-all), KV goes round a ring of nodes; with tp > 1 every
+           accelerator first gathers the stage's whole weights. MLP: weights are gathered, activations stay.
+
+The paper's formulas are corrected here (`fast_sp_printed` keeps them as printed, and its docstring lists the faults).
+Per accelerator, s = tokens / accelerators: matrix products 2 s d (N_h + 2 N_kv) d_h, 2 s N_h d_h d and 2 s · 3 d ff
+(gated MLP) under both forms; causal attention 2 s² N_h d_h · accelerators under both: the ring's steps, over TP regions
+or nodes, always cover the whole prompt. Volumes are counted per link. A ring's hop overlaps with the step's arithmetic;
+nothing else overlaps.
+
+What separates the forms at great lengths is how efficient attention's kernels are in a ring. `ring_loss` is the share
+lost a doubling of the ring: zig-zag ring attention on eight A100 reached 81.7% of eight single-GPU FlashAttentions
+(zhuzilin/ring-flash-attention's table, forward only), so 6.1% a doubling; beyond eight that is an extrapolation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.core.span import Strategy
+from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.shapes import ModelShape
+
+Form = Literal["megatron", "ulysses"]
+FORMS: tuple[Form, Form] = ("megatron", "ulysses")
+
+
+class SpRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one accelerator and its links reach. `node` is the network of one whole node, shared by its accelerators."""
+
+    linear_flops: float
+    attention_flops: float
+    bandwidth: float
+    inside: Link
+    node: Link
+    ring_loss: float = 0.061
+
+    @classmethod
+    def of(
+        cls,
+        device: Accelerator,
+        node_gbit_s: float | None = None,
+        linear: float = 0.7,
+        attention: float = 0.6,
+        bandwidth: float = 0.85,
+    ) -> SpRates:
+        """Shares of the data sheet's peaks, as in a scenario's roofline. node_gbit_s: a whole node's network; None: a
+        card an accelerator."""
+        card = device.across
+        whole = card.bytes_per_s * device.per_node if node_gbit_s is None else node_gbit_s * 1e9 / 8
+        node = msgspec.structs.replace(card, name=f"{card.name} of a node", bytes_per_s=whole)
+        return cls(
+            linear_flops=device.flops * linear,
+            attention_flops=device.flops * attention,
+            bandwidth=device.bandwidth * bandwidth,
+            inside=device.inside,
+            node=node,
+        )
+
+    def attention_rate(self, ring: float) -> float:
+        """FLOP/s of attention in a ring of so many members (1: no ring)."""
+        return self.attention_flops * max(0.1, 1.0 - self.ring_loss * math.log2(max(1.0, ring)))
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Accelerators of one long prefill: replicas × tp of them, over `nodes` nodes (as evenly as they come)."""
+
+    replicas: int
+    nodes: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.replicas, self.nodes, self.tp) < 1 or self.nodes > self.replicas:
+            raise ConfigError(
+                f"{self.replicas} replicas of TP{self.tp} on {self.nodes} nodes: at least 1 each, no node empty"
+            )
+
+    @property
+    def accelerators(self) -> int:
+        return self.replicas * self.tp
+
+    @property
+    def in_node(self) -> float:
+        """Accelerators a node, on average."""
+        return self.accelerators / self.nodes
+
+
+class StageCost(NamedTuple):
+    """Seconds of one layer's stage on the slowest accelerator: arithmetic (ring hops hidden behind it included where
+    they are longer), and communication that nothing hides."""
+
+    compute_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+
+class SpPlan(NamedTuple):
+    """A combination and what the whole prefill costs with it."""
+
+    attn: Form
+    mlp: Form
+    seconds: float
+    exposed_s: float
+
+    def strategy(self, tp: int) -> Strategy:
+        """As a span names it: Megatron attention without tensor parallelism is a plain ring."""
+        if tp > 1:
+            return Strategy(attn=self.attn, mlp=self.mlp)
+        return Strategy(attn="ulysses" if self.attn == "ulysses" else "ring", mlp="local")
+
+
+def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> StageCost:
+    """One layer's attention with its projections, of a prompt of `tokens`, causal."""
+    s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
+    d, head = shape.hidden, shape.head_dim
+    weights = d * (shape.q_heads + 2 * shape.kv_heads) * head + shape.q_heads * head * d
+    if form == "megatron":
+        products_s = _products_s(rates, 2 * s * weights, weights / tp * size)
+        exposed_s = _gathered_s(rates.inside, 2 * s * d * (tp - 1) * size, 2, tp)
+        kv = s * tp * 2 * _heads(shape.kv_heads, tp) * head * size  # one rank's, of its region's tokens
+        flops = 2 * s * s * shape.q_heads * head * group.accelerators
+        hop = (kv, kv * tp)
+        ring: float = group.replicas
+    else:
+        products_s = _products_s(rates, 2 * s * weights, weights * size)
+        exposed_s = _gathered_s(rates.inside, weights * (tp - 1) / tp * size, 2, tp)
+        ranks = group.in_node
+        q, kv_heads = _heads(shape.q_heads, ranks) * ranks, _heads(shape.kv_heads, ranks) * ranks
+        exposed_s += _gathered_s(rates.inside, 2 * s * (q + kv_heads) * head * (ranks - 1) / ranks * size, 2, ranks)
+        kv = s * 2 * kv_heads * head * size  # one rank's share of heads, of the node's tokens
+        flops = 2 * s * s * q * head * group.accelerators
+        hop = (kv, kv * ranks)
+        ring = group.nodes
+    step_s = flops / rates.attention_rate(ring) / ring
+    hop_s = _hop_s(rates, group, hop, ring)
+    return StageCost(products_s + step_s + (ring - 1) * max(step_s, hop_s), exposed_s)
+
+
+def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> StageCost:
+    """One layer's MLP."""
+    s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
+    weights = shape.mlp_matrices * shape.hidden * shape.mlp
+    if form == "megatron":
+        moved = 2 * s * shape.hidden * (tp - 1)
+        return StageCost(
+            _products_s(rates, 2 * s * weights, weights / tp * size), _gathered_s(rates.inside, moved * size, 2, tp)
+        )
+    moved = weights * (tp - 1) / tp
+    return StageCost(
+        _products_s(rates, 2 * s * weights, weights * size), _gathered_s(rates.inside, moved * size, 1, tp)
+    )
+
+
+def plans(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> Iterator[SpPlan]:
+    """All four combinations."""
+    attention = {form: attention_stage(form, shape, rates, group, tokens) for form in FORMS}
+    mlp = {form: mlp_stage(form, shape, rates, group, tokens) for form in FORMS}
+    for attn, a in attention.items():
+        for linear, m in mlp.items():
+            seconds = shape.layers * (a.total_s + m.total_s)
+            yield SpPlan(attn, linear, seconds, shape.layers * (a.exposed_s + m.exposed_s))
+
+
+def fastest(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> SpPlan:
+    """Fast SP's choice; Megatron where they tie."""
+    return min(plans(shape, rates, group, tokens), key=lambda plan: plan.seconds)
+
+
+def plain_ring(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> SpPlan:
+    """Ring attention over TP regions, which is what the baselines and the ablation /FSP do."""
+    return next(plans(shape, rates, group, tokens))
+
+
+def saved_bytes(shape: ModelShape, tokens: int, layers_done: int) -> tuple[int, int]:
+    """What a prefill paused between layers leaves (§5.1): bytes of KV of finished layers, and of one layer's
+    activations. The paper pauses between any two kernels; between layers there is nothing else to keep."""
+    return shape.kv_bytes_per_token // shape.layers * layers_done * tokens, tokens * shape.hidden * shape.dtype_bytes
+
+
+def _heads(heads: int, ranks: float) -> int:
+    """Heads on the fullest rank: a head is whole, and copied where ranks outnumber heads."""
+    return max(1, math.ceil(heads / ranks))
+
+
+def _products_s(rates: SpRates, flops: float, weight_bytes: float) -> float:
+    return max(flops / rates.linear_flops, weight_bytes / rates.bandwidth)
+
+
+def _gathered_s(link: Link, count: float, messages: int, ranks: float) -> float:
+    """Collectives of `count` bytes in or out of one rank."""
+    return messages * link.latency_s + count / (link.bytes_per_s * link.efficiency) if ranks > 1 else 0.0
+
+
+def _hop_s(rates: SpRates, group: Group, count: tuple[float, float], ring: float) -> float:
+    """One step of the ring: one rank's bytes over its link, or all that cross a node's edge over its network."""
+    if ring <= 1:
+        return 0.0
+    slowest = _gathered_s(rates.inside, count[0], 1, 2) if ring > group.nodes else 0.0
+    return max(slowest, _gathered_s(rates.node, count[1], 1, 2)) if group.nodes > 1 else slowest

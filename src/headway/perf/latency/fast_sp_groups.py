@@ -1,0 +1,71 @@
+"""Prefill times of groups under fast sequence parallelism, as placements and the cluster simulator ask for them.
+
+One instance: its own latency model. Several: `fast_sp`'s formulas, in the form that the span names (`ring` and `local`
+count as Megatron with tp 1). A chunk over cached tokens is what it adds to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headway.core.span import Strategy
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.fast_sp import Form, Group, SpRates, attention_stage, mlp_stage
+from headway.perf.latency.groups import GroupLatency, GroupShape
+
+
+class FastSpLatency:
+    """`GroupLatency` over one instance's, for a model of TP `tp`."""
+
+    def __init__(self, single: GroupLatency, shape: ModelShape, rates: SpRates, tp: int = 1) -> None:
+        """`single`: times of groups of one instance."""
+        self._single, self._shape, self._rates, self._tp = single, shape, rates, tp
+        self._known: dict[tuple[int, GroupShape], float] = {}
+
+    @property
+    def source(self) -> str:
+        loss = self._rates.ring_loss
+        return (
+            f"groups: PecSched's fast-SP formulas, corrected, a doubling of the ring costs {loss:.1%} of attention; "
+            f"one instance: {self._single.source}"
+        )
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        """See GroupLatency."""
+        if group.sp == 1:
+            return self._single.prefill_s(past, tokens, group)
+        return self._whole_s(past + tokens, group) - (self._whole_s(past, group) if past else 0.0)
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        """See GroupLatency."""
+        return most_tokens(lambda tokens: self.prefill_s(past, tokens, group) <= budget_s)
+
+    def _whole_s(self, tokens: int, group: GroupShape) -> float:
+        key = (tokens, group)
+        known = self._known.get(key)
+        if known is None:
+            ring = Group(group.sp, group.nodes, self._tp)
+            attn, mlp = forms(group.strategy)
+            attention = attention_stage(attn, self._shape, self._rates, ring, tokens)
+            rest = mlp_stage(mlp, self._shape, self._rates, ring, tokens)
+            if len(self._known) > 1 << 16:
+                self._known.clear()
+            known = self._known[key] = self._shape.layers * (attention.total_s + rest.total_s)
+        return known
+
+
+def forms(strategy: Strategy) -> tuple[Form, Form]:
+    """(attention, MLP) of a span's strategy."""
+    return (
+        "ulysses" if strategy.attn == "ulysses" else "megatron",
+        "ulysses" if strategy.mlp == "ulysses" else "megatron",
+    )
+
+
+def most_tokens(fits: Callable[[int], bool], limit: int = 1 << 24) -> int:
+    """The largest number up to `limit` for which `fits` is true, if it is for all below; 0 when it is for none."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

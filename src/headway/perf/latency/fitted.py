@@ -1,0 +1,85 @@
+"""Latency models that ship with Headway: `fitted("a100", "llama-3-8b", Layout(tp=8, stages=2), stage=1)`.
+
+Fitted from public operator profiles (`data/README.md` says which, and their licences). Devices whose die was
+profiled (A100, H100 and their A800 and H800 variants) are `measured` or `fitted`; any other scales the nearest of them
+by its data sheet and is `derived`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import ACCELERATORS, Accelerator, accelerator
+from headway.perf.hardware.models import model as named_model
+from headway.perf.hardware.models import model_name
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.operators import device_fit
+from headway.perf.latency.operators.compile import Assumptions, compile_stage
+from headway.perf.latency.operators.device_fit import DeviceFit
+from headway.perf.latency.tables import TableLatency, TableSource
+
+_STAND_IN = {"h200-141gb": "h100-80gb", "h20-96gb": "h100-80gb"}
+
+
+def shipped() -> list[str]:
+    """Names of the dies whose fits ship with the package."""
+    folder = files("headway.perf.latency") / "data"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+@cache
+def shipped_fit(die: str) -> DeviceFit:
+    """The shipped fit of one die; ConfigError lists those that exist."""
+    if die not in shipped():
+        raise ConfigError(f"no operator fit of {die} ships with Headway; there are: {', '.join(shipped())}")
+    path = files("headway.perf.latency") / "data" / f"{die}.json"
+    return device_fit.decode(path.read_bytes(), f"the shipped fit of {die}")
+
+
+def fit_for(device: Accelerator) -> DeviceFit:
+    """The fit to compile for `device`: its die's own, or the stand-in that is scaled to it (`derived`)."""
+    die = device.kernels
+    return shipped_fit(die if die in shipped() else _STAND_IN.get(die, "a100-80gb"))
+
+
+def fitted_source(
+    device: str | Accelerator,
+    model: str | ModelShape,
+    layout: Layout | None = None,
+    stage: int = 0,
+    *,
+    fit: DeviceFit | Path | None = None,
+    assumptions: Assumptions | None = None,
+) -> TableSource:
+    """What `fitted` compiles, for those who want to store it or read where it comes from.
+
+    fit: a file of `headway profile fit`, or a fit in memory, in place of the shipped one."""
+    own = accelerator(device) if isinstance(device, str) else device
+    shape = named_model(model) if isinstance(model, str) else model
+    name = model_name(model) if isinstance(model, str) else f"{shape.layers}x{shape.hidden}"
+    if isinstance(fit, Path):
+        fit = device_fit.load(fit)
+    return compile_stage(name, shape, own, layout or Layout(), stage, fit or fit_for(own), assumptions)
+
+
+def fitted(
+    device: str | Accelerator,
+    model: str | ModelShape,
+    layout: Layout | None = None,
+    stage: int = 0,
+    *,
+    fit: DeviceFit | Path | None = None,
+    assumptions: Assumptions | None = None,
+) -> TableLatency:
+    """Predicted times of one pipeline stage (counted from 0) of `model` on `device` in `layout`.
+
+    Unknown names raise ConfigError with a list of what exists. `.source.status` says measured, fitted or derived, and
+    `.source.details` which family is what, up to which sizes."""
+    return TableLatency(fitted_source(device, model, layout, stage, fit=fit, assumptions=assumptions))
+
+
+__all__ = ["ACCELERATORS", "Assumptions", "Layout", "fit_for", "fitted", "fitted_source", "shipped", "shipped_fit"]

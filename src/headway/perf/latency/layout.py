@@ -1,0 +1,134 @@
+"""How an instance cuts a model: what one rank of one pipeline stage holds and computes.
+
+Tensor parallelism cuts heads and the MLP's width (a KV head is copied where there are more ranks than KV heads);
+stages cut layers, the first ones taking one more where they do not divide, because the last also carries the LM head;
+KV parallelism copies weights and cuts a request's cache, so it changes no shape here.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.links import Link, link
+from headway.perf.hardware.shapes import ModelShape
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Degrees of tensor, pipeline and KV parallelism. `inside`, `across`: links in place of the accelerator's."""
+
+    tp: int = 1
+    stages: int = 1
+    kvp: int = 1
+    inside: str | None = None
+    across: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp", self.tp), ("stages", self.stages), ("kvp", self.kvp)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+
+    @property
+    def name(self) -> str:
+        """As profiles are marked: tp8-pp2-kvp1."""
+        return f"tp{self.tp}-pp{self.stages}-kvp{self.kvp}"
+
+    @classmethod
+    def named(cls, name: str) -> Layout:
+        """The layout of a `name`, with the accelerator's links. ConfigError for anything else."""
+        found = re.fullmatch(r"tp(\d+)-pp(\d+)-kvp(\d+)", name)
+        if found is None:
+            raise ConfigError(f"layout {name!r}: must look like tp2-pp1-kvp1")
+        tp, stages, kvp = map(int, found.groups())
+        return cls(tp=tp, stages=stages, kvp=kvp)
+
+    @property
+    def accelerators(self) -> int:
+        return self.tp * self.stages * self.kvp
+
+    def inside_link(self, device: Accelerator) -> Link:
+        return link(self.inside) if self.inside else device.inside
+
+    def across_link(self, device: Accelerator) -> Link:
+        return link(self.across) if self.across else device.across
+
+    def stage_link(self, device: Accelerator) -> Link:
+        """What activations cross between stages: the node's own link while all stages fit into one node."""
+        return self.inside_link(device) if self.tp * self.stages <= device.per_node else self.across_link(device)
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one stage: layers it runs, heads and widths it holds."""
+
+    layers: int
+    first: bool
+    last: bool
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    mlp_matrices: int
+    vocab: int
+    dtype_bytes: int
+
+    @property
+    def qkv(self) -> tuple[int, int]:
+        """(k, n) of the fused query, key and value product."""
+        return self.hidden, (self.q_heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def out(self) -> tuple[int, int]:
+        return self.q_heads * self.head_dim, self.hidden
+
+    @property
+    def up(self) -> tuple[int, int]:
+        """Gate and up together where the MLP is gated."""
+        return self.hidden, (self.mlp_matrices - 1) * self.mlp
+
+    @property
+    def down(self) -> tuple[int, int]:
+        return self.mlp, self.hidden
+
+    @property
+    def head(self) -> tuple[int, int]:
+        return self.hidden, self.vocab
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that this rank holds: layers, the embedding on the first stage, the LM head on the last."""
+        matrices = sum(k * n for k, n in (self.qkv, self.out, self.up, self.down))
+        tables = (int(self.first) + int(self.last)) * self.vocab * self.hidden
+        return (self.layers * matrices + tables) * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache bytes that one token leaves on this rank, over the stage's layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+def cut(shape: ModelShape, layout: Layout, stage: int = 0) -> Cut:
+    """What a rank of `stage` holds; ConfigError when the model cannot be cut so."""
+    if not 0 <= stage < layout.stages:
+        raise ConfigError(f"stage {stage} of a layout with {layout.stages} stages (they count from 0)")
+    if layout.stages > shape.layers:
+        raise ConfigError(f"{layout.stages} stages for {shape.layers} layers: at most one stage a layer")
+    if shape.q_heads % layout.tp:
+        raise ConfigError(f"{shape.q_heads} query heads cannot be cut over {layout.tp} tensor-parallel ranks")
+    each, more = divmod(shape.layers, layout.stages)
+    return Cut(
+        layers=each + (1 if stage < more else 0),
+        first=stage == 0,
+        last=stage == layout.stages - 1,
+        hidden=shape.hidden,
+        q_heads=shape.q_heads // layout.tp,
+        kv_heads=-(-shape.kv_heads // layout.tp),
+        head_dim=shape.head_dim,
+        mlp=-(-shape.mlp // layout.tp),
+        mlp_matrices=shape.mlp_matrices,
+        vocab=-(-shape.vocab // layout.tp),
+        dtype_bytes=shape.dtype_bytes,
+    )

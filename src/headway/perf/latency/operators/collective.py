@@ -1,0 +1,113 @@
+"""All-reduce, send and the other collectives: cost by bytes, for each number of workers, inside a node or across.
+
+Between two measured sizes times are interpolated in logarithms, but for two things where few sizes were measured. A
+larger message is never faster, so a size that took longer than a larger one was disturbed. And time that grows faster
+than bytes means that another algorithm takes over: each side goes on as it was up to the switch (vLLM's own all-reduce
+serves messages below 8 MiB by default and leaves the others to NCCL; elsewhere the switch is taken to be the larger
+size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.latency.operators.curves import Curve, curve
+from headway.perf.latency.operators.profiles import Column, Profile
+
+PREFERENCE = ("vllm_graph", "nccl", "vidur", "vllm_eager")
+"""Which library's measurement is used where several exist: what a serving engine runs under CUDA graphs comes first.
+`vidur` stands for its all-to-all NVLink nodes (`dgx`), without launch overhead."""
+
+_SWITCH = 8 << 20
+_DISTURBED = 1.1
+
+
+class CollectiveFit(msgspec.Struct, frozen=True):
+    """`curves[op][source][workers(+across)]`: ms by bytes."""
+
+    curves: dict[str, dict[str, dict[str, Curve]]]
+
+    def curve(self, op: str, workers: int, across: bool = False, source: str | None = None) -> Curve | None:
+        """The preferred source's curve, None when nothing measured it."""
+        key = f"{workers}{'+' if across else ''}"
+        sources = self.curves.get(op, {})
+        for name in (source,) if source else sorted(sources, key=_rank):
+            if name in sources and key in sources[name]:
+                return sources[name][key]
+        return None
+
+    def ms(self, op: str, count: Column, workers: int, across: bool = False) -> Column:
+        """Milliseconds for `count` bytes. An unmeasured number of workers takes the nearest measured one, scaled as a
+        ring grows: (w-1)/w of the bytes cross each link."""
+        found = self.curve(op, workers, across)
+        if found is not None:
+            return found(count)
+        known = [w for w in range(2, 129) if self.curve(op, w, across) is not None]
+        if not known:
+            raise ConfigError(f"no measurement of {op} {'across nodes' if across else 'inside a node'}")
+        near = min(known, key=lambda w: abs(np.log(w / workers)))
+        other = self.curve(op, near, across)
+        assert other is not None
+        return np.asarray(other(count) * ((workers - 1) / workers) / ((near - 1) / near), dtype=np.float64)
+
+
+def _rank(source: str) -> tuple[int, str]:
+    first = next((i for i, name in enumerate(PREFERENCE) if source.startswith(name)), len(PREFERENCE))
+    return first + (10 if "pairwise" in source else 0), source
+
+
+def fit_collectives(profiles: Sequence[Profile], tolerance: float = 0.0) -> CollectiveFit:
+    """Curves through the medians of up to 48 size classes, so that single outliers of dense grids carry no weight."""
+    curves: dict[str, dict[str, dict[str, Curve]]] = {}
+    for p in profiles:
+        for workers in np.unique(p.x["workers"]):
+            for across in np.unique(p.x["across"]):
+                rows = (p.x["workers"] == workers) & (p.x["across"] == across)
+                if not rows.any():
+                    continue
+                size, ms = _classes(p.x["bytes"][rows], p.ms[rows])
+                key = f"{int(workers)}{'+' if across else ''}"
+                curves.setdefault(p.op, {}).setdefault(p.source, {})[key] = curve(size, ms, tolerance)
+    return CollectiveFit(curves)
+
+
+def _classes(size: Column, ms: Column, most: int = 48) -> tuple[Column, Column]:
+    if size.size <= most:
+        order = np.argsort(size)
+        return _switched(*_undisturbed(size[order], ms[order]))
+    edges = np.unique(np.quantile(np.log(size), np.linspace(0, 1, most // 2 + 1)))
+    edges = np.unique(np.concatenate([edges, np.linspace(np.log(size.min()), np.log(size.max()), most // 2 + 1)]))
+    which = np.clip(np.searchsorted(edges, np.log(size), side="right") - 1, 0, edges.size - 2)
+    classes = np.unique(which)
+    middle = np.array([np.exp(np.mean(np.log(size[which == c]))) for c in classes])
+    return middle, np.array([np.median(ms[which == c]) for c in classes])
+
+
+def _undisturbed(size: Column, ms: Column) -> tuple[Column, Column]:
+    """Times that a larger message undercuts by more than noise become the larger one's."""
+    least = np.minimum.accumulate(ms[::-1])[::-1]
+    return size, np.where(ms > _DISTURBED * least, least, ms)
+
+
+def _switched(size: Column, ms: Column) -> tuple[Column, Column]:
+    """Knots on both sides of a switch wherever time grows by more than bytes do."""
+    x, y = np.log(size), np.log(ms)
+    more_x, more_y = [x], [y]
+    for i in np.flatnonzero(np.diff(y) > 1.05 * np.diff(x)):
+        inside = size[i] < _SWITCH < size[i + 1]
+        at = np.log(_SWITCH if inside else size[i + 1])
+        if i > 0:
+            slope = np.clip((y[i] - y[i - 1]) / (x[i] - x[i - 1]), 0.0, 1.0)
+            more_x.append(np.array([at + np.log1p(-1e-6)]))
+            more_y.append(np.array([min(y[i] + slope * (at - x[i]), y[i + 1])]))
+        if inside and i + 2 < x.size:
+            slope = np.clip((y[i + 2] - y[i + 1]) / (x[i + 2] - x[i + 1]), 0.0, 1.0)
+            more_x.append(np.array([at]))
+            more_y.append(np.array([max(y[i + 1] - slope * (x[i + 1] - at), y[i])]))
+    xs, ys = np.concatenate(more_x), np.concatenate(more_y)
+    order = np.argsort(xs, kind="stable")
+    return np.exp(xs[order]), np.exp(ys[order])

@@ -1,0 +1,292 @@
+"""(model shape, device, layout, stage) and the fits → one `TableSource`: milliseconds become seconds here, once.
+
+Row term = layers × (matrix products, norms, rotary, activation, additions, KV writes, two all-reduces when tp > 1)
++ embedding on the first stage + final norm and LM head on the last + sending activations on + what the host costs.
+Attention terms = layers × the fits. What no profile covers is derived, and the source's `status` and `details` say so.
+
+Assumptions (all named fields of `Assumptions`): the LM head computes one row a sequence, taken as min(rows, 128), below
+which it only reads its weights. Device without profiles: the nearest profiled die's times, each operator scaled by its
+roofline: by arithmetic where arithmetic binds and by bandwidth where traffic binds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import MAX_CHUNK
+from headway.perf.latency.layout import Cut, Layout, cut
+from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
+from headway.perf.latency.operators.linear import base_ms
+from headway.perf.latency.operators.prefill import HEAD_DIM
+from headway.perf.latency.operators.profiles import Column
+from headway.perf.latency.tables import DecodeTable, PastTable, TableSource
+
+
+class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What profiles do not say. host_s: per iteration and stage (launch, scheduling; the order that Medha's pipeline
+    costs imply). head_rows: most rows that the LM head computes. kv_write: share of bandwidth that writing the cache
+    reaches, and kv_write_ms its floor (Frontier's kernel-only H800 rows). send: count the sending of activations to
+    the next stage in the row term; the simulator counts it itself, as a link. split_kv: whether a
+    chunk's attention over its history is spread over the whole machine, as kernels that split KV do it
+    (`PrefillFit.split_ms`): never (the measured line goes on, on which small chunks leave most of the machine idle),
+    beyond the measured prefixes, or always (Medha's kernels, in its words)."""
+
+    host_s: float = 3e-4
+    head_rows: int = 128
+    kv_write: float = 0.3
+    kv_write_ms: float = 0.0024
+    send: bool = False
+    split_kv: Literal["never", "beyond", "always"] = "beyond"
+
+
+ROWS = tuple(
+    sorted(
+        {
+            1,
+            2,
+            4,
+            *range(8, 1025, 8),
+            *range(1040, 4097, 16),
+            *range(4224, 16385, 128),
+            *range(16640, 2 * MAX_CHUNK + 1, 256),
+        }
+        | {edge + 1 for edge in range(64, 2049, 64)}
+        | {edge + 1 for edge in range(2176, 4097, 128)}
+    )
+)
+"""Row counts at which the row term is evaluated: every tile's edge up to 4096, and the row after it."""
+
+CHUNKS = tuple(
+    sorted(
+        {1, 2, 4, 8, *range(16, 128, 16), *(round(128 * 2 ** (i / 8)) for i in range(57))}
+        | {edge + more for edge in range(64, 1025, 64) for more in (0, 1)}
+    )
+)
+"""Chunks at which attention is evaluated: tiles' edges, and eight an octave: lines follow the square within 0.2%."""
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+PAST = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+def compile_stage(
+    name: str,
+    shape: ModelShape,
+    device: Accelerator,
+    layout: Layout,
+    stage: int,
+    fit: DeviceFit,
+    assumptions: Assumptions | None = None,
+) -> TableSource:
+    """The latency source of one stage. Raises ConfigError when the layout cannot cut the model."""
+    told = assumptions or Assumptions()
+    part = cut(shape, layout, stage)
+    rows = np.array(ROWS, dtype=np.float64)
+    work = _Compiler(fit, device, part, layout, told)
+    seconds = work.rows_ms(rows) * 1e-3 + told.host_s
+    own, offset, slope, split = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
+    decode, per_token = work.decode_ms()
+    tokens = ((0, told.host_s), *((r, round(float(s), 9)) for r, s in zip(ROWS, seconds, strict=True)))
+    knee = fit.prefill.past if fit.prefill and told.split_kv != "always" else 0
+    beyond = tuple(
+        (c, round(float(o), 9), round(float(b), 14))
+        for c, o, b in zip(CHUNKS, offset * 1e-3, split * 1e-3, strict=True)
+    )
+    chunks = tuple(
+        (c, round(float(a), 9), round(float(b), 14)) for c, a, b in zip(CHUNKS, own * 1e-3, slope * 1e-3, strict=True)
+    )
+    grid = DecodeTable(
+        COUNTS, PAST, tuple(tuple(round(float(v), 9) for v in row) for row in decode * 1e-3), per_token * 1e-3
+    )
+    derived = any(value.startswith("derived") for value in work.notes.values())
+    direct = not derived and all(value.startswith("measured") for value in work.notes.values())
+    return TableSource(
+        fingerprint=f"{name}|{device.name}|{layout.name}|stage {stage}",
+        provenance="; ".join(fit.provenance) or f"fit of {fit.device}",
+        tokens=tokens,
+        chunks=((0, 0.0, 0.0), *chunks),
+        decode=(0.0, 0.0, 0.0),
+        decode_grid=grid,
+        past=PastTable(knee, ((0, 0.0, 0.0), *beyond)),
+        validated_past=fit.prefill.past if fit.prefill else 0,
+        status="derived" if derived else "measured" if direct else "fitted",
+        details={
+            "families": dict(work.notes),
+            "assumptions": msgspec.to_builtins(told),
+            "validated": {
+                "rows": fit.linear.top if fit.linear else 0,
+                "chunk": fit.prefill.chunk if fit.prefill else 0,
+                "chunk_past": fit.prefill.past if fit.prefill else 0,
+                "decode_past": max((max(g.past) for s in fit.decode.grids.values() for g in s.values()), default=0)
+                if fit.decode
+                else 0,
+            },
+        },
+    )
+
+
+class _Compiler:
+    """One stage's sums. `notes` gathers, by family, where the times come from."""
+
+    def __init__(self, fit: DeviceFit, device: Accelerator, part: Cut, layout: Layout, told: Assumptions) -> None:
+        self.fit, self.device, self.part, self.layout, self.told = fit, device, part, layout, told
+        self.source = accelerator(fit.device)
+        self.same = device.kernels == fit.device and device.bandwidth == self.source.bandwidth
+        self.notes: dict[str, str] = {}
+        self._compute = self.source.flops / device.flops
+        self._memory = self.source.bandwidth / device.bandwidth
+
+    def _note(self, family: str, text: str) -> None:
+        if not self.same and family != "collectives":
+            text = f"derived: {self.fit.device} scaled to {self.device.name} ({text})"
+        self.notes[family] = text
+
+    def rows_ms(self, rows: Column) -> Column:
+        part, told = self.part, self.told
+        products = [self._product(rows, *shape) for shape in (part.qkv, part.out, part.up, part.down)]
+        layer: Column = np.sum(products, axis=0)
+        layer += self._elementwise(rows)
+        layer += self._kv_write(rows)
+        if self.layout.tp > 1:
+            layer += 2 * self._all_reduce(rows)
+        total: Column = part.layers * layer
+        if part.first:
+            total += self._one_elementwise("emb", rows, part.hidden)
+        if part.last:
+            total += self._product(np.minimum(rows, told.head_rows), *part.head)
+            total += self._one_elementwise("input_layernorm", np.minimum(rows, told.head_rows), part.hidden)
+        elif told.send:
+            total += self._send(rows)
+        self._note_linear()
+        return total
+
+    def chunks_ms(self, chunks: Column) -> tuple[Column, Column, Column, Column]:
+        """(own, any prefix, per cached token, the same beyond the measured prefixes) over the stage's layers."""
+        heads, layers = (self.part.q_heads, self.part.kv_heads), self.part.layers
+        fit = self.fit.prefill
+        if fit is None:
+            self._note("prefill", "derived: half of peak arithmetic, 0.02 ms a layer")
+            flops = self.device.flops * 0.5
+            per = 4e3 * heads[0] * self.part.head_dim / flops
+            slope = layers * per * np.maximum(chunks, 16)
+            return layers * (0.02 + per * chunks * (chunks + 1) / 2), np.zeros(chunks.size), slope, slope
+        source = preferred_source(list(fit.own))
+        key = f"{heads[0]}/{heads[1]}"
+        own = fit.own_ms(chunks, heads, source)
+        slope = fit.slope_ms(chunks, heads, source)
+        split = slope
+        if self.told.split_kv != "never":
+            reads = self.fit.decode
+            speed = reads.speed(preferred_source(list(reads.grids))) if reads else 0.8 * self.source.bandwidth
+            split = fit.split_ms(chunks, heads, speed)
+        wide = self.part.head_dim / HEAD_DIM
+        exact = key in fit.own[source] and wide == 1
+        text = f"{source}, heads {key}" if exact else f"{source}, nearest head counts"
+        self._note("prefill", f"{'measured' if exact else 'fitted'}: {text}")
+        beyond = "the same line" if self.told.split_kv == "never" else "split KV"
+        same = key in fit.over.get(source, {})
+        self._note(
+            "prefill past",
+            f"{'measured' if same else 'fitted'}: chunks over a prefix of up to {fit.past:,}, beyond that {beyond}",
+        )
+        scale = wide * self._compute
+        offset = fit.prefix_ms(chunks, heads, source)
+        own, offset, slope, split = (layers * scale * part for part in (own, offset, slope, split))
+        return own, offset, slope, split
+
+    def decode_ms(self) -> tuple[Column, float]:
+        """(grid over COUNTS × PAST, per further token) over the stage's layers."""
+        heads, layers = (self.part.q_heads, self.part.kv_heads), self.part.layers
+        count, past = (g.ravel().astype(np.float64) for g in np.meshgrid(COUNTS, PAST, indexing="ij"))
+        fit = self.fit.decode
+        per_token = 2e3 * heads[1] * self.part.head_dim * self.part.dtype_bytes / self.device.bandwidth
+        if fit is None:
+            self._note("decode", "derived: 0.8 of peak bandwidth, 0.01 ms a layer")
+            grid = 0.01 + count * past * per_token / 0.8
+            return layers * grid.reshape(len(COUNTS), len(PAST)), layers * per_token / 0.8
+        source = preferred_source(list(fit.grids))
+        key = f"{heads[0]}/{heads[1]}"
+        wide = self.part.head_dim / fit.head_dim
+        exact = key in fit.grids[source] and wide == 1
+        self._note("decode", f"{'measured' if exact else 'fitted'}: {source}, {'heads ' + key if exact else 'nearest'}")
+        grid = fit.ms(count, past, heads, source) * (wide * self._memory)
+        table = np.minimum.accumulate(grid.reshape(len(COUNTS), len(PAST))[:, ::-1], axis=1)[:, ::-1]
+        return layers * table, layers * per_token / fit.tails[source]
+
+    def _product(self, rows: Column, k: int, n: int) -> Column:
+        fit = self.fit.linear
+        columns = np.full(rows.size, float(k)), np.full(rows.size, float(n))
+        if fit is None:
+            return base_ms(self.device, rows, *columns)
+        time = fit.ms(rows, k, n)
+        if not self.same:
+            time = time * base_ms(self.device, rows, *columns) / base_ms(self.source, rows, *columns)
+        return time
+
+    def _note_linear(self) -> None:
+        fit = self.fit.linear
+        if fit is None:
+            self._note("linear", "derived: roofline")
+            return
+        shapes = (self.part.qkv, self.part.out, self.part.up, self.part.down)
+        missing = [f"{k}x{n}" for k, n in shapes if not fit.knows(k, n)]
+        if missing:
+            self._note("linear", f"fitted: roofline × residual for {', '.join(missing)}; the others measured")
+        else:
+            self._note("linear", "measured: tables of these very shapes")
+
+    def _elementwise(self, rows: Column) -> Column:
+        p = self.part
+        widths = {
+            "input_layernorm": p.hidden,
+            "post_attention_layernorm": p.hidden,
+            "attn_rope": (p.q_heads + p.kv_heads) * p.head_dim,
+            "mlp_act": p.mlp,
+        }
+        time = np.sum([self._one_elementwise(op, rows, width) for op, width in widths.items()], axis=0)
+        return np.asarray(time + 2 * self._one_elementwise("add", rows, p.hidden), dtype=np.float64)
+
+    def _one_elementwise(self, op: str, rows: Column, width: int) -> Column:
+        fit = self.fit.elementwise
+        if fit is None or op not in fit.curves:
+            self._note("elementwise", "derived: three passes over the rows at 0.7 of peak bandwidth")
+            return np.asarray(0.003 + 6e3 * rows * width / (0.7 * self.device.bandwidth), dtype=np.float64)
+        exact = str(width) in fit.curves[op]
+        if "elementwise" not in self.notes or not exact:
+            self._note("elementwise", "measured: these widths" if exact else "fitted: widths between measured ones")
+        return fit.ms(op, rows, width) * self._memory
+
+    def _kv_write(self, rows: Column) -> Column:
+        moved = 4.0 * rows * self.part.kv_heads * self.part.head_dim * self.part.dtype_bytes
+        return np.asarray(
+            np.maximum(self.told.kv_write_ms, 1e3 * moved / (self.told.kv_write * self.device.bandwidth)),
+            dtype=np.float64,
+        )
+
+    def _all_reduce(self, rows: Column) -> Column:
+        sent = rows * self.part.hidden * self.part.dtype_bytes
+        tp = self.layout.tp
+        fit = self.fit.collectives
+        link = self.layout.inside_link(self.device)
+        if self.layout.inside is None and fit is not None and fit.curve("all_reduce", tp) is not None:
+            time = fit.ms("all_reduce", sent, tp)
+            slower = self.source.inside.bytes_per_s / link.bytes_per_s
+            if slower != 1.0:
+                self.notes["collectives"] = f"derived: {self.fit.device}'s scaled to {link.name}"
+                return np.asarray(time[0] + np.maximum(time - time[0], 0.0) * slower, dtype=np.float64)
+            self.notes["collectives"] = f"measured: {self.source.inside.name}, {tp} ranks"
+            return time
+        self.notes["collectives"] = f"derived: ring over {link.name}"
+        ring = 2 * (tp - 1) / tp * sent / (link.bytes_per_s * link.efficiency)
+        return np.asarray(1e3 * (2 * link.latency_s + ring), dtype=np.float64)
+
+    def _send(self, rows: Column) -> Column:
+        """Activations to the next stage; tensor-parallel ranks send their own copies over their own links."""
+        link = self.layout.stage_link(self.device)
+        self.notes["send"] = f"fitted: {link.name}'s bandwidth and latency"
+        sent = rows * self.part.hidden * self.part.dtype_bytes
+        return np.asarray(1e3 * (link.latency_s + sent / (link.bytes_per_s * link.efficiency)), dtype=np.float64)

@@ -1,0 +1,108 @@
+"""Matrix products. A measured (k, n) is looked up, with its staircase; any other is a roofline × a fitted residual.
+
+roofline: t0 + max(2mkn / (peak · compute), bytes / (bandwidth · memory)). The residual is learned over the shape and
+over how much of the last wave of tiles is wasted, for several tile shapes, because that is what makes the staircase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.latency.operators.boosting import Matrix, Trees, fit_trees
+from headway.perf.latency.operators.curves import Curve, curve
+from headway.perf.latency.operators.profiles import Column, Profile
+
+T0_MS, COMPUTE, MEMORY = 0.006, 0.75, 0.85
+"""Where the residual starts from; it takes up what these leave, so they need not be exact."""
+
+_TILES = ((128, 128), (128, 256), (256, 128), (64, 128), (64, 64))
+_FEATURES = (
+    *("m", "k", "n", "bound", "base"),
+    *(f"waste{a}x{b}" for a, b in _TILES),
+    *(f"{what}{a}x{b}" for a, b in _TILES[:3] for what in ("tiles", "waves")),
+    *("pad128", "pad64", "slimness", "weights", "alignment", "vidur"),
+)
+_GRID_WEIGHT = 0.1
+"""Where a layer was profiled, what a point of the general grid counts: it is of another library version."""
+
+
+class LinearFit(msgspec.Struct, frozen=True):
+    """`curves["k,n"]`: measured ms by rows. `trees`: log residual for every other shape. top: rows measured."""
+
+    device: str
+    curves: dict[str, Curve]
+    trees: Trees
+    top: int
+
+    def knows(self, k: int, n: int) -> bool:
+        return f"{k},{n}" in self.curves
+
+    def ms(self, m: Column, k: int, n: int) -> Column:
+        """Milliseconds of an m × k by k × n product for each m."""
+        known = self.curves.get(f"{k},{n}")
+        if known is None:
+            return self.derived_ms(m, k, n)
+        time = known(m)
+        beyond = m > known.top
+        if beyond.any():  # go on as the roofline grows
+            device = accelerator(self.device)
+            ends = np.array([known.top])
+            scale = known(ends) / base_ms(device, ends, np.full(1, float(k)), np.full(1, float(n)))
+            grown = scale * base_ms(device, m, np.full(m.size, float(k)), np.full(m.size, float(n)))
+            time = np.where(beyond, grown, time)
+        return time
+
+    def derived_ms(self, m: Column, k: int, n: int) -> Column:
+        device = accelerator(self.device)
+        kk, nn = np.full(m.size, float(k)), np.full(m.size, float(n))
+        return base_ms(device, m, kk, nn) * np.exp(self.trees(features(device, m, kk, nn, np.ones(m.size))))
+
+
+def base_ms(device: Accelerator, m: Column, k: Column, n: Column) -> Column:
+    """The roofline, in milliseconds (16-bit operands)."""
+    arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
+    traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
+    return np.asarray(T0_MS + 1e3 * np.maximum(arithmetic, traffic), dtype=np.float64)
+
+
+def features(device: Accelerator, m: Column, k: Column, n: Column, vidur: Column) -> Matrix:
+    """What the residual is learned over; logarithms to base 2, rounded so that files are the same everywhere."""
+    arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
+    traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
+    columns = [np.log2(m), np.log2(k), np.log2(n), np.log2(arithmetic / traffic)]
+    columns.append(np.log2(np.maximum(arithmetic, traffic)))
+    tiles = [np.ceil(m / rows) * np.ceil(n / cols) for rows, cols in _TILES]
+    waves = [np.ceil(count / device.multiprocessors) for count in tiles]
+    for (rows, cols), count in zip(_TILES, waves, strict=True):
+        columns.append(np.log2(count * device.multiprocessors * rows * cols / (m * n)))
+    for at in range(3):
+        columns += [np.log2(tiles[at]), np.log2(waves[at])]
+    columns += [np.log2(np.ceil(m / 128) * 128 / m), np.log2(np.ceil(m / 64) * 64 / m)]
+    columns += [np.log2(k / n), np.log2(k * n), np.log2(np.gcd(n.astype(np.int64), 4096)), vidur]
+    return np.round(np.stack(columns, axis=1), 6)
+
+
+def fit_linear(device: str, profiles: Sequence[Profile], tolerance: float = 0.0, trees: int = 250) -> LinearFit:
+    """Fit all profiles of one device. Shapes measured by several models or operators are one curve (their median by
+    rows); shapes of a general GEMM grid teach the residual only, since their steps in m are too coarse for a table."""
+    own = accelerator(device)
+    curves: dict[str, Curve] = {}
+    layer = [p for p in profiles if p.op != "gemm"]
+    points: dict[tuple[int, int], dict[float, list[float]]] = {}
+    for p in layer:
+        for m, k, n, ms in zip(p.x["m"], p.x["k"], p.x["n"], p.ms, strict=True):
+            points.setdefault((int(k), int(n)), {}).setdefault(float(m), []).append(float(ms))
+    for (k, n), times in sorted(points.items()):
+        rows = np.array(sorted(times))
+        ms_of = np.array([float(np.median(times[r])) for r in rows])
+        curves[f"{k},{n}"] = curve(rows, ms_of, tolerance, steps=True)
+    m, k_, n_, y = (np.concatenate([p.x[c] if c else p.ms for p in profiles]) for c in ("m", "k", "n", ""))
+    vidur = np.concatenate([np.full(len(p), float(p.op != "gemm")) for p in profiles])
+    target = np.log(y / base_ms(own, m, k_, n_))
+    weight = np.where(vidur == 1, 1.0, _GRID_WEIGHT)
+    fitted = fit_trees(_FEATURES, features(own, m, k_, n_, vidur), target, weight=weight, trees=trees)
+    return LinearFit(device, curves, fitted, int(max((p.x["m"].max() for p in layer), default=m.max())))

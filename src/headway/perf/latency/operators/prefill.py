@@ -1,0 +1,191 @@
+"""Attention of one prefill chunk: a(chunk) from an empty cache, b(chunk) for each token that is already cached.
+
+a is kept by head counts and chunk, as measured (batch 1), and interpolated as a factor on floor + arithmetic + a tile's
+walk over the chunk, in logarithms: the factor moves slowly where times move by orders of magnitude. Beyond the measured
+chunks the last stays.
+
+b is one curve over rows × query heads, the number of tiles that fill the machine: in the profiles it is the same for
+16 heads with 512 rows, 64 with 128 and 128 with 64 (H800, within 2%). Below a machineful it is flat, because a tile
+walks the whole cache alone; kernels that split KV are not so bound (`split_ms`). Times are linear in the cached tokens
+within 2-3% over the 4× beyond the fitted range that could be tested; nothing public goes further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headway.perf.hardware.accelerators import accelerator
+from headway.perf.latency.operators.curves import Curve, curve
+from headway.perf.latency.operators.heads import Heads, name, neighbours
+from headway.perf.latency.operators.profiles import Column, Profile
+
+HEAD_DIM = 128
+_COMPUTE = 0.6
+_WALK_BYTES = 2e4
+"""Bytes of bandwidth (10 ns on an A100) that a tile's walk over one token is worth: the order of the measured ones."""
+_SPLIT_ROWS = 64
+_DEFAULT_SLOPE = 0.5
+
+
+class PrefillFit(msgspec.Struct, frozen=True):
+    """`own[source][heads]`: ms by chunk, at past 0, batch 1. slope: ns for each cached token by rows × query heads.
+    `over[source][heads]`: (ms over an empty prefix, ns for each cached token) by chunk, of the heads measured.
+    best: FLOP/s that the slope reaches where the machine is full. past, chunk: the longest ones measured."""
+
+    device: str
+    own: dict[str, dict[str, Curve]]
+    over: dict[str, dict[str, tuple[Curve, Curve]]]
+    slope: Curve | None
+    best: float
+    past: int
+    chunk: int
+
+    def own_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
+        """Milliseconds of a chunk's attention within itself."""
+        measured = self.own[source]
+        factor = np.zeros(chunk.size)
+        floor = 0.0
+        for key, weight in neighbours(heads, measured):
+            part, low = self._factor(chunk, measured[key], int(key.split("/")[0]))
+            factor += weight * part
+            floor += weight * low
+        return np.asarray(np.exp(factor) * (floor + _work_ms(self.device, chunk, heads[0])), dtype=np.float64)
+
+    def _factor(self, chunk: Column, measured: Curve, q_heads: int) -> tuple[Column, float]:
+        """Logarithm of time over floor + work, and that floor. Beyond the last measured chunk time grows as
+        the parabola through the last two octaves does."""
+        at, ms = np.array(measured.size, dtype=np.float64), measured.values
+        low = float(ms.min())
+        base = low + _work_ms(self.device, chunk, q_heads)
+        logs = np.log(ms / (low + _work_ms(self.device, at, q_heads)))
+        time = np.exp(np.interp(np.log(np.maximum(chunk, 1.0)), np.log(at), logs)) * base
+        if (chunk > at[-1]).any():
+            linear, square = _tail(at, ms)
+            time = np.where(
+                chunk > at[-1], ms[-1] + linear * (chunk - at[-1]) + square * (chunk**2 - at[-1] ** 2), time
+            )
+        return np.asarray(np.log(time / base), dtype=np.float64), low
+
+    def prefix_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
+        """Milliseconds that a chunk costs once there is any prefix (another kernel, or its set-up): measured or 0.
+        Below the least chunk measured over one, as much less as the chunk within itself."""
+        found = self.over.get(source, {}).get(name(heads))
+        if found is None:
+            return np.zeros(chunk.size)
+        own, least = self.own_ms(chunk, heads, source), np.array([float(found[0].size[0])])
+        smaller = np.where(chunk < least, own / self.own_ms(least, heads, source), 1.0)
+        return np.maximum(found[0](np.maximum(chunk, 1.0)) * smaller - own, 0.0)
+
+    def slope_ms(self, chunk: Column, heads: Heads, source: str = "") -> Column:
+        """Milliseconds for each cached token, as measured: of these heads and this source, else of all by tiles; by
+        arithmetic where nothing measured a prefix."""
+        found = self.over.get(source, {}).get(name(heads))
+        if found is not None:
+            top = found[1].top
+            return np.asarray(
+                found[1](np.clip(chunk, 1.0, top)) * 1e-6 * np.maximum(chunk / top, 1.0), dtype=np.float64
+            )
+        work = np.maximum(chunk, 1.0) * heads[0]
+        if self.slope is None:
+            return 4e3 * work * HEAD_DIM / self.best
+        top = self.slope.top
+        grown = np.maximum(work / top, 1.0)
+        return np.asarray(self.slope(np.minimum(work, top)) * 1e-6 * grown, dtype=np.float64)
+
+    def split_ms(self, chunk: Column, heads: Heads, bandwidth: float) -> Column:
+        """The same for kernels that split KV over the machine (FlashInfer, FlashAttention; Medha §4.2): arithmetic of
+        whole 64-row tiles a KV head at the best measured rate, or reading KV at `bandwidth` bytes/s; never more."""
+        rows = np.ceil(np.maximum(chunk, 1.0) * heads[0] / heads[1] / _SPLIT_ROWS) * _SPLIT_ROWS
+        arithmetic = 4e3 * rows * heads[1] * HEAD_DIM / self.best
+        reading = 4e3 * heads[1] * HEAD_DIM / bandwidth
+        return np.asarray(np.minimum(np.maximum(arithmetic, reading), self.slope_ms(chunk, heads)), dtype=np.float64)
+
+
+def _tail(at: Column, ms: Column) -> tuple[float, float]:
+    """(ms a token, ms a token squared) over the last two octaves: least squares, relative, with no negative term."""
+    last = at >= min(at[-1] / 4, at[max(at.size - 4, 0)])
+    x, y = at[last], ms[last]
+    for powers in ((0, 1, 2), (0, 2), (1, 2)):
+        a = np.stack([x**p for p in powers], axis=1)
+        scale = a.max(axis=0)
+        found, *_ = np.linalg.lstsq(a / scale / y[:, None], np.ones_like(y), rcond=None)
+        terms = dict(zip(powers, found / scale, strict=True))
+        if terms[2] > 0 and terms.get(1, 0.0) >= 0 and len(x) > len(powers):
+            return float(terms.get(1, 0.0)), float(terms[2])
+    return 0.0, float(ms[-1] / at[-1] ** 2)
+
+
+def _work_ms(device: str, chunk: Column, q_heads: int) -> Column:
+    """Arithmetic of all tiles, and the walk of the last one, which alone remains when few heads leave a device idle."""
+    own = accelerator(device)
+    arithmetic = 2e3 * q_heads * HEAD_DIM * chunk * (chunk + 1) / (own.flops * _COMPUTE)
+    return np.asarray(arithmetic + 1e3 * _WALK_BYTES * chunk / own.bandwidth, dtype=np.float64)
+
+
+def fit_prefill(device: str, profiles: Sequence[Profile], tolerance: float = 0.0) -> PrefillFit:
+    """Fit the profiles of one die (A800 beside A100, H800 beside H100). Batches of prompts are left out: the scheduler
+    sums chunks."""
+    own: dict[str, dict[str, Curve]] = {}
+    work: list[float] = []
+    slopes: list[float] = []
+    lines: dict[str, dict[Heads, list[tuple[float, float, float]]]] = {}
+    past = chunk = 0
+    for p in profiles:
+        one = p.where((p.x["batch"] == 1) & (p.x["chunk"] > 0))
+        heads = np.stack([one.x["q_heads"], one.x["kv_heads"]], axis=1)
+        for q, kv in np.unique(heads, axis=0):
+            rows = one.where((heads == (q, kv)).all(axis=1))
+            alone = rows.where(rows.x["past"] == 0)
+            if len(alone) > 2:
+                own.setdefault(p.source, {})[name((int(q), int(kv)))] = curve(
+                    alone.x["chunk"], alone.ms, tolerance, steps=True
+                )
+                chunk = max(chunk, int(alone.x["chunk"].max()))
+            for c in np.unique(rows.x["chunk"][rows.x["past"] > 0]):
+                at = rows.where((rows.x["chunk"] == c) & (rows.x["past"] > 0))
+                if np.unique(at.x["past"]).size >= 4:
+                    a, b = _line(at.x["past"], at.ms)
+                    if np.ptp(at.x["past"]) >= 2000:
+                        work.append(float(c * q))
+                        slopes.append(b)
+                    lines.setdefault(p.source, {}).setdefault((int(q), int(kv)), []).append((float(c), a, b))
+                    past = max(past, int(at.x["past"].max()))
+    over = {
+        source: {name(heads): fitted for heads, seen in sorted(by_heads.items()) if (fitted := _over(seen)) is not None}
+        for source, by_heads in sorted(lines.items())
+    }
+    peak = accelerator(device).flops
+    w, s = np.array(work), np.array(slopes)
+    good = s > 0
+    if good.sum() < 4:
+        return PrefillFit(device, own, over, None, peak * _DEFAULT_SLOPE, past, chunk)
+    line = _medians(w[good], s[good] * 1e6)
+    full = 4e9 * np.array(line.size, dtype=np.float64) * HEAD_DIM / line.values
+    return PrefillFit(device, own, over, line, float(f"{full.max():.4g}"), past, chunk)
+
+
+def _line(past: Column, ms: Column) -> tuple[float, float]:
+    """Intercept and slope (ms, ms a cached token) by least squares with relative residuals."""
+    a = np.stack([np.ones_like(past), past], axis=1) / ms[:, None]
+    solution, *_ = np.linalg.lstsq(a, np.ones_like(ms), rcond=None)
+    return float(solution[0]), float(solution[1])
+
+
+def _over(seen: list[tuple[float, float, float]]) -> tuple[Curve, Curve] | None:
+    good = sorted((c, a, b) for c, a, b in seen if a > 0 and b > 0)
+    if len(good) < 4:
+        return None
+    chunks, a, b = (np.array(column) for column in zip(*good, strict=True))
+    return curve(chunks, a, 0.02), curve(chunks, b * 1e6, 0.02, steps=True, unit=1e-2)
+
+
+def _medians(work: Column, slope: Column) -> Curve:
+    """Median slope by eighths of an octave of work, made monotone (a larger chunk never reads the cache faster)."""
+    bins = np.round(np.log2(work) * 8)
+    keys = np.unique(bins)
+    at = np.array([np.exp(np.mean(np.log(work[bins == k]))) for k in keys])
+    middle = np.maximum.accumulate([np.median(slope[bins == k]) for k in keys])
+    return curve(at, np.asarray(middle, dtype=np.float64), 0.005, unit=1e-2)

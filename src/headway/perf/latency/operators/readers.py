@@ -1,0 +1,206 @@
+"""Profile files in, `Profile`s out. The format is told by the columns, never by the file's name.
+
+Vidur (microsoft/vidur): `mlp.csv` and `all_reduce.csv`/`send_recv.csv`. Frontier (NetX-lab/Frontier): `attention.csv`.
+AIConfigurator (ai-dynamo/aiconfigurator): `*_perf.parquet`. Facts that their files do not state: a Vidur or Frontier
+file gives the whole model's heads and the degree they are cut by; an AIConfigurator attention file gives one rank's
+heads; its message sizes are elements, not bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.latency.operators.columns import Table, read_table
+from headway.perf.latency.operators.profiles import (
+    COLLECTIVE,
+    DECODE,
+    ELEMENTWISE,
+    LINEAR,
+    PREFILL,
+    Column,
+    Profile,
+    merged,
+)
+
+DEVICES = {
+    "a100": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100": "h100-80gb",
+    "h800": "h800-80gb",
+    "h200": "h200-141gb",
+}
+_ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4, "int8": 1, "fp8": 1}
+
+
+def read(path: Path, device: str | None = None) -> list[Profile]:
+    """All that a file measures. `device` overrides what its path or columns say; ConfigError when neither does."""
+    table = read_table(path)
+    for signature, reader in _FORMATS:
+        if all(name in table for name in signature):
+            return reader(table, device or _device(table))
+    raise ConfigError(
+        f"{path} is no profile that Headway knows; it has columns {', '.join(table.columns)}, and none of these sets: "
+        + "; ".join("+".join(signature) for signature, _ in _FORMATS)
+    )
+
+
+def read_all(paths: Iterable[Path], device: str | None = None) -> list[Profile]:
+    return [profile for path in sorted(paths) for profile in read(path, device)]
+
+
+def _device(table: Table) -> str:
+    words = [str(v).lower() for v in table.columns["device"][:1]] if "device" in table else []
+    for word in (*words, *(part.lower() for part in reversed(table.path.parts[:-1]))):
+        for key, name in DEVICES.items():
+            if key in word:
+                return name
+    raise ConfigError(f"{table.path}: neither a column nor the path says which accelerator this is; give --device")
+
+
+def _model(path: Path) -> str:
+    parent = path.parent
+    if (parent.parent.name and parent.parent.name[:1].isupper()) or parent.parent.name in ("meta-llama", "internlm"):
+        return parent.name
+    return parent.name or path.stem
+
+
+def _mlp(table: Table, device: str) -> list[Profile]:
+    """Vidur: one transformer layer's token-only operators, cut over `num_tensor_parallel_workers`."""
+    tokens, tp = table.numbers("num_tokens"), table.numbers("num_tensor_parallel_workers")
+    heads, kv_heads = table.numbers("n_head"), table.numbers("n_kv_head")
+    hidden, mlp = table.numbers("n_embd"), table.numbers("n_expanded_embd")
+    head_dim = hidden / heads
+    gate = np.array([str(v).lower() in ("true", "1", "1.0") for v in table.words("use_gated_mlp")]) + 1.0
+    q, kv = heads / tp * head_dim, np.maximum(kv_heads / tp, 1.0) * head_dim
+    products = {
+        "attn_pre_proj": (hidden, q + 2 * kv),
+        "attn_post_proj": (q, hidden),
+        "mlp_up_proj": (hidden, gate * mlp / tp),
+        "mlp_down_proj": (mlp / tp, hidden),
+    }
+    widths = {
+        "attn_rope": q + kv,
+        "mlp_act": mlp / tp,
+        "input_layernorm": hidden,
+        "post_attention_layernorm": hidden,
+        "add": hidden,
+        "emb": hidden,
+    }
+    found: list[Profile] = []
+    for degree in np.unique(tp):
+        rows = tp == degree
+        group = f"{_model(table.path)}/tp{int(degree)}"
+        for op in (*products, *widths):
+            name = f"time_stats.{op}.median"
+            if name not in table:
+                continue
+            ms = table.numbers(name)[rows]
+            if op in products:
+                k, n = products[op]
+                x = {"m": tokens[rows], "k": k[rows], "n": n[rows]}
+                found.append(merged(LINEAR, op, device, "vidur", group, x, ms))
+            else:
+                x = {"tokens": tokens[rows], "width": widths[op][rows]}
+                found.append(merged(ELEMENTWISE, op, device, "vidur", group, x, ms))
+    return [p for p in found if len(p)]
+
+
+def _network(table: Table, device: str) -> list[Profile]:
+    """Vidur: collectives by bytes; fewer devices a node than workers means that nodes are crossed."""
+    op = str(table.columns["collective"][0])
+    ms = table.numbers(f"time_stats.{op}.median")
+    workers, per_node = table.numbers("num_workers"), table.numbers("devices_per_node")
+    x = {"workers": workers, "across": (per_node < workers).astype(np.float64), "bytes": table.numbers("size")}
+    return [merged(COLLECTIVE, op, device, f"vidur-{table.path.parent.name}", op, x, ms)]
+
+
+def _attention_csv(table: Table, device: str) -> list[Profile]:
+    """Frontier: paged attention of one layer, prefill (chunk over a prefix) and decode rows in one file."""
+    tp = table.numbers("num_tensor_parallel_workers")
+    q, kv = table.numbers("n_q_head") / tp, np.maximum(table.numbers("n_kv_head") / tp, 1.0)
+    batch, past = table.numbers("batch_size"), table.numbers("kv_cache_size")
+    chunk = table.numbers("prefill_chunk_size")
+    prefill = np.array([v.lower() in ("true", "1") for v in table.words("is_prefill")])
+    even = table.words("mode") == "even" if "mode" in table else np.ones(len(table), dtype=np.bool_)
+    found = []
+    for family, rows, op in ((PREFILL, prefill & even, "attn_prefill"), (DECODE, ~prefill & even, "attn_decode")):
+        if not rows.any():
+            continue
+        x: dict[str, Column] = {"batch": batch[rows], "past": past[rows], "q_heads": q[rows], "kv_heads": kv[rows]}
+        x["head_dim"] = np.full(int(rows.sum()), 128.0)
+        if family == PREFILL:
+            x["chunk"] = chunk[rows]
+        ms = table.numbers(f"time_stats.{op}.median")[rows]
+        found.append(merged(family, op, device, "frontier", _model(table.path), x, ms))
+    return found
+
+
+def _attention_parquet(table: Table, device: str) -> list[Profile]:
+    """AIConfigurator: context rows start from an empty cache; generation rows hold `step` tokens each."""
+    keep = np.ones(len(table), dtype=np.bool_)
+    for name in ("attn_dtype", "kv_cache_dtype"):
+        if name in table:
+            keep &= table.words(name) == "bfloat16"
+    if "window_size" in table:
+        keep &= table.numbers("window_size") == 0
+    decode = "generation" in str(table.columns["op_name"][0])
+    x = {
+        "batch": table.numbers("batch_size")[keep],
+        "past": table.numbers("step", 0.0)[keep],
+        "q_heads": table.numbers("num_heads")[keep],
+        "kv_heads": table.numbers("num_key_value_heads")[keep],
+        "head_dim": table.numbers("head_dim")[keep],
+    }
+    if not decode:
+        x["chunk"] = table.numbers("isl")[keep]
+    family = DECODE if decode else PREFILL
+    return [merged(family, family, device, _library(table), "all heads", x, table.numbers("latency")[keep])]
+
+
+def _gemm(table: Table, device: str) -> list[Profile]:
+    keep = table.words("gemm_dtype") == "bfloat16"
+    x = {name: table.numbers(name)[keep] for name in ("m", "k", "n")}
+    return [merged(LINEAR, "gemm", device, _library(table), "all shapes", x, table.numbers("latency")[keep])]
+
+
+def _collective_parquet(table: Table, device: str) -> list[Profile]:
+    """NCCL and vLLM's custom all-reduce. `message_size` counts elements."""
+    custom = "allreduce_dtype" in table
+    kinds = table.words("allreduce_dtype" if custom else "nccl_dtype")
+    size = np.array([_ELEMENT_BYTES.get(kind, 0) for kind in kinds], dtype=np.float64)
+    ops, variants = table.words("op_name"), table.words("backend" if custom else "kernel_source")
+    found = []
+    for op in np.unique(ops):
+        for variant in np.unique(variants):
+            rows = (ops == op) & (variants == variant) & (size == 2)
+            if not rows.any():
+                continue
+            x = {
+                "workers": table.numbers("num_gpus")[rows],
+                "across": np.zeros(int(rows.sum())),
+                "bytes": table.numbers("message_size")[rows] * 2,
+            }
+            ms = table.numbers("latency")[rows]
+            found.append(merged(COLLECTIVE, str(op), device, str(variant).lower(), str(op), x, ms))
+    return found
+
+
+def _library(table: Table) -> str:
+    if "framework" not in table:
+        return "aiconfigurator"
+    return f"{table.columns['framework'][0]}-{table.columns['version'][0]}".lower()
+
+
+_FORMATS: tuple[tuple[tuple[str, ...], Callable[[Table, str], list[Profile]]], ...] = (
+    (("num_tokens", "num_tensor_parallel_workers", "n_head", "n_expanded_embd"), _mlp),
+    (("collective", "num_workers", "devices_per_node", "size"), _network),
+    (("is_prefill", "prefill_chunk_size", "kv_cache_size", "n_q_head"), _attention_csv),
+    (("gemm_dtype", "m", "n", "k", "latency"), _gemm),
+    (("batch_size", "num_heads", "num_key_value_heads", "latency"), _attention_parquet),
+    (("nccl_dtype", "message_size", "num_gpus", "latency"), _collective_parquet),
+    (("allreduce_dtype", "message_size", "num_gpus", "latency"), _collective_parquet),
+)

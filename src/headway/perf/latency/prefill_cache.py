@@ -1,0 +1,80 @@
+"""Isolated prefill time by prompt length: Medha's Algorithm 3.
+
+`total_s(n)` is how long a lone prefill of n tokens takes with adaptive chunks under t_target. Remaining work is the
+difference of two look-ups, C(total) - C(done). Departure from the paper: where no chunk fits the budget the minimum
+chunk is taken (the paper's `break` would under-estimate long prompts without bound), and entries are made as they
+are asked for, on a geometric grid, so that start-up pays nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load, one_chunk_s, solve_tokens
+
+
+class PrefillCache:
+    """Built by a scheduler as it is asked, and anew whenever its latency model has moved noticeably (`refresh`)."""
+
+    def __init__(self, model: LatencyModel, t_target_s: float, min_chunk: int = 16, max_chunk: int = MAX_CHUNK) -> None:
+        self._model = model
+        self._t_target_s = t_target_s
+        self._min_chunk = max(1, min_chunk)
+        self._max_chunk = max_chunk
+        self.rebuild()
+
+    def total_s(self, tokens: int) -> float:
+        """Seconds to prefill `tokens` from an empty cache, alone. Monotone; total_s(0) == 0."""
+        if tokens <= 0:
+            return 0.0
+        while self._tokens[-1] < tokens:
+            self._extend()
+        if tokens <= self._tokens[1]:  # one chunk: exact, with what is fixed
+            return self._first[tokens - 1]
+        i = bisect.bisect_left(self._tokens, tokens)
+        x0, x1 = self._tokens[i - 1], self._tokens[i]
+        y0, y1 = self._seconds[i - 1], self._seconds[i]
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+    def remaining_s(self, tokens: int, done: int) -> float:
+        """Seconds that are left when `done` of `tokens` are computed."""
+        return max(0.0, self.total_s(tokens) - self.total_s(done))
+
+    def rebuild(self) -> None:
+        """Forget what was computed: the latency model has changed."""
+        self._tokens, self._seconds = [0], [0.0]
+        self._first = np.zeros(0).data
+        self._mark = self._probe()
+
+    def refresh(self) -> bool:
+        """Rebuild if a model that learns predicts 10% more or less than when this was built. Costs microseconds."""
+        if all(abs(new - old) <= 0.1 * old for new, old in zip(self._probe(), self._mark, strict=True)):
+            return False
+        self.rebuild()
+        return True
+
+    def _probe(self) -> tuple[float, float]:
+        return self._model.rows_s(64), one_chunk_s(self._model, 4096, 64)
+
+    def _chunk(self, past: int) -> tuple[int, float]:
+        """The chunk that a lone prefill takes over `past` tokens, and its seconds."""
+        chunk, attention = solve_tokens(self._model, Load(), past, self._max_chunk, self._t_target_s)
+        if chunk < self._min_chunk:
+            chunk = self._min_chunk
+            attention = one_chunk_s(self._model, past, chunk)
+        return chunk, self._model.rows_s(chunk) + attention
+
+    def _extend(self) -> None:
+        """One more grid point. In a step of up to 5% of the context all chunks are taken to be like its middle one."""
+        past = self._tokens[-1]
+        chunk, seconds = self._chunk(past)
+        repeat = max(1, int(past * 0.05 / chunk))
+        if repeat > 1:
+            chunk, seconds = self._chunk(past + chunk * (repeat - 1) // 2)
+        self._tokens.append(past + chunk * repeat)
+        self._seconds.append(self._seconds[-1] + seconds * repeat)
+        if not past:  # a measured time may fall where a size suits the machine; the cache is monotone nevertheless
+            alone = self._model.token_s(1, chunk) + self._model.chunk_s(0, 1, chunk)
+            self._first = np.minimum.accumulate(alone[::-1])[::-1].data

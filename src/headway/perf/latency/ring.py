@@ -1,0 +1,73 @@
+"""A chunk on a ring of instances, derived from one instance's latency model: what is used where nobody has measured.
+
+Each instance computes its share of the rows and of causal attention, evenly (striped or zigzag; with contiguous shares,
+`ring`, all wait for the last one, which sees nearly all keys). A layer's attention has `sp` steps, each the longer of
+computing a block and of passing a block's KV to the neighbour, and at least `step_s`, what starting a step costs on
+every layer (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing
+overlaps across layers.
+"""
+
+from __future__ import annotations
+
+from headway.perf.hardware.links import Link
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel, one_chunk_s
+from headway.perf.latency.groups import GroupShape
+
+STEP_S = 7.5e-4
+
+
+class RingLatency:
+    """`GroupLatency` over one instance's `LatencyModel` (tp inside it included)."""
+
+    def __init__(
+        self,
+        instance: LatencyModel,
+        shape: ModelShape,
+        inside: Link,
+        across: Link,
+        tp: int = 1,
+        step_s: float = STEP_S,
+        source: str = "",
+    ) -> None:
+        self._instance, self._shape, self._tp, self._step_s = instance, shape, tp, step_s
+        self._inside, self._across = inside, across
+        self.source = source or f"derived: one instance's model on a ring, {step_s * 1e3:g} ms a ring step and layer"
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        mine = -(-tokens // group.sp)
+        rows = min(mine, 2 * MAX_CHUNK)
+        rows_s = self._instance.rows_s(rows) * (mine / rows)
+        attention_s = one_chunk_s(self._instance, past, tokens) / group.sp
+        if group.strategy.attn == "ring" and group.sp > 1:
+            attention_s *= _imbalance(past, tokens, group.sp)
+        if group.sp == 1:
+            return rows_s + attention_s
+        layers, shape = self._shape.layers, self._shape
+        block = (past + tokens) / group.sp * shape.kv_bytes_per_token / layers / self._tp
+        link = self._inside if group.nodes == 1 else self._across
+        step_s = max(attention_s / layers / group.sp, link.transfer_s(int(block)), self._step_s)
+        return rows_s + layers * group.sp * step_s
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
+
+
+def _imbalance(past: int, tokens: int, sp: int) -> float:
+    """Attention of the last contiguous share over the mean one's."""
+    mine = tokens / sp
+    return (past + tokens - mine / 2) / (past + tokens / 2)
+
+
+def largest(seconds: object, budget_s: float, limit: int = 1 << 24) -> int:
+    """The most tokens within a budget, for seconds that rise with tokens."""
+    assert callable(seconds)
+    if seconds(1) > budget_s:
+        return 0
+    low, high = 1, 2
+    while high < limit and seconds(high) <= budget_s:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seconds(middle) <= budget_s else (low, middle)
+    return low

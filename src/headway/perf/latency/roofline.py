@@ -1,0 +1,51 @@
+"""Iteration time from FLOPs, bytes and a few named efficiencies: what is used before a machine has been profiled.
+
+Medha's shape of it (§3.1-3.2, and the prototype's A1): matrix products are the larger of weight traffic and
+arithmetic; attention of a chunk the larger of KV traffic and arithmetic; decodes read their KV once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import MAX_CHUNK
+from headway.perf.latency.tables import TableLatency, TableSource
+
+
+class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine reaches, after efficiencies: FLOP/s of matrix products and attention, bytes/s, fixed seconds."""
+
+    linear_flops: float
+    attention_flops: float
+    bandwidth: float
+    fixed_s: float = 1e-3
+    per_decode_s: float = 2e-5
+    name: str = "unnamed"
+
+
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, MAX_CHUNK)
+
+
+def roofline(shape: ModelShape, rates: MachineRates) -> TableLatency:
+    """The roofline of a whole model on one device, compiled to tables."""
+    weights = shape.layers * shape.layer_parameters * shape.dtype_bytes + shape.vocab * shape.hidden * shape.dtype_bytes
+    rows = np.array((0, *KNOTS, 2 * MAX_CHUNK), dtype=np.float64)
+    arithmetic = np.array([shape.linear_flops(int(r)) for r in rows]) / rates.linear_flops
+    seconds = rates.fixed_s + np.maximum(arithmetic, np.where(rows > 0, weights / rates.bandwidth, 0.0))
+    kv_read = shape.kv_bytes_per_token / rates.bandwidth
+    chunks = []
+    for c in (0, *KNOTS):
+        own = shape.attention_flops(c, 0) / rates.attention_flops
+        per_past = max(shape.attention_flops(c, 1) - shape.attention_flops(c, 0), 0.0) / rates.attention_flops
+        chunks.append((c, own, max(per_past, kv_read if c else 0.0)))
+    return TableLatency(
+        TableSource(
+            fingerprint="",
+            provenance=f"roofline of {rates.name}",
+            tokens=tuple((int(r), float(s)) for r, s in zip(rows, seconds, strict=True)),
+            chunks=tuple(chunks),
+            decode=(0.0, rates.per_decode_s * shape.layers, kv_read),
+        )
+    )

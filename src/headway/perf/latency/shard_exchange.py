@@ -1,0 +1,112 @@
+"""What it costs that a request's KV lies in several groups: queries go out, partial outputs come back, layer by layer.
+
+Medha §3.3 (KVP): the query is replicated to every group that holds a shard, and partial outputs are merged by
+log-sum-exp. Rows go to each guest group once a layer, and fp32 partial outputs with their log-sum-exps return.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.perf.latency.layout import Layout, cut
+from headway.perf.latency.tables import TableSource
+
+
+class Exchange(NamedTuple):
+    """Seconds of one pipeline stage: `fixed_s` an iteration with any exchange, `row_s` a row and guest group.
+
+    The zeros mean: unknown, or free."""
+
+    fixed_s: float = 0.0
+    row_s: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        """`rows` counts a row once for each group that it goes to."""
+        return self.fixed_s + self.row_s * rows if rows else 0.0
+
+
+def between_groups(device: Accelerator, shape: ModelShape, layout: Layout) -> Exchange:
+    """Of a layout: each tensor-parallel rank exchanges its own heads with its peer in the other group, over the node's
+    own link while all groups fit into one node, else over the network."""
+    rank = cut(shape, layout, 0)
+    inside = layout.accelerators <= device.per_node
+    link = layout.inside_link(device) if inside else layout.across_link(device)
+    width = rank.q_heads * rank.head_dim
+    row_bytes = width * rank.dtype_bytes + (width + rank.q_heads) * 4
+    return Exchange(
+        fixed_s=2 * rank.layers * link.latency_s,
+        row_s=rank.layers * row_bytes / (link.bytes_per_s * link.efficiency),
+    )
+
+
+def exchange_of(source: TableSource) -> Exchange:
+    """As a table has it."""
+    return Exchange(*(source.exchange or ()))
+
+
+class WithExchange(LatencyModel):
+    """A model whose chunks also pay `row_s` a row, for sizing the chunk of a request that has guests."""
+
+    def __init__(self, model: LatencyModel, row_s: float) -> None:
+        self.model, self.row_s = model, row_s
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        return self.model.token_s(first, last)
+
+    def rows_s(self, rows: int) -> float:
+        return self.model.rows_s(rows)
+
+    def least_rows_s(self, rows: int) -> float:
+        return self.model.least_rows_s(rows)
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        rows = np.arange(first, last + 1, dtype=np.float64)
+        return np.asarray(self.model.chunk_s(past, first, last) + self.row_s * rows, dtype=np.float64)
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        return self.model.attention_s(past, tokens) + self.row_s * tokens
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        return self.model.least_attention_s(past, tokens) + self.row_s * tokens
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return self.model.decode_s(decodes, kv_sum)
+
+    def observe(self, load: Load, measured_s: float) -> None:
+        self.model.observe(load, measured_s)
+
+
+class Sharded(LatencyModel):
+    """A model as a request sees it that is spread over groups: no group reads more than `limit` cached tokens."""
+
+    def __init__(self, model: LatencyModel, limit: int) -> None:
+        self.model, self.limit = model, limit
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        return self.model.token_s(first, last)
+
+    def rows_s(self, rows: int) -> float:
+        return self.model.rows_s(rows)
+
+    def least_rows_s(self, rows: int) -> float:
+        return self.model.least_rows_s(rows)
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        return self.model.chunk_s(min(past, self.limit), first, last)
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        return self.model.attention_s(min(past, self.limit), tokens)
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        return self.model.least_attention_s(min(past, self.limit), tokens)
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return self.model.decode_s(decodes, kv_sum)
+
+    def observe(self, load: Load, measured_s: float) -> None:
+        self.model.observe(load, measured_s)

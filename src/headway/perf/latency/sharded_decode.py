@@ -1,0 +1,43 @@
+"""A request that decodes on a group of instances, each of which holds a share of its KV.
+
+Weights are read by every member, KV by all of them at once; in every layer the query goes out and partial outputs come
+back and are merged by log-sum-exp (PecSched Fig. 7, Medha §3.3), which costs two messages of next to no bytes.
+
+With several masters (LoongServe §4.2) each of them computes the linear layers of its share of the requests, and keeps
+their new KV; with one, it computes those of all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.perf.hardware.links import Link
+from headway.perf.latency.base import LatencyModel, Load, Seconds
+
+
+class ShardedDecode(LatencyModel):
+    """`LatencyModel` of such a group, from that of one member."""
+
+    def __init__(self, member: LatencyModel, members: int, layers: int, link: Link, masters: int = 1) -> None:
+        """`link`: the slowest between members."""
+        self._member, self._members, self._masters = member, members, masters
+        self._exchange_s = 2 * layers * link.latency_s if members > 1 else 0.0
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        """See LatencyModel."""
+        if self._masters == 1:
+            return self._member.token_s(first, last)
+        shares = -(-np.arange(first, last + 1) // self._masters)
+        seconds: Seconds = self._member.token_s(int(shares[0]), int(shares[-1]))[shares - shares[0]]
+        return seconds
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        """See LatencyModel. (The first iteration of a decode is a chunk of one token.)"""
+        return self._member.chunk_s(past // self._members, first, last) + self._exchange_s
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        """See LatencyModel."""
+        return self._member.decode_s(decodes, -(-kv_sum // self._members)) + self._exchange_s
+
+    def observe(self, load: Load, measured_s: float) -> None:
+        """It does not learn."""

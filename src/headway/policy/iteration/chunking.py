@@ -1,0 +1,94 @@
+"""How many tokens of a prompt go into an iteration: the whole prompt, a fixed budget of tokens, or as fits a time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.perf.latency.base import LatencyModel, Load, load_s, one_chunk_s, solve_tokens
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """One prefill that asks for room: `past` tokens in the cache, `remaining` to compute, `limit` tokens at most."""
+
+    past: int
+    remaining: int
+    limit: int
+
+
+def is_empty(load: Load) -> bool:
+    """Whether an iteration computes nothing yet: no rows, and no attention for other groups."""
+    return not (load.tokens or load.decodes or load.chunk_s)
+
+
+class Chunking(Protocol):
+    """Pure. `timed` strategies size chunks by the budget; others ignore it. `most` is the strategy's own limit on the
+    tokens of an iteration; None: the scheduler's, which `whole` may exceed by one prompt alone."""
+
+    name: str
+    timed: bool
+    most: int | None
+
+    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+        """(tokens, seconds of their attention) that the batch may take on; (0, 0.0) for none."""
+
+
+class Whole:
+    """All of the prompt at once, as engines did before chunked prefill; a batch takes several only up to `limit`."""
+
+    name = "whole"
+    timed = False
+    most: int | None = None
+
+    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+        if load.tokens > load.decodes and ask.remaining > ask.limit:
+            return 0, 0.0
+        return ask.remaining, one_chunk_s(latency, ask.past, ask.remaining)
+
+
+class Static:
+    """A budget of tokens an iteration, decodes included (Sarathi-Serve's chunked prefill)."""
+
+    timed = False
+
+    def __init__(self, tokens: int) -> None:
+        self.name = f"static:{tokens}"
+        self.tokens = tokens
+        self.most: int | None = tokens
+
+    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+        tokens = min(ask.remaining, ask.limit, self.tokens - load.tokens)
+        return (tokens, one_chunk_s(latency, ask.past, tokens)) if tokens > 0 else (0, 0.0)
+
+
+class Adaptive:
+    """The largest chunk that keeps the iteration within its time (Medha §3.2, Algorithm 2): large at first, smaller
+    as the cache grows. `subtract` is the printed form, which charges a chunk as if it ran alone."""
+
+    timed = True
+    most: int | None = None
+
+    def __init__(self, subtract: bool = False) -> None:
+        self.name = "adaptive"
+        self.subtract = subtract
+
+    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+        limit = min(ask.remaining, ask.limit)
+        if self.subtract:
+            left_s = budget_s - (0.0 if is_empty(load) else load_s(latency, load))
+            return solve_tokens(latency, Load(), ask.past, limit, left_s)
+        return solve_tokens(latency, load, ask.past, limit, budget_s)
+
+
+def make_chunking(spec: str, subtract: bool = False) -> Chunking:
+    """`adaptive`, `whole` or `static:N`; raises ConfigError otherwise."""
+    if spec == "adaptive":
+        return Adaptive(subtract)
+    if spec == "whole":
+        return Whole()
+    kind, _, tokens = spec.partition(":")
+    if kind == "static" and tokens.isdigit() and int(tokens) > 0:
+        return Static(int(tokens))
+    raise ConfigError(f"unknown chunking {spec!r}: choose adaptive, whole, or static:N with N tokens, e.g. static:512")

@@ -1,0 +1,103 @@
+"""Every number that a scheduler may be given, in one place, with the words that `--help` prints."""
+
+# ruff: noqa: RUF009 - `_f` is `dataclasses.field`
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from headway.core.errors import ConfigError
+from headway.policy.iteration.chunking import make_chunking
+from headway.policy.iteration.ordering import make_policy
+
+Mode = Literal["default", "paper"]
+PipelineSchedule = Literal["stream", "microbatch"]
+
+
+def _f(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Settings of one instance's scheduler. `paper()` and the defaults differ only in named fields."""
+
+    policy: str = _f("lars", "order of waiting prefills: fcfs, edf, lrs, srpt or lars")
+    chunking: str = _f("adaptive", "tokens of a prompt per iteration: adaptive (by time), static:N (tokens), whole")
+    mode: Mode = _f("default", "'paper' takes the papers literally; 'default' has our rulings (docs/architecture.md)")
+    t_target_s: float = _f(0.055, "longest iteration aimed at, seconds: the TBT that running chats see")
+    max_num_seqs: int = _f(256, "requests that hold KV at the same time, in each KV group")
+    max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")
+    least_gain: float = _f(
+        3.0,
+        "an iteration may take so many times what it costs to run one token, lest chunks pay for overhead; paper: 0",
+    )
+    stretch: float = _f(
+        0.15, "share by which an iteration may exceed its aim where that completes a short prompt; paper: 0"
+    )
+    min_chunk: int = _f(8, "smallest chunk of a prompt that is worth an iteration, tokens; 0: none (paper)")
+    progress_every: int = _f(8, "the first waiting prefill advances by min_chunk at least every so many iterations")
+    long_tokens: int = _f(8192, "prompts above this are long: at most one of them in an iteration, and it may yield")
+    long_iterations: float = _f(
+        4.0, "so are prompts that take more than so many iterations alone; paper: 0 (tokens only)"
+    )
+    space_sharing: bool | None = _f(None, "a long prefill yields part of its time to shorts (default: with lars only)")
+    rho_max: float = _f(0.7, "largest share of an iteration that a long prefill yields")
+    rho_min: float = _f(0.2, "share that it yields even when its own deadline is lost; paper: 0")
+    yield_only_to_shorts: bool = _f(True, "yield only while a short prefill waits; paper: always")
+    subtract_times: bool = _f(False, "size chunks by (budget - time so far), as printed in Algorithm 2; paper: true")
+    quantum: float = _f(0.02, "a running long keeps its place until another is more urgent by this share; paper: 0")
+    deadline_base_s: float = _f(1.0, "TTFT deadline without an SLO: max(base, factor × isolated prefill time), seconds")
+    deadline_factor: float = _f(5.0, "the factor of the same")
+    reserve_tokens: int = _f(1024, "KV reserved beyond what is known, in tokens; grown by as much on demand")
+    kv_headroom: float = _f(0.05, "share of the KV pool that long requests leave free for shorts")
+    admission_age_s: float = _f(10.0, "a request skipped for want of KV for so long stops later ones from entering")
+    stages: int = _f(1, "pipeline stages: batches in flight")
+    kv_parallel: int = _f(1, "KV groups: replicas that each hold a shard of a long request's cache")
+    kv_shard_tokens: int | None = _f(None, "tokens a KV group holds of one request; default: what t_target_s allows")
+    pipeline_schedule: PipelineSchedule = _f("stream", "stream: a prompt's next chunk enters when stage 0 frees (SPP)")
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+        make_policy(self.policy)
+        make_chunking(self.chunking)
+        need(self.t_target_s > 0, "t_target_s", "above 0")
+        need(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
+        need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
+        need(0 <= self.rho_min <= self.rho_max < 1, "rho_min", "between 0 and rho_max, and rho_max below 1")
+        need(self.min_chunk >= 0, "min_chunk", "0 or more")
+        need(self.stretch >= 0, "stretch", "0 or more")
+        need(self.progress_every >= 1, "progress_every", "at least 1")
+        need(0 <= self.kv_headroom < 1, "kv_headroom", "in [0, 1)")
+        need(self.stages >= 1, "stages", "at least 1")
+        need(self.kv_parallel >= 1, "kv_parallel", "at least 1")
+        need(self.kv_shard_tokens is None or self.kv_shard_tokens >= 1, "kv_shard_tokens", "at least 1")
+        need(self.mode in ("default", "paper"), "mode", "'default' or 'paper'")
+
+    @property
+    def shares_space(self) -> bool:
+        return self.policy == "lars" if self.space_sharing is None else self.space_sharing
+
+    @classmethod
+    def named(cls, mode: Mode, **fields: Any) -> SchedulerConfig:
+        """The settings of a mode, with `fields` on top. Raises ConfigError on an impossible value."""
+        base = cls(mode=mode)
+        if mode == "paper":
+            base = replace(
+                base,
+                rho_max=0.4,
+                rho_min=0.0,
+                yield_only_to_shorts=False,
+                subtract_times=True,
+                quantum=0.0,
+                long_iterations=0.0,
+                least_gain=0.0,
+                stretch=0.0,
+                min_chunk=0,
+                t_target_s=0.020,
+            )
+        return replace(base, **fields)

@@ -1,0 +1,354 @@
+"""One instance of several groups (KV parallelism, Medha §3.3), each with a scheduler and requests of its own.
+
+A request longer than a shard starts in one group like any other. When its shard there is full, the least loaded of the
+groups that do not hold it joins: it takes over the request's rows and begins the next shard; the earlier groups stay
+guests, which attend its rows over what they hold. Groups that share requests form a crew and compute in lockstep;
+others run freely. Each group reserves its shard when it joins, not before.
+
+Departure: the paper adds the groups of a long request in order; here the least loaded joins, because each group also
+serves short requests of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+from headway.core.batch import Batch, Progress
+from headway.core.errors import ConfigError, InvariantError, RequestError
+from headway.core.events import Event
+from headway.core.span import Phase, Span
+from headway.kv.block_manager import Lease, Ledger
+from headway.kv.kv_shards import Shard
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.shard_exchange import Exchange, Sharded
+from headway.policy.iteration.admission import refuse_unservable
+from headway.policy.iteration.audit import audit
+from headway.policy.iteration.base import InstanceScheduler
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.lockstep import CrewBatch, connected
+from headway.policy.iteration.scheduler import Scheduler
+from headway.policy.iteration.sequence import WHOLE, Sequence
+from headway.policy.iteration.shards import limit_of, shard_tokens
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    latency: LatencyModel,
+    ledgers: Seq[Ledger],
+    exchange: Exchange = Exchange(),  # noqa: B008
+) -> InstanceScheduler:
+    """The scheduler of an instance with a ledger for each of its `config.kv_parallel` groups."""
+    if len(ledgers) != config.kv_parallel:
+        raise ConfigError(f"kv_parallel is {config.kv_parallel} and there are {len(ledgers)} KV pools")
+    return (
+        GroupedScheduler(config, latency, ledgers, exchange)
+        if len(ledgers) > 1
+        else Scheduler(config, latency, ledgers[0])
+    )
+
+
+class GroupedScheduler:
+    """Implements `InstanceScheduler` over one `Scheduler` a group, to which it is the `Neighbours`.
+
+    Nothing waits for ever: an older long request that cannot join anywhere for `admission_age_s` keeps others (but for
+    short ones, within the headroom) from entering the groups it waits for, and takes the KV of the youngest long one
+    that waits as well; and when nothing runs, the youngest long one gives up its KV.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        latency: LatencyModel,
+        ledgers: Seq[Ledger],
+        exchange: Exchange = Exchange(),  # noqa: B008
+    ) -> None:
+        self.config = config
+        self.latency = latency
+        self.ledgers = tuple(ledgers)
+        self.exchange = exchange
+        self.shard_tokens = shard_tokens(config, latency, ledgers[0])
+        times = PrefillCache(Sharded(latency, self.shard_tokens), config.t_target_s, max(config.min_chunk, 16))
+        self.groups = [
+            Scheduler(config, latency, ledger, index, self, times) for index, ledger in enumerate(self.ledgers)
+        ]
+        self._longs: dict[str, Sequence] = {}
+        self._flights: dict[int, tuple[Scheduler, ...]] = {}
+        self._crews = connected(len(self.groups), ())
+        self._making: CrewBatch | None = None
+        self._stale = False
+        self._untold: list[Event] = []
+        self._arrivals = 0
+        self._batches = 0
+
+    # -- what surroundings may ask ------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that hold KV."""
+        return sum(group.running for group in self.groups)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold none yet."""
+        return sum(group.waiting for group in self.groups)
+
+    @property
+    def idle(self) -> bool:
+        return all(group.idle for group in self.groups)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in group for group in self.groups)
+
+    def deadline_s(self, request_id: str) -> float:
+        """When the first token of a request that is here is due."""
+        return self._home(request_id).deadline_s(request_id)
+
+    def progress(self, request_id: str) -> int:
+        """See `InstanceScheduler`."""
+        return self._home(request_id).progress(request_id)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """See `Scheduler.next_wakeup`."""
+        return None
+
+    def crews(self) -> list[tuple[int, ...]]:
+        """Groups that compute in lockstep, each group in one of them."""
+        if self._stale:
+            self._crews = connected(len(self.groups), (self._groups_of(s) for s in self._longs.values() if s.shards))
+            self._stale = False
+        return self._crews
+
+    # -- the three verbs ----------------------------------------------------------------------------------------
+
+    custody = None
+
+    def add(self, span: Span, now: float, phase: Phase = "all") -> None:
+        """Take on a request, in the group with the least predicted work. Raises RequestError when all groups together
+        could never serve it, and for part of a request: KV does not move between instances of several groups."""
+        request = span.request
+        if phase != "all":
+            raise RequestError(f"phase '{phase}': an instance of several KV groups serves whole requests only", "phase")
+        if request.id in self:
+            raise RequestError(f"request id {request.id!r} is in use", "id")
+        refuse_unservable(request, sum(ledger.total_tokens for ledger in self.ledgers))
+        limit = limit_of(request, self.shard_tokens, len(self.groups), self.ledgers[0].block_tokens)
+        sequence = self._by_load()[0].enter(request, self._arrivals, limit)
+        self._arrivals += 1
+        if limit != WHOLE:
+            self._longs[request.id] = sequence
+
+    def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
+        """See `InstanceScheduler`."""
+        batch = self._schedule(now, ahead, free)
+        if batch is None and not self._flights and (free is None or all(group.group in free for group in self.groups)):
+            while batch is None and self._unblock(now):
+                batch = self._schedule(now, ahead, free)
+        return batch
+
+    def _schedule(self, now: float, ahead: int, free: Container[int] | None) -> Batch | None:
+        able = {group.group for group in self.groups if group.open and (free is None or group.group in free)}
+        if not able:
+            return None
+        self._grow_prefills(now, {group for crew in self.crews() if able.issuperset(crew) for group in crew})
+        for group in self.groups:
+            if group.group in able:
+                group.feed(now)
+        for crew in self.crews():
+            if not able.issuperset(crew):
+                continue
+            batch = self._launch(crew, now, ahead if ahead > 1 and self._quiet(crew) else 1)
+            if batch is not None:
+                self._flights[batch.id] = tuple(self.groups[part.group] for part in batch.parts)
+                self._batches += 1
+                return batch
+        return None
+
+    def _launch(self, crew: tuple[int, ...], now: float, ahead: int) -> Batch | None:
+        if len(crew) == 1:
+            return self.groups[crew[0]].launch(now, ahead, self._batches)
+        spanning = [(s, self._home(name).group) for name, s in self._longs.items() if s.shards]
+        members = [self.groups[index] for index in crew]
+        making = CrewBatch(members, [(s, owner) for s, owner in spanning if owner in crew], self.latency, self.exchange)
+        self._making = making
+        making.pack(now)
+        self._making = None
+        return making.depart(self._batches, ahead)
+
+    def _quiet(self, crew: tuple[int, ...]) -> bool:
+        """Whether nothing that this instance does could reach this crew's decodes: they are all that there is in it,
+        and no long request elsewhere may come to need its groups."""
+        if not all(self.groups[index].alone for index in crew):
+            return False
+        return not self._longs or all(group.idle for group in self.groups if group.group not in crew)
+
+    def complete(
+        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None, repeats: int = 1
+    ) -> list[Event]:
+        """See `InstanceScheduler`. What a batch took is taken to be the time of its slowest part."""
+        groups = self._flights.pop(batch_id, None)
+        if groups is None:
+            raise InvariantError(f"batch {batch_id} is not in flight")
+        mine: dict[int, list[Progress]] = {group.group: [] for group in groups}
+        for result in results:
+            owner = next((group for group in groups if group.carries(batch_id, result.request)), None)
+            if owner is None:
+                raise InvariantError(f"{result.request} yields nothing in batch {batch_id}")
+            mine[owner.group].append(result)
+        slowest = max(groups, key=lambda group: group.expected_s(batch_id))
+        events, self._untold = self._untold, []
+        for group in groups:
+            took_s = elapsed_s if group is slowest else None
+            events += group.complete(batch_id, mine[group.group], now, took_s, repeats)
+        for group in self.groups:
+            events += group.landed(now)
+        return self._heard(events)
+
+    def abort(self, request_id: str, now: float) -> list[Event]:
+        """See `InstanceScheduler`."""
+        return self._heard(self._home(request_id).abort(request_id, now)) if request_id in self else []
+
+    def stage(self, request_id: str, now: float) -> list[Event]:
+        """See `InstanceScheduler`: KV of several groups is given to nobody."""
+        return []
+
+    def lost(self, instance: int, now: float) -> list[Event]:
+        """See `InstanceScheduler`. All groups of the instance have lost their KV."""
+        self._flights.clear()
+        events, self._untold = self._untold, []
+        for group in self.groups:
+            events += group.lost(instance, now)
+        for ledger in self.ledgers:
+            ledger.take_ops()
+        return self._heard(events)
+
+    def _heard(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if event.kind in ("finished", "aborted"):
+                self._longs.pop(event.request, None)
+        return events
+
+    def check(self) -> None:
+        """Raise InvariantError unless every group is in order and the shards of each request are adjacent."""
+        for group in self.groups:
+            audit(group, frozenset(s.request.id for s in self.guests(group.group)))
+        for name, sequence in self._longs.items():
+            at = 0
+            for shard in sequence.shards:
+                if shard.start != at or not 0 < shard.tokens <= min(sequence.limit, shard.lease.tokens):
+                    raise InvariantError(f"a shard of {name} begins at {shard.start} with {shard.tokens} tokens")
+                at += shard.tokens
+            if sequence.base != at or sequence.scheduled - at > sequence.limit:
+                raise InvariantError(f"the last shard of {name} begins at {sequence.base}, not {at}, or is too long")
+            if len(set(self._groups_of(sequence))) != 1 + len(sequence.shards):
+                raise InvariantError(f"a group holds two shards of {name}")
+
+    # -- Neighbours ---------------------------------------------------------------------------------------------
+
+    def widen(self, sequence: Sequence, now: float) -> bool:
+        """See `Neighbours`. Before its shard is full another group joins only if shards of full length, one in each of
+        the groups that are then left, would hold the rest."""
+        if sequence.computed - sequence.base < sequence.limit:
+            left = len(self.groups) - 1 - len(sequence.shards)
+            need = sequence.prompt + sequence.request.max_output_tokens - sequence.computed
+            if left * sequence.limit < need:
+                return False
+        return self._join(sequence, now)
+
+    def guests(self, group: int) -> Iterator[Sequence]:
+        """See `Neighbours`."""
+        return (s for s in self._longs.values() if any(shard.group == group for shard in s.shards))
+
+    def flying(self, sequence: Sequence) -> bool:
+        """See `Neighbours`."""
+        return self._home(sequence.request.id).flying(sequence)
+
+    def give_up(self, sequence: Sequence, now: float) -> Event:
+        """See `Neighbours`."""
+        return self._home(sequence.request.id).give_up(sequence, now)
+
+    def released(self, sequence: Sequence) -> None:
+        """See `Neighbours`."""
+        self._stale = True
+
+    def burden(self, sequence: Sequence) -> tuple[float, float]:
+        """See `Neighbours`."""
+        assert self._making is not None
+        return self._making.burden(sequence)
+
+    # -- growing ------------------------------------------------------------------------------------------------
+
+    def _grow_prefills(self, now: float, able: Container[int]) -> None:
+        """Prefills whose shard is full and whose groups are `able` to compute go on in another group, not before: until
+        then that runs freely. Whoever has waited for one too long gets its way."""
+        for sequence in list(self._longs.values()):
+            full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
+            if full and sequence.slot >= 0 and self._home(sequence.request.id).group in able:
+                self._join(sequence, now)
+        stuck = [s for s in self._longs.values() if s.lease is not None and s.skipped_since is not None]
+        oldest = min(stuck, key=lambda s: s.order, default=None)
+        since = now if oldest is None or oldest.skipped_since is None else oldest.skipped_since
+        late = oldest is not None and now - since >= self.config.admission_age_s
+        held = set(self._groups_of(oldest)) if oldest is not None else set()
+        for group in self.groups:
+            group.candidates.shut_for = oldest if late and group.group not in held else None
+        if late and len(stuck) > 1:
+            self._evict(max(stuck, key=lambda s: s.order), now)
+
+    def _join(self, sequence: Sequence, now: float) -> bool:
+        """Another group takes over, if one has room for the next shard; False: the request waits."""
+        home = self._home(sequence.request.id)
+        held = set(self._groups_of(sequence))
+        start = sequence.scheduled
+        for group in self._by_load():
+            if group.group in held:
+                continue
+            lease = self._room(group, sequence, start, now)
+            if lease is None:
+                continue
+            assert sequence.lease is not None
+            shard = Shard(home.group, home.ledger, sequence.lease, sequence.base, start - sequence.base)
+            home.hand_over(sequence)
+            sequence.shards += (shard,)
+            sequence.base, sequence.lease, sequence.skipped_since = start, lease, None
+            group.take_over(sequence)
+            self._stale = True
+            return True
+        if sequence.skipped_since is None:
+            sequence.skipped_since = now
+        return False
+
+    def _room(self, group: Scheduler, sequence: Sequence, start: int, now: float) -> Lease | None:
+        """A lease for the next shard. For a decode, younger requests give way as they would in its own group."""
+        lease = group.reserve(sequence, start)
+        while lease is None and sequence.decoding and group.evict_behind(sequence, now):
+            lease = group.reserve(sequence, start)
+        return lease
+
+    def _unblock(self, now: float) -> bool:
+        """Nothing runs and nothing could: the youngest long request that holds KV gives it up. False: none does."""
+        holding = [s for s in self._longs.values() if s.lease is not None]
+        if holding:
+            self._evict(max(holding, key=lambda s: s.order), now)
+        return bool(holding)
+
+    def _evict(self, sequence: Sequence, now: float) -> None:
+        if not self.flying(sequence):
+            self._untold.append(self.give_up(sequence, now))
+
+    def _by_load(self) -> list[Scheduler]:
+        """Groups, the one with the least predicted work first. A request weighs on all groups that hold it."""
+        seconds = [group.outstanding_s() for group in self.groups]
+        for sequence in self._longs.values():
+            if sequence.slot >= 0:
+                for shard in sequence.shards:
+                    seconds[shard.group] += sequence.work_s
+        return sorted(self.groups, key=lambda group: (seconds[group.group], group.group))
+
+    def _groups_of(self, sequence: Sequence) -> Iterable[int]:
+        yield from (shard.group for shard in sequence.shards)
+        yield self._home(sequence.request.id).group
+
+    def _home(self, request_id: str) -> Scheduler:
+        return next(group for group in self.groups if request_id in group)

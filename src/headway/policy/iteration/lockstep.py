@@ -1,0 +1,111 @@
+"""A crew: groups that are connected by requests whose KV they share, and so compute in lockstep, a batch at a time.
+
+Within one batch the rows of such a request are computed by the group that holds its last shard; every other group of
+the request attends these rows over its own shard (`Assist`). Owners of waiting long prefills pack first, whoever was
+served longest ago before the others; then guests fill what is left of their time with their own prefills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from headway.core.batch import Assist, Batch, Chunk
+from headway.perf.latency.base import LatencyModel, Load, load_s
+from headway.perf.latency.parts import assist_s, batch_loads
+from headway.perf.latency.shard_exchange import Exchange
+from headway.policy.iteration.scheduler import Scheduler
+from headway.policy.iteration.sequence import Sequence
+
+
+def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+    """The crews of so many groups, given the groups of each request that is spread over several. In order."""
+    crew = list(range(groups))
+    for holders in spread:
+        joined = {crew[group] for group in holders}
+        least = min(joined)
+        crew = [least if c in joined else c for c in crew]
+    return [tuple(g for g in range(groups) if crew[g] == c) for c in sorted(set(crew))]
+
+
+class CrewBatch:
+    """One batch of one crew while it is made. `spanning`: requests that connect it, with their owner's group."""
+
+    def __init__(
+        self, groups: Seq[Scheduler], spanning: Seq[tuple[Sequence, int]], latency: LatencyModel, exchange: Exchange
+    ) -> None:
+        self.groups = groups
+        self.latency = latency
+        self.exchange = exchange
+        self._owner = {sequence.request.id: (sequence, owner) for sequence, owner in spanning}
+        self._assists: dict[int, list[Assist]] = {group.group: [] for group in groups}
+        self._loads: dict[int, Load] = {}
+        self._chunks: dict[int, list[Chunk]] = {}
+        for group in groups:
+            count = len(group.ready)
+            self._loads[group.group] = Load(count, count, group.ready.kv_sum)
+        for name, (sequence, owner) in self._owner.items():
+            if sequence.decoding and name in self._ready(owner):
+                self._assist(sequence, owner, 1, decode=True)
+        if any(self._assists.values()):
+            for index, load in self._loads.items():
+                self._loads[index] = load.with_chunk(0, exchange.fixed_s)
+
+    def burden(self, sequence: Sequence) -> tuple[float, float]:
+        """See `Neighbours`. A chunk that fits beside the busiest of its groups, with the largest shard as its history,
+        fits beside each of them: nobody attends more than its owner counts."""
+        owner = self._owner[sequence.request.id][1]
+        own_s = load_s(self.latency, self._loads[owner])
+        most_s = max(load_s(self.latency, self._loads[shard.group]) for shard in sequence.shards)
+        return self.exchange.fixed_s + max(0.0, most_s - own_s), self.exchange.row_s * len(sequence.shards)
+
+    def pack(self, now: float) -> None:
+        """Give tokens to waiting prefills of all groups."""
+        waits = {sequence.request.id: sequence for sequence, _ in self._owner.values() if sequence.slot >= 0}
+        last = {
+            group.group: min(s.last_progress for s in waits.values() if self._owner[s.request.id][1] == group.group)
+            for group in self.groups
+            if any(self._owner[name][1] == group.group for name in waits)
+        }
+        shorts = any(group.shorts_wait for group in self.groups)
+        least_s = min(group.promises.least(group.config.t_target_s) for group in self.groups)
+        for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
+            chunks, load = group.pack(self._loads[group.group], now, shorts and group.group in last, least_s)
+            self._loads[group.group], self._chunks[group.group] = load, chunks
+            for chunk in chunks:
+                if chunk.request in self._owner:
+                    self._assist(self._owner[chunk.request][0], group.group, chunk.tokens)
+
+    def depart(self, number: int, ahead: int) -> Batch | None:
+        """The batch, handed out; None when there is nothing to compute. `ahead` as in `schedule`, where allowed."""
+        working = [g for g in self.groups if g.ready.members or self._chunks[g.group] or self._assists[g.group]]
+        if not working:
+            return None
+        repeat = 1
+        if ahead > 1 and not any(self._chunks.values()):
+            repeat = max(1, min(ahead, *(group.ready.room() for group in working)))
+        parts = [
+            group.depart(number, self._chunks[group.group], Load(), repeat, tuple(self._assists[group.group]))
+            for group in working
+        ]
+        loads = batch_loads(self.latency, parts, self.exchange)
+        for group, load in zip(working, loads, strict=True):
+            group.expect(number, load)
+        seconds = max(load_s(self.latency, load) for load in loads)
+        return Batch(id=number, parts=tuple(parts), predicted_s=seconds, repeat=repeat)
+
+    def _ready(self, owner: int) -> dict[str, Sequence]:
+        return next(group.ready.members for group in self.groups if group.group == owner)
+
+    def _assist(self, sequence: Sequence, owner: int, rows: int, decode: bool = False) -> None:
+        row_s = self.exchange.row_s * rows
+        for shard in sequence.shards:
+            self._assists[shard.group].append(Assist(sequence.request.id, rows, owner, shard.start, shard.tokens))
+            load = self._loads[shard.group]
+            if decode:
+                load = Load(load.tokens, load.decodes + 1, load.decode_kv + shard.tokens, load.chunk_s, load.chunk_past)
+                load = load.with_chunk(0, row_s)
+                self._loads[owner] = self._loads[owner].with_chunk(0, row_s)
+            else:
+                load = load.with_chunk(0, assist_s(self.latency, shard.tokens, rows) + row_s + self.exchange.fixed_s)
+            self._loads[shard.group] = load

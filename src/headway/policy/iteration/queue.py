@@ -1,0 +1,197 @@
+"""Waiting and half-done prefills, ordered by (priority, urgency now, order of arrival) without sorting them all.
+
+Two ways: where all lines have the same slope, their order never changes and a sorted list keeps it; otherwise (LARS)
+the lines are dense arrays, and each of the first few is found by one vector operation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from headway.policy.iteration.ordering import Line
+
+if TYPE_CHECKING:
+    from headway.policy.iteration.sequence import Sequence
+
+_FIRST = 16
+
+
+class WaitingQueue(Protocol):
+    """Members know whether they are in it: their `slot` is not negative."""
+
+    longs: int
+    begun: int
+    begun_shorts: int
+    """How many members are long; how many hold KV, and of these, how many are short. `note_begun` keeps the latter."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    @property
+    def shorts(self) -> int: ...
+
+    def add(self, member: Sequence, line: Line) -> None: ...
+
+    def update(self, member: Sequence, line: Line) -> None: ...
+
+    def remove(self, member: Sequence) -> None: ...
+
+    def note_begun(self, member: Sequence, gained: bool) -> None:
+        """A member has been given KV, or has lost it."""
+
+    def ordered(self, now: float) -> Iterator[Sequence]:
+        """Members, most urgent first. The queue must not change while this is consumed."""
+
+
+class _Counts:
+    """How many members are long, and how many hold KV."""
+
+    def __init__(self) -> None:
+        self.longs = self.begun = self.begun_shorts = 0
+
+    def note_begun(self, member: Sequence, gained: bool) -> None:
+        """See `WaitingQueue`."""
+        step = 1 if gained else -1
+        self.begun += step
+        if not member.is_long:
+            self.begun_shorts += step
+
+    def _count(self, member: Sequence, step: int) -> None:
+        """A member comes (1) or goes (-1)."""
+        self.longs += step * member.is_long
+        if member.lease is not None:
+            self.note_begun(member, step > 0)
+
+
+def make_queue(parallel: bool) -> WaitingQueue:
+    """The queue for lines that are all parallel, or for any lines."""
+    return SortedQueue() if parallel else PrefillQueue()
+
+
+class SortedQueue(_Counts):
+    """Parallel lines: (priority, intercept, order) never changes while a request waits. O(log n) and a memory move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: list[tuple[int, float, int]] = []
+        self._members: dict[int, Sequence] = {}
+        self._keys: dict[int, tuple[int, float, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members.values())
+
+    @property
+    def shorts(self) -> int:
+        return len(self._entries) - self.longs
+
+    def add(self, member: Sequence, line: Line) -> None:
+        member.slot = 0
+        self._members[member.order] = member
+        self._count(member, 1)
+        self._enter(member, line)
+
+    def update(self, member: Sequence, line: Line) -> None:
+        if self._keys[member.order][1] != line.intercept:
+            self._leave(member)
+            self._enter(member, line)
+
+    def remove(self, member: Sequence) -> None:
+        self._leave(member)
+        del self._members[member.order], self._keys[member.order]
+        member.slot = -1
+        self._count(member, -1)
+
+    def ordered(self, now: float) -> Iterator[Sequence]:
+        """Members, most urgent first. The queue must not change while this is consumed."""
+        return (self._members[entry[2]] for entry in self._entries)
+
+    def _enter(self, member: Sequence, line: Line) -> None:
+        key = (member.request.priority, line.intercept, member.order)
+        self._keys[member.order] = key
+        insort(self._entries, key)
+
+    def _leave(self, member: Sequence) -> None:
+        del self._entries[bisect_left(self._entries, self._keys[member.order])]
+
+
+class PrefillQueue(_Counts):
+    """Any lines, as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in vector
+    operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._members: list[Sequence] = []
+        self._intercept = np.zeros(64)
+        self._slope = np.zeros(64)
+        self._order = np.zeros(64, dtype=np.int64)
+        self._priority = np.zeros(64, dtype=np.int64)
+        self._prioritised = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    @property
+    def shorts(self) -> int:
+        return len(self._members) - self.longs
+
+    def add(self, member: Sequence, line: Line) -> None:
+        slot = len(self._members)
+        if slot == self._intercept.size:
+            for name in ("_intercept", "_slope", "_order", "_priority"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._members.append(member)
+        member.slot = slot
+        self._order[slot] = member.order
+        self._priority[slot] = member.request.priority
+        self._prioritised += member.request.priority != 0
+        self._count(member, 1)
+        self.update(member, line)
+
+    def update(self, member: Sequence, line: Line) -> None:
+        self._intercept[member.slot], self._slope[member.slot] = line.intercept, line.slope
+
+    def remove(self, member: Sequence) -> None:
+        """Take a member out; the last one moves into its slot."""
+        slot, last = member.slot, len(self._members) - 1
+        moved = self._members[last]
+        for array in (self._intercept, self._slope, self._order, self._priority):
+            array[slot] = array[last]
+        self._members[slot] = moved
+        moved.slot = slot
+        self._members.pop()
+        member.slot = -1
+        self._prioritised -= member.request.priority != 0
+        self._count(member, -1)
+
+    def ordered(self, now: float) -> Iterator[Sequence]:
+        """Members, most urgent first. The queue must not change while this is consumed. The first few, which is mostly
+        all that anybody asks for, are found one by one; the rest is sorted."""
+        n, members = len(self._members), self._members
+        keys = self._intercept[:n] - self._slope[:n] * now
+        taken: list[int] = []
+        if n and not self._prioritised:
+            slot = int(keys.argmin())
+            while len(taken) < _FIRST:
+                key, keys[slot] = keys[slot], np.inf
+                following = int(keys.argmin())
+                if keys[following] == key:  # a tie, which the order of arrival decides; or nobody is left
+                    keys[slot] = key
+                    break
+                taken.append(slot)
+                yield members[slot]
+                slot = following
+        left = np.delete(np.arange(n), taken)
+        for slot in left[np.lexsort((self._order[left], keys[left], self._priority[left]))].tolist():
+            yield members[slot]

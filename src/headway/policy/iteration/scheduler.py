@@ -1,0 +1,563 @@
+"""The scheduler of one group, which is mostly all of an instance: add → schedule → complete, live and simulated alike.
+
+It decides; it never waits, reads a clock, or sees a token. The order of waiting prefills is the policy's, the size of
+chunks the chunking's, what fits together the packer's, and KV the ledger's; this module moves cursors between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+
+from msgspec.structs import replace
+
+from headway.core.batch import Assist, Batch, Chunk, Part, Progress
+from headway.core.errors import InvariantError, RequestError
+from headway.core.events import Event
+from headway.core.request import Request
+from headway.core.span import Phase, Span
+from headway.kv.block_manager import Lease, Ledger
+from headway.kv.staged_kv import Custody
+from headway.perf.latency.base import LatencyModel, Load, decode_load, load_s
+from headway.perf.latency.prefill_cache import PrefillCache
+from headway.policy.iteration.admission import Admission, refuse_unservable
+from headway.policy.iteration.audit import audit
+from headway.policy.iteration.base import Neighbours
+from headway.policy.iteration.candidates import Candidates
+from headway.policy.iteration.chunking import make_chunking
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decodes import DecodeSet
+from headway.policy.iteration.packer import pack, rules_of
+from headway.policy.iteration.queue import make_queue
+from headway.policy.iteration.sequence import WHOLE, Sequence
+from headway.policy.iteration.tbt_targets import TbtPromises
+from headway.policy.iteration.urgency import Urgency
+
+
+class _Flight:
+    """A group's part of a batch that has been handed out and not completed. `carried` are the chunks' requests."""
+
+    __slots__ = ("carried", "chunks", "decodes", "load", "repeat")
+
+    def __init__(
+        self, decodes: DecodeSet, chunks: tuple[Chunk, ...], carried: list[Sequence], load: Load, repeat: int
+    ) -> None:
+        self.decodes, self.chunks, self.carried, self.load, self.repeat = decodes, chunks, carried, load, repeat
+
+
+class Scheduler:
+    """Deterministic: the same calls with the same times give the same batches. Implements `InstanceScheduler`.
+
+    At most `config.stages` batches are in flight. Preemption of a prefill happens at chunk edges and keeps its KV;
+    KV is given up (and computed again later) only when decodes cannot grow, youngest request first. What is in
+    `custody` is nobody's to take.
+
+    As one of several groups (`groups.GroupedScheduler`) it has `neighbours`, and is driven a step at a time: `feed`,
+    `pack`, `depart`; requests are brought by `enter` or `take_over` and leave by `hand_over`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        latency: LatencyModel,
+        ledger: Ledger,
+        group: int = 0,
+        neighbours: Neighbours | None = None,
+        prefill_times: PrefillCache | None = None,
+    ) -> None:
+        self.config = config
+        self.latency = latency
+        self.ledger = ledger
+        self.group = group
+        self.chunking = make_chunking(config.chunking, config.subtract_times)
+        times = prefill_times or PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
+        self.urgency = Urgency(config, times)
+        self.promises = TbtPromises(config.stages)
+        self.ready = DecodeSet()
+        self.custody = Custody(ledger)
+        self._neighbours = neighbours
+        self._admission = Admission(config, ledger, self.custody)
+        self.holders = self._admission.holders
+        self._sequences: dict[str, Sequence] = {}
+        self._queue = make_queue(self.urgency.policy.parallel)
+        self.candidates = Candidates(config, self._queue, self._admission, neighbours)
+        self._rules = rules_of(config)
+        self._parked: dict[str, Sequence] = {}
+        self._aborting: dict[str, Sequence] = {}
+        self._staging: dict[str, Sequence] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._untold: list[Event] = []
+        self._arrivals = 0
+        self._iterations = 0
+        self._advanced = 0
+        self._epochs = 0
+
+    # -- what surroundings may ask ------------------------------------------------------------------------------
+
+    @property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        return (self.ledger,)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold KV."""
+        return len(self.holders)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold none yet."""
+        return len(self._sequences) - len(self.holders)
+
+    @property
+    def idle(self) -> bool:
+        return not self._sequences
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def deadline_s(self, request_id: str) -> float:
+        """When the first token of a request that is here is due: its SLO's word, else the default's."""
+        return self._sequences[request_id].deadline_s
+
+    def progress(self, request_id: str) -> int:
+        """See `InstanceScheduler`."""
+        return self._sequences[request_id].computed
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When `schedule` should be called although nothing was added or completed; None: no need.
+
+        Policies here act only when something arrives or ends, so a waiting request never needs a timer.
+        """
+        return None
+
+    def check(self) -> None:
+        """Raise InvariantError unless cursors, sets and the ledger agree. Called when idle, and by tests each step."""
+        audit(self)
+
+    # -- the three verbs ----------------------------------------------------------------------------------------
+
+    def add(self, span: Span, now: float, phase: Phase = "all") -> None:
+        """See `InstanceScheduler`."""
+        request, custody = span.request, self.custody
+        if request.id in self._sequences or custody.waits(request.id):
+            raise RequestError(f"request id {request.id!r} is in use", "id")
+        refuse_unservable(request, self.ledger.total_tokens)
+        lease = custody.lease(request.id)
+        if phase == "decode" and (lease is None or request.cached_tokens < request.prompt_tokens - 1):
+            raise RequestError(f"KV of {request.id!r} is not here", "id")
+        decodes = request.cached_tokens == request.prompt_tokens - 1  # its lease may grow
+        if lease is not None and lease.tokens < request.prompt_tokens - decodes:
+            raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
+        sequence = self.enter(request, self._arrivals, lease=custody.take(request.id) if lease is not None else None)
+        sequence.hands_over = phase == "prefill"
+        self._arrivals += 1
+
+    def enter(self, request: Request, order: int, limit: int = WHOLE, lease: Lease | None = None) -> Sequence:
+        """A new request waits here, or decodes at once when its last token alone is left to compute. `order` is the
+        instance's count of arrivals; `limit`: tokens of a shard; `lease`: where what is cached lies. What is cached
+        beyond the first shard is computed again: it would belong to other groups."""
+        sequence = Sequence(request, order, self.urgency.is_long(request))
+        sequence.limit, sequence.lease = limit, lease
+        sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
+        line = self.urgency.assess(sequence)
+        self._sequences[request.id] = sequence
+        if lease is not None:
+            self.holders[request.id] = sequence
+            sequence.last_progress = self._iterations
+            if sequence.remaining == 1:  # a decode like any other: nobody in the queue comes before it
+                self.ready.add(sequence)
+                self.promises.begin(sequence)
+                return sequence
+        self._queue.add(sequence, line)
+        return sequence
+
+    def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
+        """The next batch, or None when there is nothing to do or `stages` batches are in flight.
+
+        `ahead` above 1 allows a batch of decodes that stands for up to so many iterations (`Batch.repeat`): those in
+        which nobody waits, nothing else is in flight and nobody needs KV.
+        """
+        if len(self._flights) >= self.config.stages or (free is not None and self.group not in free):
+            return None
+        return self.launch(now, ahead, self._iterations)
+
+    def launch(self, now: float, ahead: int, number: int) -> Batch | None:
+        """A batch of this group alone."""
+        self.feed(now)
+        decodes = self.ready
+        load = decode_load(self.latency, len(decodes), decodes.kv_sum)
+        chunks, load = self.pack(load, now) if len(self._queue) else ([], load)
+        if not decodes.members and not chunks:
+            return None
+        repeat = max(1, min(ahead, decodes.room())) if ahead > 1 and not chunks and self.alone else 1
+        part = self.depart(number, chunks, load, repeat)
+        return Batch(id=number, parts=(part,), predicted_s=load_s(self.latency, load), repeat=repeat)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the decodes that are ready are all that there is."""
+        return not (len(self._queue) or self._parked or self._flights or self._aborting)
+
+    @property
+    def open(self) -> bool:
+        """Whether another batch may be in flight."""
+        return len(self._flights) < self.config.stages
+
+    def feed(self, now: float) -> None:
+        """Give KV to decodes that have filled their lease. Before every batch."""
+        if self._parked or self.ready.hungry:
+            self._feed(now)
+
+    def depart(
+        self, number: int, chunks: Seq[Chunk], load: Load, repeat: int = 1, assists: tuple[Assist, ...] = ()
+    ) -> Part:
+        """All that is ready and these chunks are in flight as this group's part of batch `number`."""
+        decodes, self.ready = self.ready, DecodeSet()
+        self._epochs += 1
+        part = Part(self.group, decodes.group(self._epochs), tuple(chunks), self.ledger.take_ops(), assists)
+        self._iterations += 1
+        carried = [self._sequences[chunk.request] for chunk in chunks]
+        self._flights[number] = _Flight(decodes, part.prefills, carried, load, repeat)
+        return part
+
+    def complete(
+        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None, repeats: int = 1
+    ) -> list[Event]:
+        """See `InstanceScheduler`."""
+        flight = self._flights.pop(batch_id, None)
+        if flight is None:
+            raise InvariantError(f"batch {batch_id} is not in flight")
+        if not 1 <= repeats <= flight.repeat:
+            raise InvariantError(f"batch {batch_id} may run {flight.repeat} times, not {repeats}")
+        if elapsed_s is not None:
+            self.latency.observe(flight.load, elapsed_s)
+            self.urgency.prefill_times.refresh()
+        self._iterations += repeats - 1
+        events, self._untold = self._untold, []
+        decodes = flight.decodes
+        if decodes.members:
+            decodes.step(repeats)
+        yielding: dict[str, Sequence] = {}
+        for chunk, sequence in zip(flight.chunks, flight.carried, strict=True):
+            sequence.computed += chunk.tokens
+            sequence.in_flight -= 1
+            if chunk.last:
+                yielding[chunk.request] = sequence
+                sequence.generated += 1
+            if not sequence.started:
+                sequence.started = True
+                events.append(Event("started", chunk.request, now))
+        ended = self._ended(results, flight, yielding) if results or self._aborting else {}
+        for name, sequence in ended.items():
+            if name in decodes.members:
+                decodes.remove(sequence)
+        staging = [s for name, s in self._staging.items() if name in decodes.members] if self._staging else []
+        for sequence in staging:
+            decodes.remove(sequence)
+        self._rejoin(decodes)
+        events += [self._stage(sequence, now) for sequence in staging]
+        for name, sequence in yielding.items():
+            if name not in ended:
+                if sequence.hands_over:
+                    events.append(self._stage(sequence, now))
+                    continue
+                self.ready.add(sequence)
+                self.promises.begin(sequence)
+        events += [self._end(sequence, now) for sequence in ended.values()]
+        return events
+
+    def _ended(self, results: Seq[Progress], flight: _Flight, yielding: dict[str, Sequence]) -> dict[str, Sequence]:
+        """Who takes part in no later batch: finished as told, and aborted ones that nothing in flight holds back."""
+        ended: dict[str, Sequence] = {}
+        for result in results:
+            if result.finished:
+                ended[result.request] = self._sequences[result.request]
+            elif result.accepted != 1 and not self._sequences[result.request].aborted:
+                raise InvariantError(f"{result.request} goes on with {result.accepted} tokens of one iteration")
+        if self._aborting:
+            landed = (sequence.request.id for sequence in flight.carried if not sequence.in_flight)
+            mine = {*flight.decodes.members, *yielding, *landed}
+            ended.update((name, sequence) for name, sequence in self._aborting.items() if name in mine)
+        return ended
+
+    def expect(self, batch_id: int, load: Load) -> None:
+        """The load of a part that others assist, or that assists, as the whole batch gives it."""
+        self._flights[batch_id].load = load
+
+    def expected_s(self, batch_id: int) -> float:
+        """Predicted seconds of this group's part of a batch in flight."""
+        return load_s(self.latency, self._flights[batch_id].load)
+
+    def carries(self, batch_id: int, request_id: str) -> bool:
+        """Whether a request yields a token of this group's part of a batch in flight."""
+        flight = self._flights[batch_id]
+        return request_id in flight.decodes.members or any(c.last and c.request == request_id for c in flight.chunks)
+
+    def abort(self, request_id: str, now: float) -> list[Event]:
+        """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.aborted:
+            return []
+        sequence.aborted = True
+        if sequence.slot >= 0:
+            self._queue.remove(sequence)
+        if self.flying(sequence):
+            self._aborting[request_id] = sequence
+            return []
+        if request_id in self.ready.members:
+            self.ready.remove(sequence)
+        return [self._end(sequence, now)]
+
+    def stage(self, request_id: str, now: float) -> list[Event]:
+        """See `InstanceScheduler`."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.aborted:
+            return []
+        if request_id in self.ready.members:
+            self.ready.remove(sequence)
+            return [self._stage(sequence, now)]
+        if request_id in self._parked:
+            return [self._stage(sequence, now)]
+        sequence.hands_over = True  # where its KV is not all here, it goes with its next token
+        if any(request_id in flight.decodes.members for flight in self._flights.values()):
+            self._staging[request_id] = sequence
+        return []
+
+    def landed(self, now: float) -> list[Event]:
+        """End aborted requests whose last chunk was in flight in another group."""
+        return [self._end(s, now) for s in list(self._aborting.values()) if not self.flying(s)]
+
+    def lost(self, instance: int, now: float) -> list[Event]:
+        """The instance has lost its KV: everything in flight is void, all progress must be made again.
+
+        The next batch's KV operations start from empty block tables. Returns what has become true, as `complete` does.
+        """
+        for flight in self._flights.values():
+            flight.decodes.settle_all()
+        self._flights.clear()
+        self.ready.settle_all()
+        self.ready, self._parked = DecodeSet(), {}
+        self._staging.clear()
+        events, self._untold = self._untold, []
+        for sequence in list(self._sequences.values()):
+            sequence.in_flight = 0
+            if sequence.aborted:
+                events.append(self._end(sequence, now))
+            elif sequence.lease is not None:
+                events.append(self.give_up(sequence, now))
+        self.custody.lost()
+        self.ledger.take_ops()
+        return events
+
+    # -- prefills -----------------------------------------------------------------------------------------------
+
+    @property
+    def shorts_wait(self) -> bool:
+        """Whether a short prefill waits that could use time: it has begun, or there is room to begin."""
+        queue = self._queue
+        room = len(self.holders) < self.config.max_num_seqs and self.ledger.free_blocks > 0
+        return queue.begun_shorts > 0 or (queue.shorts > 0 and room)
+
+    def pack(
+        self, load: Load, now: float, shorts_elsewhere: bool = False, least_s: float | None = None
+    ) -> tuple[list[Chunk], Load]:
+        """Chunks of waiting prefills beside what is in `load`, and the load that they make together. In a crew: whether
+        short ones wait in other groups, and the shortest time that anybody in it was promised."""
+        config = self.config
+        least_s = self.promises.least(config.t_target_s) if least_s is None else least_s
+        t_target_s = max(least_s, config.least_gain * self.latency.rows_s(1))
+        if t_target_s != self._rules.t_target_s:
+            self._rules = replace(self._rules, t_target_s=t_target_s)
+        shorts_wait = self._queue.longs > 0 and (
+            shorts_elsewhere or not config.yield_only_to_shorts or self.shorts_wait
+        )
+
+        def admit(request_id: str) -> bool:
+            return self._admit(self._sequences[request_id])
+
+        candidates = self.candidates.at(now, self._iterations, self._advanced)
+        quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, admit)
+        chunks = []
+        for quota in quotas:
+            request_id, tokens = quota.request, quota.tokens
+            sequence = self._sequences[request_id]
+            start = sequence.scheduled
+            sequence.scheduled += tokens
+            sequence.in_flight += 1
+            sequence.last_progress = self._advanced = self._iterations + 1
+            last = sequence.remaining == 0
+            chunks.append(Chunk(request_id, start, tokens, last, sequence.base))
+            if sequence.is_long:
+                self.urgency.sit(sequence, self._queue)
+            if last:
+                self._queue.remove(sequence)
+            else:
+                self._queue.update(sequence, self.urgency.line(sequence))
+        return chunks, load
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Reserve KV for a request that is about to get its first tokens."""
+        if sequence.lease is not None:
+            return True
+        entered = self._admission.enter(sequence)
+        if entered:
+            self._queue.note_begun(sequence, True)
+        return entered
+
+    # -- decodes ------------------------------------------------------------------------------------------------
+
+    def _rejoin(self, decodes: DecodeSet) -> None:
+        """Decodes whose batch is done are ready for the next. Where two sets meet, the smaller joins the larger."""
+        if len(decodes) > len(self.ready):
+            self.ready, decodes = decodes, self.ready
+        for sequence in list(decodes.members.values()):
+            decodes.settle(sequence)
+            self.ready.add(sequence)
+
+    def _feed(self, now: float) -> None:
+        """Give KV to decodes that have filled their lease; take it from the youngest when the pool is empty."""
+        hungry = sorted({*self.ready.take_full(), *self._parked.values()}, key=lambda s: s.order)
+        self._parked = {}
+        for sequence in hungry:
+            if sequence.lease is None:  # given up for an older one, just now
+                continue
+            self._provide(sequence, now)
+            name = sequence.request.id
+            if name not in self._sequences:  # another group has taken over
+                continue
+            if sequence.lease.tokens > sequence.computed - sequence.base:
+                if name in self.ready.members:
+                    self.ready.watch(sequence)
+                else:
+                    self.ready.add(sequence)
+            else:
+                if name in self.ready.members:
+                    self.ready.remove(sequence)
+                self._parked[name] = sequence
+
+    def _provide(self, sequence: Sequence, now: float) -> None:
+        """KV for one decode, whoever must go for it."""
+        while not self._admission.grow(sequence):
+            others = self._neighbours
+            if others is not None and sequence.limit != WHOLE and others.widen(sequence, now):
+                return
+            if sequence.computed - sequence.base >= sequence.limit or not self.evict_behind(sequence, now):
+                return
+
+    def evict_behind(self, sequence: Sequence, now: float) -> bool:
+        """Take the KV of the youngest request that holds some here, came after `sequence` and is in no batch in
+        flight. False: there is none."""
+        behind = [s for s in self.holders.values() if s.order > sequence.order and not self.flying(s)]
+        others = self._neighbours
+        if others is not None:
+            behind += [s for s in others.guests(self.group) if s.order > sequence.order and not others.flying(s)]
+        victim = max(behind, key=lambda s: s.order, default=None)
+        if victim is None:
+            return False
+        here = victim.request.id in self._sequences
+        self._untold.append(self.give_up(victim, now) if here or others is None else others.give_up(victim, now))
+        return True
+
+    def give_up(self, sequence: Sequence, now: float) -> Event:
+        """Preempt by recomputation: free the KV, keep the generated count, queue for prefill of all that is known."""
+        name = sequence.request.id
+        if name in self.ready.members:
+            self.ready.remove(sequence)
+        lost = sequence.computed
+        self._parked.pop(name, None)
+        self._release(sequence)
+        self.promises.end(sequence)
+        sequence.skipped_since = None
+        sequence.computed = sequence.scheduled = 0
+        if sequence.slot >= 0:
+            self._queue.update(sequence, self.urgency.line(sequence))
+        else:
+            self._queue.add(sequence, self.urgency.line(sequence))
+        return Event("preempted", name, now, lost)
+
+    # -- ends, and other groups ---------------------------------------------------------------------------------
+
+    def flying(self, sequence: Sequence) -> bool:
+        """Whether a request whose rows are computed here is in a batch in flight."""
+        if sequence.in_flight:
+            return True
+        return any(sequence.request.id in flight.decodes.members for flight in self._flights.values())
+
+    def _end(self, sequence: Sequence, now: float) -> Event:
+        name = sequence.request.id
+        if sequence.slot >= 0:
+            self._queue.remove(sequence)
+        self._parked.pop(name, None)
+        self._aborting.pop(name, None)
+        self._staging.pop(name, None)
+        self.promises.end(sequence)
+        if sequence is self.urgency.incumbent:
+            self.urgency.incumbent = None
+        self._release(sequence)
+        del self._sequences[name]
+        return Event("aborted" if sequence.aborted else "finished", name, now)
+
+    def _stage(self, sequence: Sequence, now: float) -> Event:
+        """A request that hands over has its token: its KV stays, and it goes."""
+        name, lease = sequence.request.id, sequence.lease
+        assert lease is not None
+        self._parked.pop(name, None)
+        self._staging.pop(name, None)
+        self.promises.end(sequence)
+        if sequence is self.urgency.incumbent:
+            self.urgency.incumbent = None
+        sequence.lease = None
+        del self._sequences[name], self.holders[name]
+        self.custody.keep(lease)
+        return Event("staged", name, now, sequence.computed)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.lease is None:
+            return
+        self.ledger.free(sequence.lease)
+        sequence.lease = None
+        del self.holders[sequence.request.id]
+        if sequence.slot >= 0:
+            self._queue.note_begun(sequence, False)
+        if sequence.shards:
+            for shard in sequence.shards:
+                shard.ledger.free(shard.lease)
+            sequence.shards, sequence.base = (), 0
+            if self._neighbours is not None:
+                self._neighbours.released(sequence)
+
+    def reserve(self, sequence: Sequence, start: int) -> Lease | None:
+        """KV for the next shard of a request that other groups hold up to token `start`; None: there is no room."""
+        return self._admission.shard(sequence, start)
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Another group is about to take over a request that is not decoding in flight; its lease here stays."""
+        name = sequence.request.id
+        if sequence.slot >= 0:
+            self._queue.remove(sequence)
+        elif name in self.ready.members:
+            self.ready.remove(sequence)
+        self._parked.pop(name, None)
+        if sequence is self.urgency.incumbent:
+            self.urgency.incumbent = None
+        if sequence.decoding:
+            self.promises.leave(sequence)
+        del self._sequences[name], self.holders[name]
+
+    def take_over(self, sequence: Sequence) -> None:
+        """Compute the rows of a request from now on. It holds a lease here."""
+        name = sequence.request.id
+        self._sequences[name] = self.holders[name] = sequence
+        sequence.last_progress = self._iterations
+        if sequence.decoding:
+            self.ready.add(sequence)
+            self.promises.begin(sequence)
+        else:
+            self._queue.add(sequence, self.urgency.line(sequence))
+
+    def outstanding_s(self) -> float:
+        """Predicted seconds of what is ahead of a newcomer: waiting prefills, and one iteration of the decodes over all
+        KV that is leased (which is the same however many steps of theirs are taken at once)."""
+        count = len(self.ready) + sum(len(flight.decodes) for flight in self._flights.values())
+        decodes_s = load_s(self.latency, Load(count, count, self.ledger.used_tokens)) if count else 0.0
+        return sum(sequence.work_s for sequence in self._queue) + decodes_s

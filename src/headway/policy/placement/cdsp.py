@@ -1,0 +1,197 @@
+"""Tetris's planner (Algorithms 1-3) as it is used: the same plans as `cdsp_literal`, in microseconds.
+
+Four observations make it fast. Eq. (2) is an absolute time line: a chunk starts at the later of the previous chunk's
+end and its group's latest free time, so pools are never copied. On a node, groups are always the first so many by free
+time, so a group is a count a node. Eq. (1) is solved in closed form. And no completion beats what is left at the
+fastest size, so most pairs need not be tried. The search is in C++ where a compiler is at hand, else in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from headway.core.errors import ConfigError
+from headway.perf.latency.eq1 import Coefficients, Eq1Latency
+from headway.policy.placement.cdsp_literal import Allocation, Chunk
+from headway.policy.placement.cdsp_native import NativeSearch, native_search
+
+Counts = tuple[int, ...]
+"""A group: how many instances of each node, those that are free first."""
+
+
+class Size(NamedTuple):
+    """An SP size and Eq. (1) for it; `smaller`: the coefficients of the next smaller size."""
+
+    sp: int
+    at: Coefficients
+    smaller: Coefficients | None
+
+
+class CdspPlanner:
+    """Plans for one pool of instances. Not thread-safe."""
+
+    def __init__(
+        self, latency: Eq1Latency, sizes: Sequence[int], node_of: Sequence[int], *, native: bool | None = None
+    ) -> None:
+        """node_of: node of each instance. native: None: where it can be had; True: ConfigError where it cannot."""
+        given = sorted(s for s in set(sizes) if s <= len(node_of))
+        unknown = [s for s in given if s not in latency.sizes]
+        if unknown or not given:
+            raise ConfigError(
+                f"Eq. (1) has SP sizes {list(latency.sizes)}, and {unknown or 'none of them'} were asked for"
+            )
+        found = [latency.sizes[s] for s in given]
+        self.sizes = tuple(Size(s, at, before) for s, at, before in zip(given, found, [None, *found[:-1]], strict=True))
+        self._prune = all(
+            x.a >= 0 and x.b >= y.b and x.c >= y.c and x.d >= y.d and y.c >= 2 * y.d * (1 - 1e-12)
+            for x, y in pairwise(found)
+        ) and found[0].c >= 2 * found[0].d * (1 - 1e-12)
+        nodes: dict[int, list[int]] = {}
+        for i, node in enumerate(node_of):
+            nodes.setdefault(node, []).append(i)
+        self._members = [ids for _, ids in sorted(nodes.items())]
+        self._native: NativeSearch | None = None
+        if native is not False:
+            self._native = native_search(self._members, [(s.sp, s.at) for s in self.sizes], self._prune)
+            if native and self._native is None:
+                raise ConfigError("the compiled planner needs a C++ compiler")
+
+    @property
+    def is_native(self) -> bool:
+        return self._native is not None
+
+    def plan(
+        self, tokens: int, queue_s: Sequence[float], rate: float, cached: int = 0, *, single: bool = False
+    ) -> Allocation:
+        """The chunks of a new request of `tokens` uncached tokens. queue_s: seconds until each instance is free, at
+        least 0. rate: the improvement that a larger size must bring. single: the single-chunk plan (Algorithm 2)."""
+        if self._native is not None:
+            return self._native.plan(tokens, queue_s, rate, cached, single)
+        return _Search(self, queue_s, rate, single).plan(tokens, cached)
+
+
+class _Search:
+    """One request's search in Python."""
+
+    def __init__(self, planner: CdspPlanner, queue_s: Sequence[float], rate: float, single: bool) -> None:
+        self.sizes, self._prune = planner.sizes, planner._prune
+        self._keep, self._chunks = 1.0 - rate, not single
+        self._order = [sorted(ids, key=queue_s.__getitem__) for ids in planner._members]
+        self._free = [[queue_s[i] for i in ids] for ids in self._order]
+        self._one_node = len(self._free) == 1
+        self._best_s = float("inf")
+        self._best: tuple[tuple[int, Counts], ...] = ()
+
+    def plan(self, tokens: int, cached: int) -> Allocation:
+        pool = tuple(map(len, self._free))
+        self._schedule(tokens, cached, 0.0, (0,) * len(pool), (), self.sizes, pool)
+        return Allocation(
+            tuple(
+                Chunk(n, tuple(sorted(i for ids, k in zip(self._order, counts, strict=True) for i in ids[:k])))
+                for n, counts in self._best
+            ),
+            self._best_s,
+        )
+
+    def _schedule(
+        self,
+        left: int,
+        past: int,
+        now: float,
+        initial: Counts,
+        chunks: tuple[tuple[int, Counts], ...],
+        sizes: Sequence[Size],
+        pool: Counts,
+    ) -> None:
+        """Algorithm 1 from `now` on; better plans replace the best."""
+        limit, group, most = float("inf"), initial, 0
+        for k, (sp, at, _) in enumerate(sizes):
+            counts, free_s = self._group(pool, initial, sp, now)
+            wait_s = free_s - now if free_s > now else 0.0
+            ttft_s = wait_s + at.a + left * (at.b + at.c * past + at.d * left)
+            if ttft_s < limit * self._keep:
+                limit, group, most = ttft_s, counts, k
+        if now + limit < self._best_s:
+            self._best_s, self._best = now + limit, (*chunks, (left, group))
+        for i in range(most if self._chunks else 0):
+            sp, at, smaller = sizes[i]
+            mine, mine_s = self._group(group, initial, sp, now)
+            begin_s = max(now, mine_s)
+            for j in range(i + 1, most + 1):
+                other_s = self._group(group, mine, sizes[j].sp, now)[1]
+                rest_s = other_s - begin_s - at.a
+                if rest_s <= 0.0:
+                    continue
+                linear = at.b + at.c * past
+                root = linear + math.sqrt(linear * linear + 4.0 * at.d * rest_s)
+                n = min(left, int(2.0 * rest_s / root)) if root > 0 else left
+                if n <= 0:
+                    continue
+                mine_t = at.a + n * (at.b + at.c * past + at.d * n)
+                if smaller is not None and mine_t >= smaller.a + n * (smaller.b + smaller.c * past + smaller.d * n):
+                    continue
+                end_s = begin_s + mine_t
+                if n == left:
+                    if end_s < self._best_s:
+                        self._best_s, self._best = end_s, (*chunks, (n, mine))
+                    continue
+                if self._prune and end_s + self._least(past + n, left - n, sizes, j, most) >= self._best_s:
+                    continue
+                self._schedule(left - n, past + n, end_s, mine, (*chunks, (n, mine)), sizes[j : most + 1], group)
+
+    @staticmethod
+    def _least(past: int, left: int, sizes: Sequence[Size], first: int, last: int) -> float:
+        """What the rest takes at least, whatever is waited for."""
+        least = float("inf")
+        for k in range(first, last + 1):
+            at = sizes[k].at
+            seconds = at.a + left * (at.b + at.c * past + at.d * left)
+            if seconds < least:
+                least = seconds
+        return least
+
+    def _group(self, pool: Counts, initial: Counts, size: int, now: float) -> tuple[Counts, float]:
+        """GetGroup: counts, and when all are free."""
+        free = self._free
+        if self._one_node:
+            return (size,), free[0][size - 1]
+        counts = list(initial)
+        need = size - sum(counts)
+        held = [n for n, k in enumerate(initial) if k]
+        while need > 0:  # inside held nodes, the shortest queue first
+            best, at = now, -1
+            for n in held:
+                k = counts[n]
+                if k < pool[n] and (at < 0 or max(free[n][k], now) < best):
+                    best, at = max(free[n][k], now), n
+            if at < 0:
+                break
+            counts[at] += 1
+            need -= 1
+        if need > 0:
+            self._spread(pool, counts, need, now)
+        return tuple(counts), max([free[n][k - 1] for n, k in enumerate(counts) if k])
+
+    def _spread(self, pool: Counts, counts: list[int], need: int, now: float) -> None:
+        """Over nodes that hold nothing yet: whole ones, then one for the rest, else the shortest queues anywhere."""
+        free = self._free
+        others = [n for n, k in enumerate(counts) if not k and pool[n]]
+        whole = max(pool[n] for n in others)
+        while need > whole:
+            full = [n for n in others if pool[n] == whole]
+            if not full:
+                break
+            node = min(full, key=lambda n: max(free[n][whole - 1], now))
+            others.remove(node)
+            counts[node] = whole
+            need -= whole
+        able = [n for n in others if pool[n] >= need]
+        if able:
+            counts[min(able, key=lambda n: max(free[n][need - 1], now))] = need
+            return
+        for _ in range(need):
+            node = min((n for n in others if counts[n] < pool[n]), key=lambda n: max(free[n][counts[n]], now))
+            counts[node] += 1

@@ -1,0 +1,137 @@
+"""Tetris §5.1, Algorithms 1-3 as they are printed: the reference that the fast planner is held against.
+
+Queues are relative times, pools are copied and updated by Eq. (2), and every size pair is tried. Where the paper is
+silent: SP sizes ascend; the improvement rate compares with the best so far; a chunk that takes the whole rest is a
+complete plan (Algorithm 1 would call itself with nothing left, and pay one more constant); a chunk is illegal when it
+has no tokens or would be no slower on the next smaller size ("too short to yield benefits"); where no node can hold a
+remainder alone, the shortest queues anywhere are taken; ties go to lower ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from headway.perf.latency.groups import GroupLatency, GroupShape
+
+Pool = Mapping[int, float]
+"""Queuing seconds T_i of each instance."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of one chunk, and the instances that compute it, in order of id."""
+
+    tokens: int
+    group: tuple[int, ...]
+
+
+class Allocation(NamedTuple):
+    """Chunks in order, and the time to the first token that they are estimated to give."""
+
+    chunks: tuple[Chunk, ...]
+    ttft_s: float
+
+
+class LiteralPlanner:
+    """Algorithms 1-3. `node_of`: each instance's node; `sizes`: SP size candidates."""
+
+    def __init__(self, latency: GroupLatency, sizes: Sequence[int], node_of: Sequence[int], rate: float) -> None:
+        self._latency, self._nodes, self.rate = latency, list(node_of), rate
+        self.sizes = tuple(sorted(s for s in sizes if s <= len(self._nodes)))
+
+    def plan(self, tokens: int, pool: Pool, cached: int = 0) -> Allocation:
+        """The allocation of a new request; `cached` tokens of it need no work."""
+        return self._schedule(tokens, (), 0.0, cached, self.sizes, pool)
+
+    # -- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    def _schedule(
+        self, left: int, before: tuple[Chunk, ...], elapsed_s: float, past: int, sizes: Sequence[int], pool: Pool
+    ) -> Allocation:
+        """`elapsed_s` and `past` are what A's chunks sum to."""
+        group, alone_s = self._single_chunk(left, before, past, sizes, pool)
+        best = Allocation((*before, Chunk(left, group)), elapsed_s + alone_s)
+        smaller = [s for s in sizes if s <= len(group)]
+        inside = {i: pool[i] for i in group}
+        for i, current in enumerate(smaller):
+            for following in smaller[i + 1 :]:
+                tokens, mine, queue_s = self._chunk_plan(left, before, past, current, following, inside)
+                if self._illegal(tokens, past, current):
+                    continue
+                took_s = queue_s + self._prefill_s(current, past, tokens)
+                chunks = (*before, Chunk(tokens, mine))
+                if tokens == left:
+                    found = Allocation(chunks, elapsed_s + took_s)
+                else:
+                    updated = {k: max(0.0, t - took_s) for k, t in inside.items()}  # Eq. (2)
+                    rest = [s for s in smaller if s >= following]
+                    found = self._schedule(left - tokens, chunks, elapsed_s + took_s, past + tokens, rest, updated)
+                if found.ttft_s < best.ttft_s:
+                    best = found
+        return best
+
+    def _illegal(self, tokens: int, past: int, size: int) -> bool:
+        if tokens <= 0:
+            return True
+        at = self.sizes.index(size)
+        if at == 0:
+            return False
+        return self._prefill_s(size, past, tokens) >= self._prefill_s(self.sizes[at - 1], past, tokens)
+
+    # -- Algorithm 2 ------------------------------------------------------------------------------------------------
+
+    def _single_chunk(
+        self, left: int, before: tuple[Chunk, ...], past: int, sizes: Sequence[int], pool: Pool
+    ) -> tuple[tuple[int, ...], float]:
+        initial = before[-1].group if before else ()
+        best_s, best = float("inf"), initial
+        for size in sizes:
+            group = self.get_group(pool, initial, size)
+            ttft_s = max(pool[i] for i in group) + self._prefill_s(size, past, left)
+            if ttft_s < best_s * (1.0 - self.rate):
+                best_s, best = ttft_s, group
+        return best, best_s
+
+    # -- Algorithm 3 ------------------------------------------------------------------------------------------------
+
+    def _chunk_plan(
+        self, left: int, before: tuple[Chunk, ...], past: int, current: int, following: int, pool: Pool
+    ) -> tuple[int, tuple[int, ...], float]:
+        initial = before[-1].group if before else ()
+        mine = self.get_group(pool, initial, current)
+        others = self.get_group(pool, mine, following)
+        queue_s = max(pool[i] for i in mine)
+        budget_s = max(pool[i] for i in others) - queue_s
+        tokens = self._latency.solve_tokens(past, budget_s, GroupShape(current)) if budget_s > 0 else 0
+        return min(left, tokens), mine, queue_s
+
+    # -- GetGroup ---------------------------------------------------------------------------------------------------
+
+    def get_group(self, pool: Pool, initial: Sequence[int], size: int) -> tuple[int, ...]:
+        """`initial` extended to `size` instances of the pool."""
+        chosen = list(initial)
+        held = {self._nodes[i] for i in initial}
+        inside = sorted((i for i in pool if self._nodes[i] in held and i not in chosen), key=lambda i: (pool[i], i))
+        chosen += inside[: size - len(chosen)]
+        free: dict[int, list[int]] = {}
+        for i in sorted(pool, key=lambda i: (pool[i], i)):
+            if self._nodes[i] not in held:
+                free.setdefault(self._nodes[i], []).append(i)
+        whole = max(map(len, free.values()), default=0)
+        while (need := size - len(chosen)) > whole > 0 and (
+            full := [n for n, ids in free.items() if len(ids) == whole]
+        ):
+            node = min(full, key=lambda n: (pool[free[n][-1]], n))
+            chosen += free.pop(node)
+        if need > 0:
+            able = [n for n, ids in free.items() if len(ids) >= need]
+            if able:
+                node = min(able, key=lambda n: (pool[free[n][need - 1]], n))
+                chosen += free[node][:need]
+            else:
+                rest = sorted((i for ids in free.values() for i in ids), key=lambda i: (pool[i], i))
+                chosen += rest[:need]
+        return tuple(sorted(chosen))
+
+    def _prefill_s(self, size: int, past: int, tokens: int) -> float:
+        return self._latency.prefill_s(past, tokens, GroupShape(size))

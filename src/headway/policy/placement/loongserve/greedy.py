@@ -1,0 +1,71 @@
+"""LoongServe's single-request scheduling as Tetris §2.4 describes and §7.1 compares with: no look at the load.
+
+Each request, when it arrives, gets the size and group that end its own prefill first, with what is queued there before
+it; of equal ends the larger group. Prefill instances only; decodes go as in Tetris.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.core.span import Span, Strategy
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.base import Action, Arrived, Commit, Event, Refused
+from headway.policy.placement.decode import DecodeSide
+from headway.policy.placement.groups import by_free_time, first_free_of
+from headway.policy.placement.loongserve.options import Options
+from headway.policy.placement.registry import Surroundings
+from headway.policy.placement.view import ClusterView
+
+
+class Greedy:
+    """See the module."""
+
+    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+        self._latency, self._options = surroundings.latency, options
+        self._decodes = DecodeSide()
+        self._requests: dict[str, Request] = {}
+        self._able: tuple[int, ...] = ()
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            self._requests[event.request.id] = event.request
+            return self._place(event.request, view)
+        if isinstance(event, Refused) and event.verb == "commit":
+            self._decodes.withdraw(event.request)
+            return self._place(self._requests[event.request], view)
+        return self._decodes.on_event(event)
+
+    def next_wakeup(self, now: float) -> float | None:
+        return None
+
+    def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
+        group = self._best(request, view)
+        span = Span(
+            request=request,
+            start=request.cached_tokens,
+            end=request.prompt_tokens,
+            group=group,
+            strategy=Strategy(attn="striped" if len(group) > 1 else "local"),
+        )
+        return [Commit(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
+
+    def _best(self, request: Request, view: ClusterView) -> tuple[int, ...]:
+        if not self._able:
+            self._able = view.with_role("prefill")
+            if not self._able:
+                raise ConfigError("loongserve: `prefill: greedy` needs a cluster of prefill (and decode) instances")
+        past, tokens = request.cached_tokens, request.prompt_tokens - request.cached_tokens
+        most = min(self._options.max_sp or len(self._able), len(self._able))
+        sizes = sorted({1 << k for k in range(most.bit_length()) if 1 << k <= most} | {most})
+        best, first_s = self._able[:1], float("inf")
+        nodes = by_free_time(view, self._able)
+        for size in sizes:
+            group = first_free_of(view, nodes, size)
+            start_s = max(view.now_s, *(view.instances[i].free_at_s for i in group))
+            end_s = start_s + self._latency.prefill_s(past, tokens, GroupShape(size, view.nodes_of(group)))
+            if end_s <= first_s:
+                best, first_s = group, end_s
+        return best

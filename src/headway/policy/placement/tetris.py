@@ -1,0 +1,156 @@
+"""Tetris (§5): chunks of a prompt on growing groups, filling the gaps between instances' queues, with load-aware sizes.
+
+Every request is planned when it arrives, on the absolute time line of what is committed, and committed whole; its
+decode instance is chosen then too. Latencies come as Eq. (1); any other model of groups is sampled and fitted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.core.span import Span, Strategy
+from headway.perf.latency import eq1
+from headway.perf.latency.groups import GroupLatency
+from headway.policy.placement.base import Action, Arrived, Commit, Dropped, Event, Finished, Refused
+from headway.policy.placement.cdsp import CdspPlanner
+from headway.policy.placement.cdsp_literal import Allocation, Chunk, LiteralPlanner
+from headway.policy.placement.decode import DecodeSide
+from headway.policy.placement.groups import prefilling
+from headway.policy.placement.registry import PolicyOptions, Surroundings
+from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
+from headway.policy.placement.view import ClusterView
+
+
+class Options(PolicyOptions, frozen=True, kw_only=True):
+    """sizes: SP size candidates (empty: powers of two). rate: a fixed improvement rate; or rates: pairs of (requests a
+    second, rate), or rates_file: a table; without any of them 0.3. window_s, refresh_s: how the load is observed.
+
+    single_chunk: Algorithm 1 without lines 5-21. literal: plan by the printed algorithms (slow). anchored: False keeps
+    to the plan's own time line and never learns when things really ended (to show what that costs).
+    """
+
+    sizes: tuple[int, ...] = ()
+    rate: float | None = None
+    rates: tuple[tuple[float, float], ...] = ()
+    rates_file: str | None = None
+    window_s: float = 30.0
+    refresh_s: float = 30.0
+    single_chunk: bool = False
+    literal: bool = False
+    anchored: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum((self.rate is not None, bool(self.rates), self.rates_file is not None)) > 1:
+            raise ValueError("give one of `rate`, `rates` and `rates_file`")
+        if self.rate is not None and not 0 <= self.rate < 1:
+            raise ValueError(f"`rate` must be from 0 to below 1, not {self.rate}")
+        if any(size < 1 for size in self.sizes):
+            raise ValueError("`sizes` must be at least 1")
+        if not (self.window_s > 0 and self.refresh_s > 0):
+            raise ValueError("`window_s` and `refresh_s` must be above 0")
+
+
+class Tetris:
+    """See the module. `rates.replace(table)` is the interface to update improvement rates (§6)."""
+
+    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+        self._latency, self._options = surroundings.latency, options
+        self.rates = RateControl(_table(options), options.window_s, options.refresh_s)
+        self._decodes = DecodeSide()
+        self._requests: dict[str, Request] = {}
+        self._planner: CdspPlanner | LiteralPlanner | None = None
+        self._ids: tuple[int, ...] = ()
+        self._own_free_s: list[float] = []
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        if isinstance(event, Arrived):
+            self._requests[event.request.id] = event.request
+            return self._place(event.request, view)
+        if isinstance(event, Refused) and event.verb == "commit":
+            self._decodes.withdraw(event.request)
+            return self._place(self._requests[event.request], view)
+        if isinstance(event, Finished | Dropped):
+            self._requests.pop(event.request, None)
+        return self._decodes.on_event(event)
+
+    def next_wakeup(self, now: float) -> float | None:
+        return None
+
+    def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
+        plan = self.plan(request, view)
+        spans = self.spans(plan, request, view)
+        if not self._options.anchored:
+            self._keep_time(plan, request, view.now_s)
+        transfers = self._decodes.place(request, [span.group for span in spans], view)
+        return [Commit(request.id, spans, view.version), *transfers]
+
+    def spans(self, plan: Allocation, request: Request, view: ClusterView) -> tuple[Span, ...]:
+        """A plan's chunks on the instances that they stand for."""
+        spans, start = [], request.cached_tokens
+        for tokens, group in plan.chunks:
+            ids = view.ordered(self._ids[i] for i in group)
+            strategy = Strategy(attn="striped" if len(ids) > 1 else "local")
+            spans.append(Span(request=request, start=start, end=start + tokens, group=ids, strategy=strategy))
+            start += tokens
+        return tuple(spans)
+
+    def plan(self, request: Request, view: ClusterView) -> Allocation:
+        """Chunks on positions among the prefill instances."""
+        now = view.now_s
+        planner = self._planner = self._planner or self._make(view)
+        if self._options.anchored:
+            queue_s = [max(0.0, view.instances[i].free_at_s - now) for i in self._ids]
+        else:
+            queue_s = [max(0.0, free - now) for free in self._own_free_s]
+        tokens, rate = request.prompt_tokens - request.cached_tokens, self.rates.rate(view)
+        if isinstance(planner, LiteralPlanner):
+            planner.rate = rate
+            return planner.plan(tokens, dict(enumerate(queue_s)), request.cached_tokens)
+        return planner.plan(tokens, queue_s, rate, request.cached_tokens, single=self._options.single_chunk)
+
+    def _keep_time(self, plan: Allocation, request: Request, now: float) -> None:
+        """Open loop: the plan is taken to come true."""
+        latency, past, at = _eq1(self._latency, self._sizes()), request.cached_tokens, now
+        for tokens, group in plan.chunks:
+            at = max(at, *(self._own_free_s[i] for i in group))
+            at += latency.sizes[len(group)].prefill_s(past, tokens)
+            past += tokens
+            for i in group:
+                self._own_free_s[i] = at
+
+    def _make(self, view: ClusterView) -> CdspPlanner | LiteralPlanner:
+        self._ids = view.ordered(prefilling(view, "tetris"))
+        self._own_free_s = [0.0] * len(self._ids)
+        nodes = [view.instances[i].node for i in self._ids]
+        if self._options.literal:
+            return LiteralPlanner(self._latency, self._sizes(), nodes, 0.0)
+        latency = _eq1(self._latency, self._sizes())
+        return CdspPlanner(latency, [s for s in self._sizes() if s in latency.sizes], nodes)
+
+    def _sizes(self) -> tuple[int, ...]:
+        known = self._latency.sizes if isinstance(self._latency, eq1.Eq1Latency) else None
+        sizes = self._options.sizes or tuple(1 << k for k in range(8))
+        return tuple(s for s in sizes if s <= len(self._ids) and (known is None or self._options.sizes or s in known))
+
+
+def _table(options: Options) -> RateTable:
+    if options.rates_file is not None:
+        return load_rates(Path(options.rates_file))
+    if options.rates:
+        return RateTable(points=options.rates)
+    return RateTable(points=((0.0, 0.3 if options.rate is None else options.rate),))
+
+
+def _eq1(latency: GroupLatency, sizes: Sequence[int]) -> eq1.Eq1Latency:
+    if isinstance(latency, eq1.Eq1Latency):
+        return latency
+    if not sizes:
+        raise ConfigError("tetris has no SP size that fits the prefill instances")
+    return eq1.fit_to(latency, sizes)
+
+
+__all__ = ["Allocation", "Chunk", "Options", "Tetris"]

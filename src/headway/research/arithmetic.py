@@ -1,0 +1,170 @@
+"""Times that need no scheduler: a lone prefill, a lone decode, and what KV parallelism makes of them.
+
+All from the shipped operator fits (`perf.latency.fitted`), one pipeline stage's prediction, every stage taken as
+slow as the
+last (it carries the LM head). Nothing public was measured beyond 12K tokens of history on an H100 (4K on an A100), so
+whatever is said here of longer contexts is extrapolated by the fit.
+
+The two modes differ in one assumption about kernels. paper: attention of a chunk over its history is spread over the
+whole device from the first token on, as Medha §3.1 says of its kernels. default: what was measured goes on up to the
+measured history, and only beyond it is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.hardware.models import model
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import Load, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.fitted import Assumptions, fitted
+from headway.perf.latency.layout import Cut, Layout, cut
+from headway.perf.latency.tables import TableLatency
+from headway.research.base import MODES, Mode
+
+SAMPLES = 400
+LEAST_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One instance's layout: a stage's predictor, and what crosses between stages and between KV groups."""
+
+    device: Accelerator
+    shape: ModelShape
+    layout: Layout
+    latency: TableLatency
+
+    @property
+    def stages(self) -> int:
+        return self.layout.stages
+
+    @property
+    def part(self) -> Cut:
+        """What a rank of the first stage holds; it has the most layers."""
+        return cut(self.shape, self.layout, 0)
+
+    def hop_s(self, rows: int) -> float:
+        """Activations of so many rows from a stage to the next, each rank over its own link."""
+        return self.layout.stage_link(self.device).transfer_s(
+            rows * self.shape.hidden * self.shape.dtype_bytes // self.layout.tp
+        )
+
+    def merge_s(self, rows: int, groups: int) -> float:
+        """KV parallelism's all-gather, over a stage's layers: each group sends the fp32 partial outputs and
+        log-sum-exps of its heads to each of the others, between nodes."""
+        if groups == 1:
+            return 0.0
+        link = self.layout.across_link(self.device)
+        partial = rows * self.part.q_heads * (self.part.head_dim + 1) * 4
+        return self.part.layers * link.transfer_s((groups - 1) * partial)
+
+    def chunk_s(self, past: float, tokens: int, decodes: int = 0, decode_kv: int = 0, groups: int = 1) -> float:
+        """A stage's iteration: one chunk, beside decodes, the history cut over `groups` (Mnemosyne Eq. 9: attention
+        over its groups, all else as before, and the merge)."""
+        rows = tokens + decodes
+        seconds = self.latency.rows_s(rows)
+        if tokens:
+            seconds += one_chunk_s(self.latency, round(past / groups), tokens)
+        if decodes:
+            seconds += self.latency.decode_s(decodes, decode_kv // groups)
+        return seconds + self.merge_s(rows, groups)
+
+    def through_s(self, stage_s: float, rows: int) -> float:
+        """From entering the first stage to leaving the last."""
+        return self.stages * stage_s + (self.stages - 1) * self.hop_s(rows)
+
+    def tbt_s(self, past: int, chunk: int = 0, groups: int = 1, chunk_past: int = 0) -> float:
+        """Time between tokens of one decode over `past` tokens, beside a chunk of another prompt if given: a token
+        leaves the last stage before the next one enters the first."""
+        return self.through_s(self.chunk_s(chunk_past, chunk, 1, past, groups), 1 + chunk)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A lone prefill. iterations: seconds of a stage, by chunk, in order (equal chunks may be sampled)."""
+
+    ttft_s: float
+    iterations: Seconds
+
+    @property
+    def worst_s(self) -> float:
+        return float(self.iterations.max())
+
+    def percentile_s(self, percent: float) -> float:
+        return float(np.percentile(self.iterations, percent))
+
+
+@cache
+def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> Machine:
+    """By names; the latency fit is compiled once."""
+    layout = Layout(tp=tp, stages=stages)
+    told = Assumptions(split_kv="always" if mode == "paper" else "beyond")
+    return Machine(accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=told))
+
+
+def static_prefill(m: Machine, prompt: int, chunk: int, groups: int = 1) -> Prefill:
+    """Equal chunks, each entering the first stage as the one before leaves it (SPP). With several KV groups one joins
+    after each such share of the prompt, and a chunk's history is what the fullest of them holds (Mnemosyne's Eq. 10
+    cuts it evenly; shards are only appended to)."""
+    shard = -(-prompt // groups)
+
+    def chunk_s(past: float, tokens: int) -> float:
+        return m.chunk_s(min(past, shard), tokens) + m.merge_s(tokens, 1 + int(past // shard))
+
+    starts = np.arange(0, prompt, chunk)
+    at = starts if starts.size <= SAMPLES else starts[np.unique(np.linspace(0, starts.size - 1, SAMPLES).astype(int))]
+    seconds = np.array([chunk_s(past, chunk) for past in at.tolist()])
+    if at.size < starts.size:
+        seconds = np.interp(starts, at, seconds)
+    last = prompt - int(starts[-1])
+    if last < chunk:
+        seconds[-1] = chunk_s(float(starts[-1]), last)
+    tail = (m.stages - 1) * (float(seconds[-1]) + m.hop_s(last))
+    return Prefill(float(seconds.sum()) + tail, seconds)
+
+
+def adaptive_prefill(m: Machine, prompt: int, t_target_s: float) -> Prefill:
+    """The largest chunk that a stage computes within its time, at least LEAST_CHUNK tokens (Medha §3.2)."""
+    past, seconds, chunk = 0, [], 0
+    while past < prompt:
+        chunk, _ = solve_tokens(m.latency, Load(), past, prompt - past, t_target_s)
+        chunk = min(max(chunk, LEAST_CHUNK), prompt - past)
+        seconds.append(m.chunk_s(past, chunk))
+        past += chunk
+    tail = (m.stages - 1) * (max(seconds[-m.stages :]) + m.hop_s(chunk))
+    return Prefill(sum(seconds) + tail, np.array(seconds))
+
+
+def prefill_flops(shape: ModelShape, prompt: int) -> float:
+    """Model FLOPs of a prompt, causal attention counted as causal."""
+    return shape.linear_flops(prompt) + shape.attention_flops(prompt, 0)
+
+
+def latency_source(*machines: Machine, scenario: str) -> dict[str, Any]:
+    """The `source` of a report that rests on arithmetic."""
+    unique = {m.latency.source.fingerprint: m for m in machines}
+    return {
+        "latency": [
+            {
+                "of": name,
+                "status": m.latency.source.status,
+                "families": m.latency.source.details.get("families", {}),
+                "validated_history": m.latency.source.validated_past,
+                "provenance": m.latency.source.provenance,
+            }
+            for name, m in unique.items()
+        ],
+        "scenario": scenario,
+        "modes": "paper: attention kernels split KV over the device always; default: beyond the measured history",
+        "seeds": [],
+        "window_s": None,
+    }
+
+
+__all__ = ["MODES", "Machine", "Prefill", "adaptive_prefill", "latency_source", "machine", "static_prefill"]

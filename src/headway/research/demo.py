@@ -1,0 +1,193 @@
+"""`headway demo`: one long document and a stream of chats, on Headway's policy and on first come, first served.
+
+The model is the embedded one, which truly does one thing: it finds a passkey in a document. So answers can be checked:
+the document hides one passkey, and each chat is a few lines of source code with one of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from headway.serving.load.arguments import tokens
+from headway.serving.load.client import Job, text_prompt
+from headway.serving.load.command import end_like_ctrl_c
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, Prompts
+from headway.serving.load.convoy_json import convoy_json
+from headway.serving.load.policies import parse_policies
+from headway.serving.load.served import Served, report, serve_and_measure
+from headway.serving.load.server_process import SERVE
+from headway.sim.report.units import duration
+from headway.sim.report.units import tokens as spell
+
+ANSWER_TOKENS = 12
+ROOM_TOKENS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `headway demo`."""
+    parser.add_argument("--document-tokens", type=tokens, default=48_000, help="(default %(default)s)")
+    parser.add_argument(
+        "--chat-tokens", type=tokens, default=150, help="length of a chat's prompt (default %(default)s)"
+    )
+    parser.add_argument(
+        "--chat-interval", type=float, default=0.5, metavar="S", help="between chats (default %(default)s)"
+    )
+    parser.add_argument("--policies", default="lars,fcfs", help="as in `bench convoy` (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="where picture and JSON go (default %(default)s/)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which document, which passkeys (default %(default)s)")
+    parser.add_argument("--server-args", default="", help="further arguments for `headway serve`, as one string")
+    parser.add_argument("--server-command", help="start this instead of `headway serve`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; 0 only if every request was answered and every passkey was right."""
+    from headway.runtime.embedded import model_path
+    from headway.sim.report.console import say, show
+
+    end_like_ctrl_c()
+    texts = DemoTexts(str(model_path()), args.document_tokens, args.chat_tokens, args.seed)
+    size = spell(texts.document_tokens)
+    say(f"the document: {size} tokens of Python's standard library, with a passkey hidden at {texts.depth:.0%} of it")
+    plan = ConvoyPlan(
+        long_tokens=texts.document_tokens,
+        long_output=ANSWER_TOKENS,
+        short_tokens=args.chat_tokens,
+        short_output=ANSWER_TOKENS,
+        short_interval_s=args.chat_interval,
+        warmup=3,
+        alone=False,
+        max_s=60.0,
+        seed=args.seed,
+    )
+    served = Served(
+        model=str(model_path()),
+        max_model_len=texts.document_tokens + ROOM_TOKENS,
+        arguments=tuple(shlex.split(args.server_args)),
+        command=tuple(shlex.split(args.server_command)) if args.server_command else SERVE,
+    )
+    results, right = [], True
+    answers: list[str] = []
+    for spec in parse_policies(args.policies):
+        texts.restart()
+        run_ = serve_and_measure(served, spec, plan, texts.prompts())
+        results.append((spec, run_))
+        words, good = _answers(spec.policy, run_, texts)
+        answers.append(words)
+        right = right and good
+    data = convoy_json("embedded", plan, results)
+    status = report(data, args.out / "convoy.json", args.out / "convoy", titles=[_title(one) for one in data["runs"]])
+    for line in [*answers, *_sentences(data)]:
+        show(line)
+    return status or (0 if right else 1)
+
+
+class DemoTexts:
+    """The document and the chats, each with its passkey; the same for every policy after `restart`."""
+
+    def __init__(self, model: str, document_tokens: int, chat_tokens: int, seed: int) -> None:
+        from headway.runtime.embedded.passkey import make_document
+
+        count_tokens = token_counter(model)
+        document = make_document(document_tokens, seed, count_tokens)
+        self.passkey, self.depth = document.passkey, document.depth
+        self.document_tokens = count_tokens(document.prompt)
+        self._document = document.prompt
+        self._chats = (make_document(chat_tokens, seed + 1 + i, count_tokens) for i in count())
+        self._made: list[tuple[str, str]] = []
+        self._next: Iterator[int] = count()
+        self._chat_tokens = chat_tokens
+
+    def restart(self) -> None:
+        """Begin again with the first chat."""
+        self._next = count()
+
+    def prompts(self) -> Prompts:
+        """For the convoy: the document as the long prompt, chats as the short ones."""
+        return Prompts(
+            long=lambda: _job("document", self._document, self.document_tokens),
+            short=lambda: self._chat(next(self._next)),
+        )
+
+    def _chat(self, number: int) -> Job:
+        while len(self._made) <= number:
+            chat = next(self._chats)
+            self._made.append((chat.prompt, chat.passkey))
+        return _job("chat", self._made[number][0], self._chat_tokens)
+
+    def chat_passkey(self, number: int) -> str:
+        """What the answer to the number-th chat must begin with."""
+        return self._made[number][1]
+
+
+def token_counter(model: str) -> Callable[[str], int]:
+    """Counts tokens as the model's own tokenizer does."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text).ids)
+
+
+def _job(klass: str, text: str, length: int) -> Job:
+    return Job(
+        id="",
+        klass=klass,
+        prompt=text_prompt(text),
+        prompt_tokens=length,
+        output_tokens=ANSWER_TOKENS,
+        ignore_eos=False,
+        keep_text=True,
+    )
+
+
+def _answers(policy: str, run: ConvoyRun, texts: DemoTexts) -> tuple[str, bool]:
+    """A sentence on the answers under one policy, and whether all were right."""
+    found = [digits(convoy.long.text) for convoy in run.convoys]
+    shorts = run.shorts
+    first = len(run.shorts_alone)
+    good = sum(digits(short.text) == texts.chat_passkey(first + i) for i, short in enumerate(shorts))
+    document_good = all(answer == texts.passkey for answer in found)
+    verdict = "right" if document_good else f"WRONG, it is {texts.passkey}"
+    words = f"{policy}: passkey in the document: {', '.join(found)} ({verdict})"
+    return f"{words}; chats answered right: {good} of {len(shorts)}", document_good and good == len(shorts)
+
+
+def digits(text: str | None) -> str:
+    """The number that an answer begins with; empty if there is none."""
+    body = (text or "").lstrip()
+    end = next((i for i, letter in enumerate(body) if not letter.isdigit()), len(body))
+    return body[:end]
+
+
+def _waits(run: dict[str, Any]) -> bool:
+    """Whether chats waited for the document: their median wait is more than a tenth of its time."""
+    median, long_s = run["short"]["ttft_s"]["p50"], run["long"]["ttft_s"]["p50"]
+    return median is not None and long_s is not None and median > long_s / 10
+
+
+def _title(run: dict[str, Any]) -> str:
+    name = "first come, first served" if run["policy"] == "fcfs" else str(run["policy"]).upper()
+    return f"{name}: chats {'wait' if _waits(run) else 'do not wait'}"
+
+
+def _sentences(data: dict[str, Any]) -> list[str]:
+    """What was seen, in words, from the data."""
+    lines = []
+    for run in data["runs"]:
+        short, long_s = run["short"], run["long"]["ttft_s"]["p50"]
+        median, worst = duration(short["ttft_s"]["p50"]), duration(short["ttft_s"]["max"])
+        lines.append(
+            f"{run['policy']}, {run['chunking']}: the document was read in {duration(long_s)}; "
+            f"{short['n']} chats sent meanwhile got their first token after {median} (median), {worst} at worst"
+        )
+    medians = [run["short"]["ttft_s"]["p50"] for run in data["runs"]]
+    if len(medians) == 2 and all(medians):
+        first, second = (run["policy"] for run in data["runs"])
+        lines.append(f"a chat's median wait under {second} is {medians[1] / medians[0]:.1f} times that under {first}")
+    return lines

@@ -1,0 +1,100 @@
+"""One request alone on KV groups, served: the live scheduler on the simulator's clock, group by group.
+
+The request enters one group; whenever its shard there is full another group joins
+(`policy.iteration.grouped_scheduler`). Shards are
+equal: the request's tokens over the groups. Each point is a scenario file; the modes of latency differ as in
+`arithmetic`, which gives the same figures by Mnemosyne's Eqs. 9 and 10 and is compared with what is served here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from headway.research.arithmetic import machine
+from headway.research.base import Mode
+from headway.sim.build import instance_of, run_of
+from headway.sim.event_loop import simulate
+from headway.sim.metrics import definitions
+from headway.sim.requests import requests_of
+from headway.sim.result import Join
+from headway.sim.scenario import parse_scenario
+
+PREFILL_CHUNK = 4096
+TOKENS = 17
+"""Output of a request whose decode is looked at: 16 gaps."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request alone. tbt_s: median gap between its tokens (None: one token only). Of its prefill's batches, in
+    order: when each began, from its entering the first stage to its leaving the last, and the groups that took part."""
+
+    ttft_s: float
+    tbt_s: float | None
+    began_s: tuple[float, ...]
+    through_s: tuple[float, ...]
+    groups: tuple[int, ...]
+    joins: tuple[Join, ...]
+
+    def through_percentile_s(self, percent: float) -> float:
+        """What a decode beside the prefill waits for its token, percentile over batches."""
+        return float(np.percentile(self.through_s, percent))
+
+
+def scenario(name: str, tp: int, stages: int, groups: int, prompt: int, chunk: int, output: int = 1) -> dict[str, Any]:
+    """The set-up as a scenario's data, as `headway simulate` takes it (default mode's latencies)."""
+    layout: dict[str, Any] = {"tp": tp, "stages": stages, "kvp": groups}
+    if groups > 1:
+        layout["shard_tokens"] = -(-prompt // groups)
+    return {
+        "name": f"{name}, {prompt:,} tokens, TP{tp} × {stages} stages × {groups} KV groups, chunks of {chunk}",
+        "about": "latencies fitted to public H100 operator profiles; contexts beyond 12K tokens extrapolated",
+        "cluster": {"accelerator": "h100"},
+        "model": name,
+        "layout": layout,
+        "latency": {"source": "fitted"},
+        "policy": {
+            "policy": "fcfs", "chunking": f"static:{chunk}", "max_num_batched_tokens": chunk, "max_num_seqs": 8,
+            "reserve_tokens": 0, "kv_headroom": 0.0,
+        },
+        "workload": {
+            "mix": [{"class": "long", "prompt": f"fixed:{prompt}", "output": f"fixed:{output}"}],
+            "requests": 1, "arrivals": "at-once",
+        },
+    }  # fmt: skip
+
+
+@cache
+def served(
+    name: str, tp: int, stages: int, groups: int, prompt: int, chunk: int, mode: Mode, output: int = 1
+) -> Served:
+    """Simulate. Raises InfeasibleError where memory does not allow it."""
+    setting = parse_scenario(scenario(name, tp, stages, groups, prompt, chunk, output))
+    work = requests_of(setting.workload, None, 0)
+    spec = replace(instance_of(setting, work), latency=machine("h100", name, tp, stages, mode).latency)
+    result = simulate(spec, work, run_of(setting, 0, keep_iterations=True))
+    (record,) = result.records
+    rows = [row for row in result.iterations if row.chunks]
+    first_s = definitions.ttft_s(record)
+    assert first_s is not None
+    assert record.ok
+    gaps = definitions.tbt_s(record)
+    return Served(
+        ttft_s=first_s,
+        tbt_s=float(np.median(gaps)) if output > 1 else None,
+        began_s=tuple(row.stages[0][0] for row in rows),
+        through_s=tuple(row.done_s - row.stages[0][0] for row in rows),
+        groups=tuple(len(row.groups) for row in rows),
+        joins=result.replicas[0].joins,
+    )
+
+
+def served_tbt_s(name: str, stages: int, context: int, groups: int, mode: Mode) -> float:
+    """Time between tokens of one decode over `context` tokens, TP8, its prefill in chunks of 4096 before it."""
+    found = served(name, 8, stages, groups, context, PREFILL_CHUNK, mode, TOKENS).tbt_s
+    assert found is not None
+    return found

@@ -1,0 +1,189 @@
+"""The TTFT-TBT trade-off of 3D parallelism, and how groups join: Medha Figs. 6 and 20, Mnemosyne Figs. 18 and 19.
+
+Rows are served (`kvp_served`): one prefill, groups joining as their shards fill. Fig. 20's curves, three dozen prefills
+of up to 125,000 chunks, are drawn by arithmetic over the same fitted latencies (Mnemosyne's Eq. 10 with shards that
+fill one after another), and a row says how far that is from what is served. The caption says p_tp = 4 and p_spp = 4
+with 8 KV heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from headway.research.arithmetic import latency_source, machine, static_prefill
+from headway.research.base import MODES, Mode, Options, Panel, Report, Row
+from headway.research.kvp_served import Served, scenario, served
+from headway.research.verdicts import at_most, band, both, judge, order
+
+CHUNKS = (32, 64, 128, 256)
+GROUPS = (1, 2, 4)
+CONTEXTS = (1_000_000, 2_000_000, 4_000_000)
+GPUS = 32
+"""Of one KV group: TP8 × 4 stages."""
+
+
+EQUATION = (
+    "Headway's own check; how groups exchange rows is what differs. Eq. 10 itself, with a history cut evenly over the "
+    "groups that are there, gives up to 15% less: a shard is full before the next one begins."
+)
+Point = tuple[float, float]
+"""(TTFT, P95 of what a decode beside the prefill waits for its token), seconds."""
+
+
+def by_equation(context: int, chunk: int, groups: int, mode: Mode) -> Point:
+    """One chunk size and number of KV groups, by arithmetic."""
+    m = machine("h100", "llama-3-8b", 4, 4, mode)
+    found = static_prefill(m, context, chunk, groups)
+    return found.ttft_s, m.through_s(found.percentile_s(95), chunk)
+
+
+def point(context: int, chunk: int, groups: int, mode: Mode) -> Point:
+    """The same, served."""
+    found = served("llama-3-8b", 4, 4, groups, context, chunk, mode)
+    return found.ttft_s, found.through_percentile_s(95)
+
+
+def _trade_rows(million: int) -> list[Row]:
+    """`million`: tokens that stand for 1M (fewer in a smoke test)."""
+
+    def by_chunk(which: int, mode: Mode) -> dict[str, float]:
+        return {str(c): point(million, c, 1, mode)[which] for c in CHUNKS}
+
+    def by_groups(which: int, mode: Mode) -> dict[str, float]:
+        return {str(k): point(4 * million, 256, k, mode)[which] for k in GROUPS}
+
+    def small(mode: Mode) -> float:
+        return point(million, 32, 4, mode)[0] / point(million, 32, 1, mode)[0]
+
+    def large(mode: Mode) -> float:
+        found = by_groups(0, mode)
+        return found["4"] / found["1"]
+
+    def off(mode: Mode) -> float:
+        looked = [(million, 32, 1), (million, 256, 1), (million, 32, 4), *((4 * million, 256, k) for k in GROUPS)]
+        ratios = [
+            ours / theirs
+            for at in looked
+            for ours, theirs in zip(point(*at, mode), by_equation(*at, mode), strict=True)
+        ]
+        return max(ratios, key=lambda ratio: abs(ratio - 1.0))
+
+    falls = order("falls", lambda found: _falls(list(found.values())))
+    rises = order("rises", lambda found: _falls([-value for value in found.values()]))
+    return [
+        judge("1M, one KV group: TTFT by chunk, seconds", "falls", falls, both(partial(by_chunk, 0))),
+        judge("1M, one KV group: P95 TBT by chunk, seconds", "rises", rises, both(partial(by_chunk, 1))),
+        judge("4M, chunk 256: P95 TBT by KV groups, seconds", "falls", falls, both(partial(by_groups, 1))),
+        judge("1M, chunk 32: TTFT with 4 KV groups over 1", ">= 1: lower degrees are better here",
+              order("at least 1", lambda value: value >= 1.0), both(small)),
+        judge("4M, chunk 256: TTFT with 4 KV groups over 1", "< 1", at_most(1.0), both(large)),
+        judge("As served over the arithmetic of the curves, TTFT and P95 TBT of the points above, the furthest", "-",
+              band(0.9, 1.1), both(off), EQUATION),
+    ]  # fmt: skip
+
+
+def _falls(values: list[float]) -> bool:
+    return all(later < earlier for earlier, later in pairwise(values))
+
+
+def trade(options: Options) -> Report:
+    """Medha Fig. 20, Mnemosyne Fig. 18."""
+    panels = tuple(
+        Panel(
+            title=f"{context // 1_000_000}M tokens, default mode, arithmetic",
+            x="TTFT, s",
+            y="P95 TBT, s",
+            lines={f"KVP {k}": [by_equation(context, c, k, "default") for c in CHUNKS] for k in GROUPS},
+        )
+        for context in CONTEXTS
+    )
+    machines = [machine("h100", "llama-3-8b", 4, 4, mode) for mode in MODES]
+    told = "one prefill of Llama-3 8B, simulated; H100, TP4 × 4 stages × 1, 2, 4 KV groups, chunks 32 to 256"
+    source = latency_source(*machines, scenario=told)
+    source["as_scenario_file"] = scenario("llama-3-8b", 4, 4, 4, 4_000_000, 256)
+    rows = _trade_rows(50_000 if options.quick else 1_000_000)
+    return Report(source=source, rows=tuple(rows), panels=panels)
+
+
+def timeline(options: Options) -> Report:
+    """Mnemosyne Fig. 19, Medha Fig. 6: KV groups join while 2M tokens are prefilled (Mnemosyne's caption says 8B, its
+    text 70B; both here).
+
+    TP8 × 4 stages, chunks of 256; a group of 32 GPUs joins whenever a quarter of the prompt has filled a shard."""
+    prompt, chunk = (200_000 if options.quick else 2_000_000), 256
+    names = ("llama-3-8b", "llama-3-70b")
+
+    def run(name: str, mode: Mode, groups: int = 4) -> Served:
+        return served(name, 8, 4, groups, prompt, chunk, mode)
+
+    def joined(name: str, mode: Mode) -> dict[str, float]:
+        """When the second, third and fourth group joins, as shares of the TTFT."""
+        found = run(name, mode)
+        return {f"{GPUS * join.groups} GPUs": join.at_s / found.ttft_s for join in found.joins}
+
+    def holding(mode: Mode) -> dict[str, list[int]]:
+        return {name: [join.start for join in run(name, mode).joins] for name in names}
+
+    def grown(name: str, groups: int, mode: Mode) -> float:
+        """The slowest batch of the last quarter over that of the first."""
+        seconds = run(name, mode, groups).through_s
+        quarter = len(seconds) // 4
+        return max(seconds[-quarter:]) / max(seconds[:quarter])
+
+    rows = [
+        judge(
+            f"{name}: batches stay as long as groups join: worst of the last quarter over that of the first",
+            "near consistent",
+            band(0.75, 1.33),
+            both(partial(grown, name, 4)),
+            f"Without KV groups: {grown(name, 1, 'default'):.1f}× in default mode.",
+        )
+        for name in names
+    ]
+    rows += [
+        judge(
+            f"{name}: from 32 GPUs on, 32 more join one at a time; when, as a share of the TTFT",
+            "64, 96, 128 GPUs, by the tokens processed so far",
+            order("64, 96, 128 GPUs in this order", lambda found: list(found) == [f"{GPUS * k} GPUs" for k in (2, 3, 4)]
+                  and _falls([-value for value in found.values()])),
+            both(partial(joined, name)),
+            "Iterations are near consistent, so that groups join near evenly.",
+        )
+        for name in names
+    ]  # fmt: skip
+    rows.append(
+        judge(
+            "Tokens that are cached when groups join",
+            "a quarter, half and three quarters of the prompt (the limit of a group is not said)",
+            order("equal shards, within a block of 64 tokens", lambda found: all(
+                abs(at - quarter * prompt // 4) <= 64 * quarter
+                for starts in found.values() for quarter, at in enumerate(starts, 1))),
+            both(holding),
+        )
+    )  # fmt: skip
+    panels = [_gpus_panel(name, run(name, "default")) for name in names]
+    panels += [_batches_panel(name, run(name, "default"), run(name, "default", 1)) for name in names]
+    machines = [machine("h100", name, 8, 4, mode) for name in names for mode in MODES]
+    told = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
+    source = latency_source(*machines, scenario=f"{told}chunks of {chunk}, equal shards")
+    source["as_scenario_file"] = scenario("llama-3-8b", 8, 4, 4, prompt, chunk)
+    return Report(source=source, rows=tuple(rows), panels=tuple(panels))
+
+
+def _gpus_panel(name: str, found: Served) -> Panel:
+    """Accelerators over time: a step at every join."""
+    points = [(0.0, float(GPUS))]
+    for join in found.joins:
+        points += [(join.at_s, points[-1][1]), (join.at_s, float(GPUS * join.groups))]
+    return Panel(title=name, x="seconds", y="H100s", lines={"participating": [*points, (found.ttft_s, points[-1][1])]})
+
+
+def _batches_panel(name: str, grown: Served, alone: Served) -> Panel:
+    """How long batches are over the prompt, with groups that join and without."""
+    lines = {}
+    for label, one in (("4 KV groups", grown), ("1", alone)):
+        step = max(1, len(one.through_s) // 100)
+        total = len(one.through_s)
+        lines[label] = [(i / total, one.through_s[i]) for i in range(0, total, step)]
+    return Panel(title=f"{name}: batches", x="share of the prompt", y="seconds through the stages", lines=lines)

@@ -1,0 +1,89 @@
+"""Medha Fig. 14 (§6.5): LoongServe with two of its eight instances kept for short prompts, 5% long requests.
+
+A pool for short prompts takes them out of the convoy and leaves fewer instances to the long ones. First seed only, at
+two rates: one below and one above what the machine carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from headway.research.base import MODES, Mode, Options, Panel, Report
+from headway.research.medha_setting import LONG_SHARE, Runs, scenario
+from headway.research.verdicts import at_least, band, order
+
+SYSTEMS = ("LoongServe", "LoongServe+Reserv", "Medha")
+RATES = (0.75, 1.75)
+
+
+def run(options: Options) -> Report:
+    """See the module."""
+    seeds = Runs(options).seeds[:1]
+    runs = Runs(replace(options, seeds=seeds))
+    runs.need([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
+
+    def longs(system: str, qps: float, mode: Mode) -> float:
+        return sum(m.longs_done or 0.0 for m in runs.of(system, mode, qps)) / len(seeds)
+
+    def fewer(than: str, qps: float, mode: Mode) -> float:
+        return longs("LoongServe+Reserv", qps, mode) / max(longs(than, qps, mode), 1e-9)
+
+    def tpots(qps: float, mode: Mode) -> dict[str, float]:
+        return {system: runs.value(system, mode, qps, "tpot_s", "p50") or 0.0 for system in SYSTEMS}
+
+    def shorts(qps: float, mode: Mode) -> dict[str, float]:
+        return {system: runs.value(system, mode, qps, "short_ttft_s", "p90") or 0.0 for system in SYSTEMS}
+
+    def blocked(qps: float, mode: Mode) -> float:
+        found = shorts(qps, mode)
+        return found["LoongServe"] / (found["LoongServe+Reserv"] or 1.0)
+
+    rows = []
+    for qps in RATES:
+        rows += [
+            runs.judge(
+                f"{qps:g} QPS: long requests done with the pool over LoongServe without",
+                "10% lower",
+                band(0.75, 0.99),
+                partial(fewer, "LoongServe", qps),
+                "Of those that arrived in the window.",
+            ),
+            runs.judge(
+                f"{qps:g} QPS: long requests done with the pool over Medha's",
+                "up to 20% lower",
+                band(0.75, 0.99),
+                partial(fewer, "Medha", qps),
+            ),
+            runs.judge(
+                f"{qps:g} QPS: median TPOT, seconds",
+                "Medha < with the pool < LoongServe",
+                order(
+                    "Medha < with the pool < LoongServe",
+                    lambda v: v["Medha"] < v["LoongServe+Reserv"] < v["LoongServe"],
+                ),
+                partial(tpots, qps),
+                "Decodes of TP2 instances that share with nobody beside micro-batches of TP8 × two stages with chunks.",
+            ),
+            runs.judge(
+                f"{qps:g} QPS: P90 TTFT of chats, LoongServe's over the pool's",
+                "mitigates blocking of short requests",
+                at_least(2.0),
+                partial(blocked, qps),
+            ),
+        ]
+    panels = (
+        _panel("long requests done", "share", lambda qps: {s: longs(s, qps, "default") for s in SYSTEMS}, False),
+        _panel("median TPOT", "seconds", lambda qps: tpots(qps, "default"), True),
+        _panel("P90 TTFT of chats", "seconds", lambda qps: shorts(qps, "default"), True),
+    )
+    ring = "LoongServe's prefills: derived, one TP2 instance's fitted latency on a ring (latency.ring); decodes: fitted"
+    shown = scenario("LoongServe+Reserv", "default", RATES[-1], LONG_SHARE, runs.window_s)
+    source = runs.source(latency_loongserve=ring, loongserve_as_scenario_file=shown)
+    return Report(source=source, rows=tuple(rows), panels=panels)
+
+
+def _panel(title: str, y: str, find: Callable[[float], dict[str, float]], log: bool) -> Panel:
+    lines = {system: [(qps, find(qps)[system]) for qps in RATES] for system in SYSTEMS}
+    return Panel(title=f"{title}, default mode", x="QPS", y=y, lines=lines, log_y=log)

@@ -1,0 +1,251 @@
+"""How many requests a second an accelerator serves within limits: the real scheduler, in virtual time.
+
+The limits are the paper's (§V, case study 3): the 99th percentile of all gaps between tokens, and of the delay from
+arrival to being scheduled first. A rate is judged by one simulation of the same requests, their arrivals stretched; the
+capacity is found between a rate that holds and one that does not, to a ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.accelerator.attention import kv_bytes
+from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.serving import AcceleratorLatency
+from headway.perf.accelerator.stage import simulate_stage
+from headway.perf.accelerator.timeline import Mode
+from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.policy.iteration.chunking import make_chunking
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim import InstanceSpec, RunSpec, simulate
+from headway.sim.metrics import RequestRecord
+from headway.sim.result import SimResult
+from headway.sim.spec import Yardstick
+from headway.sim.workload import TraceRequest
+
+STEP = 1.2
+Draw = Callable[[float], list[TraceRequest]]
+"""Requests at a rate: the same ones, their arrivals stretched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What must hold. tbt_s None: gaps are not judged (the throughput at which delays saturate)."""
+
+    tbt_s: float | None
+    delay_s: float = 1.0
+    percentile: float = 99.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """One rate, simulated. Seconds at the limits' percentile; `ok`: all limits hold and every request finished."""
+
+    qps: float
+    tbt_s: float
+    delay_s: float
+    finished: int
+    requests: int
+    ok: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("qps", "tbt_s", "delay_s", "finished", "requests", "ok")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """qps: the highest rate found within the limits (0.0: none down to the lowest tried). tried: by rate."""
+
+    qps: float
+    tried: tuple[Rate, ...] = field(default=())
+
+
+def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
+    """The paper's serving policy, Sarathi-Serve's: decodes first, the oldest prompts fill a budget of `chunk` tokens
+    (decodes count), at most `most` requests at once; no prompt is special for its length."""
+    return SchedulerConfig(
+        policy="fcfs",
+        chunking=f"static:{chunk}",
+        max_num_seqs=most,
+        max_num_batched_tokens=max(chunk, 8192),
+        long_tokens=1 << 40,
+        long_iterations=0.0,
+        kv_headroom=0.0,
+        least_gain=0.0,
+        stretch=0.0,
+    )
+
+
+def kv_capacity(setting: Setting) -> int:
+    """Tokens of KV that HBM holds beside the weights. ConfigError where they do not fit."""
+    report = simulate_stage(setting, Work(prefill_tokens=1))
+    per_token = setting.shape.layers * kv_bytes(setting.shape, setting.precision)
+    left = setting.machine.capacity - (report.memory_bytes - per_token)
+    if left < per_token:
+        raise ConfigError(
+            f"machine.hbm_capacity: {setting.machine.capacity / 1e9:.1f} GB cannot hold the model's "
+            f"{(report.memory_bytes - per_token) / 1e9:.1f} GB of weights and any KV"
+        )
+    return int(left / per_token)
+
+
+def instance(setting: Setting, mode: Mode, config: SchedulerConfig, kv_tokens: int) -> InstanceSpec:
+    """One instance with the accelerator's timeline as its latency model."""
+    shape, machine = setting.model, setting.machine
+    return InstanceSpec(
+        config=config,
+        latency=AcceleratorLatency(setting, mode),
+        kv_tokens=kv_tokens,
+        yardstick=Yardstick(shape=shape, peak_flops=machine.flops, peak_bandwidth=machine.bandwidth),
+    )
+
+
+def gaps_s(records: Sequence[RequestRecord]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """All gaps between consecutive tokens of all requests."""
+    parts = [np.diff(np.asarray(record.token_s)) for record in records if len(record.token_s) > 1]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def judged(result: SimResult, qps: float, limits: Limits) -> Rate:
+    """A run against the limits."""
+    gaps = gaps_s(result.records)
+    delays = np.array([r.scheduled_s - r.arrival_s for r in result.records if r.scheduled_s is not None])
+    tbt_s = float(np.percentile(gaps, limits.percentile)) if gaps.size else 0.0
+    delay_s = float(np.percentile(delays, limits.percentile)) if delays.size else float("inf")
+    finished = sum(record.ok for record in result.records)
+    ok = delay_s <= limits.delay_s and finished == len(result.records)
+    return Rate(
+        qps=qps,
+        tbt_s=tbt_s,
+        delay_s=delay_s,
+        finished=finished,
+        requests=len(result.records),
+        ok=ok and (limits.tbt_s is None or tbt_s <= limits.tbt_s * (1 + 1e-9)),
+    )
+
+
+def rate_of(spec: InstanceSpec, draw: Draw, limits: Limits, qps: float) -> Rate:
+    """One rate, simulated and judged."""
+    return judged(simulate(spec, draw(qps), RunSpec(told=False)), qps, limits)
+
+
+def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:
+    """About how many requests a second saturate an instance: full iterations of mean requests. A place to start."""
+    prompt = float(np.mean([request.prompt_tokens for request in requests]))
+    output = float(np.mean([request.output_tokens for request in requests]))
+    config = spec.config
+    budget = make_chunking(config.chunking).most or config.max_num_batched_tokens
+    decodes, held = 1, prompt + output / 2
+    qps = 0.0
+    for _ in range(20):
+        load = Load(decodes, decodes, int(min(decodes * held, spec.kv_tokens)))
+        rows = max(budget - decodes, 1)
+        past = int(prompt / 2)
+        load = load.with_chunk(rows, one_chunk_s(spec.latency, past, rows), past)
+        seconds = load_s(spec.latency, load)
+        qps = rows / seconds / prompt
+        wanted = min(qps * output * seconds, config.max_num_seqs, spec.kv_tokens / held)
+        decodes = max(1, round((decodes + wanted) / 2))
+    return qps
+
+
+def capacity(
+    spec: InstanceSpec,
+    draw: Draw,
+    limits: Limits,
+    *,
+    start: float | None = None,
+    ratio: float = 1.02,
+    lowest: float = 1 / 64,
+) -> Capacity:
+    """The highest rate within the limits, to `ratio`: from `start` (three quarters of the expected saturation) in
+    growing steps up or down, then between, where the limits would be met were they met at a constant power of the rate.
+    """
+    tried: dict[float, Rate] = {}
+    start = start or max(0.75 * expected_qps(spec, draw(1.0)), 2 * lowest)
+
+    def ok(qps: float) -> bool:
+        tried[qps] = rate_of(spec, draw, limits, qps)
+        return tried[qps].ok
+
+    def found(qps: float) -> Capacity:
+        return Capacity(qps=qps, tried=tuple(tried[at] for at in sorted(tried)))
+
+    low = high = start
+    step = STEP
+    if ok(start):
+        while ok(high := low * step):
+            low, step = high, step**2
+            if high > start * 2**20:
+                raise ConfigError("every rate is within the limits: give longer requests or tighter limits")
+    else:
+        while not ok(low := high / step):
+            high, step = low, step**2
+            if low < lowest:
+                return found(0.0)
+    turn = 0
+    while high / low > ratio:
+        share = (_share(tried[low], tried[high], limits), 0.5)[turn % 3 == 2]
+        margin = (-0.4, 0.4, 0.0)[turn % 3] * np.log(ratio) / np.log(high / low)
+        middle = low * (high / low) ** float(np.clip(share + margin, 0.1, 0.9))
+        low, high = (middle, high) if ok(middle) else (low, middle)
+        turn += 1
+    return found(low)
+
+
+def _share(low: Rate, high: Rate, limits: Limits) -> float:
+    """Where between two rates (on a logarithmic scale) the first limit is met, on a straight line in logarithms."""
+    shares = [0.9]
+    for before, after, limit in ((low.tbt_s, high.tbt_s, limits.tbt_s), (low.delay_s, high.delay_s, limits.delay_s)):
+        if limit is not None and 0 < before <= limit < after:
+            shares.append(float(np.log(limit / before) / np.log(after / before)))
+    return min(shares)
+
+
+def bandwidth_to_match(
+    setting: Setting,
+    config: SchedulerConfig,
+    kv_tokens: int,
+    draw: Draw,
+    limits: Limits,
+    qps: float,
+    *,
+    ratio: float = 1.02,
+    most: float = 16.0,
+) -> float | None:
+    """So many times the machine's HBM bandwidth packing alone needs to serve `qps` within the limits; None beyond
+    `most`."""
+
+    def ok(times: float) -> bool:
+        machine = setting.machine.with_(bandwidth=setting.machine.bandwidth * times)
+        spec = instance(setting._replace(machine=machine), "packing", config, kv_tokens)
+        return rate_of(spec, draw, limits, qps).ok
+
+    low, high = 1.0, 2.0
+    if ok(low):
+        return low
+    while not ok(high):
+        low, high = high, high * 2.0
+        if high > most:
+            return None
+    while high / low > ratio:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if ok(middle) else (middle, high)
+    return high
+
+
+def at_rate(requests: Sequence[TraceRequest], qps: float) -> list[TraceRequest]:
+    """Requests that were drawn at one a second, at `qps`."""
+    return [replace(request, arrival_s=request.arrival_s / qps) for request in requests]
+
+
+__all__ = [
+    "Capacity", "Draw", "Limits", "Rate", "at_rate", "bandwidth_to_match", "capacity", "expected_qps", "gaps_s",
+    "instance", "judged", "kv_capacity", "rate_of", "sarathi",
+]  # fmt: skip

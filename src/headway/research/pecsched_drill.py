@@ -1,0 +1,259 @@
+"""Drives PecSched's placement alone, at any size: what decisions cost (Fig. 15) and whether they are sound.
+
+Every replica is one server that computes short prefills in order; decodes take a fixed time. That is far less than the
+cluster simulator does, which runs every instance's own scheduler, and therefore fits 8,192 replicas into seconds.
+What must never happen is checked at every step: InvariantError.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.errors import InvariantError
+from headway.core.request import Request
+from headway.perf.latency.groups import GroupLatency, GroupShape
+from headway.policy.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Enqueue,
+    Event,
+    Finished,
+    KvReady,
+    Paused,
+    Placement,
+    Preempt,
+    Prefilled,
+    Progress,
+    Refused,
+    Resume,
+    SpanDone,
+    Transfer,
+    Woken,
+)
+from headway.policy.placement.view import ClusterBook, ClusterView
+
+_DONE, _SHORT, _NEWS, _TIMER, _ARRIVE = range(5)
+
+
+@dataclass
+class Long:
+    """A long request: seconds of its prefill, how many are left, and since when it runs (-1: it does not)."""
+
+    request: Request
+    group: tuple[int, ...]
+    seconds: float
+    left_s: float
+    began_s: float = -1.0
+    wants: bool = True
+    serial: int = 0
+
+
+@dataclass
+class Drilled:
+    """What came out. short_s, long_s: seconds of each call that placed a short or a long request, by the stopwatch;
+    all_s: of all calls. prefilled_s: when each request's first token came. suspensions: pauses of long prefills."""
+
+    short_s: list[float] = field(default_factory=list)
+    long_s: list[float] = field(default_factory=list)
+    all_s: float = 0.0
+    actions: list[tuple[float, Action]] = field(default_factory=list)
+    prefilled_s: dict[str, float] = field(default_factory=dict)
+    suspensions: int = 0
+
+
+class Drill:
+    """One run of a policy over requests. `layers`: where long prefills can be paused."""
+
+    def __init__(
+        self,
+        policy: Placement,
+        book: ClusterBook,
+        latency: GroupLatency,
+        layers: int = 32,
+        decode_s: float = 2.0,
+        stopwatch: Callable[[], float] | None = None,
+        keep_actions: bool = False,
+    ) -> None:
+        self._policy, self._book, self._latency = policy, book, latency
+        self._layers, self._decode_s = layers, decode_s
+        self._watch, self._keep = stopwatch, keep_actions
+        count = len(book.instances)
+        self._queue: list[deque[Request]] = [deque() for _ in range(count)]
+        self._busy = [False] * count
+        self._computing: list[Long | None] = [None] * count
+        self._longs: dict[str, Long] = {}
+        self._wanting: dict[str, Long] = {}
+        self._requests: dict[str, Request] = {}
+        self._heap: list[tuple[float, int, int, Any]] = []
+        self._serial = 0
+        self._timer_s = float("inf")
+        self.now = 0.0
+        self.out = Drilled()
+
+    def run(self, requests: Sequence[Request], until_s: float = float("inf")) -> Drilled:
+        """To the end, or to `until_s`."""
+        for request in requests:
+            self._push(request.arrival_s, _ARRIVE, request)
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now, kind, _, what = heapq.heappop(self._heap)
+            self._happen(kind, what)
+            self._start_longs()
+            wake_s = self._policy.next_wakeup(self.now)
+            if wake_s is not None and wake_s != self._timer_s:
+                self._timer_s = max(wake_s, self.now)
+                self._push(self._timer_s, _TIMER, self._timer_s)
+        return self.out
+
+    def _push(self, at_s: float, kind: int, what: Any) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (at_s, kind, self._serial, what))
+
+    def _happen(self, kind: int, what: Any) -> None:
+        if kind == _ARRIVE:
+            self._requests[what.id] = what
+            self._tell(Arrived(what))
+        elif kind == _SHORT:
+            at, request = what
+            self._busy[at] = False
+            self._queue[at].popleft()
+            self._token(request)
+            done = request.max_output_tokens <= 1
+            self._tell(Finished(request.id) if done else Prefilled(request.id, (at,)))
+            self._serve(at)
+        elif kind == _DONE:
+            word, long, serial = what
+            if serial == long.serial:
+                self._pause(long) if word == "pause" else self._complete(long)
+        elif kind == _NEWS:
+            if isinstance(what, Finished):
+                self._longs.pop(what.request, None)
+            self._tell(what)
+        elif what == self._timer_s:
+            self._timer_s = float("inf")
+            self._tell(Woken())
+
+    def _tell(self, event: Event) -> None:
+        view = ClusterView(self._book, self.now)
+        if self._watch is None:
+            actions = self._policy.on_event(event, view)
+        else:
+            began = self._watch()
+            actions = self._policy.on_event(event, view)
+            took = self._watch() - began
+            self.out.all_s += took
+            commits = sum(isinstance(action, Commit) for action in actions)
+            if commits:
+                self.out.long_s.append(took / commits)
+            elif isinstance(event, Arrived):
+                self.out.short_s.append(took)
+        for action in actions:
+            if self._keep:
+                self.out.actions.append((self.now, action))
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Enqueue):
+            self._enqueue(action)
+        elif isinstance(action, Commit):
+            span = action.spans[0]
+            nodes = len({self._book.instances[i].node for i in span.group})
+            seconds = self._latency.prefill_s(0, span.end, GroupShape(len(span.group), nodes, span.strategy))
+            for i in span.group:
+                if any(i in other.group for other in self._longs.values()):
+                    raise InvariantError(f"instance {i} is given to two long requests")
+            long = self._longs[action.request] = Long(span.request, span.group, seconds, seconds)
+            self._wanting[action.request] = long
+        elif isinstance(action, Preempt):
+            self._preempt(self._longs[action.request])
+        elif isinstance(action, Resume):
+            long = self._longs[action.request]
+            if long.began_s >= 0 or long.wants:
+                raise InvariantError(f"{action.request} is not paused")
+            long.wants = True
+            self._wanting[action.request] = long
+        elif isinstance(action, Transfer):
+            self._push(self.now + 0.001, _NEWS, KvReady(action.request, action.to))
+
+    # -- short requests -----------------------------------------------------------------------------------------------
+
+    def _enqueue(self, action: Enqueue) -> None:
+        request = self._requests[action.request]
+        if action.phase == "decode":
+            self._push(self.now + self._decode_s, _NEWS, Finished(action.request))
+            return
+        if action.phase == "all":
+            raise InvariantError("the drill knows disaggregated decodes only")
+        at = action.group[0]
+        self._queue[at].append(request)
+        self._serve(at)
+
+    def _serve(self, at: int) -> None:
+        queue = self._queue[at]
+        if queue and not self._busy[at] and self._computing[at] is None:
+            self._busy[at] = True
+            request = queue[0]
+            seconds = self._latency.prefill_s(0, request.prompt_tokens, GroupShape(1))
+            self._push(self.now + seconds, _SHORT, (at, request))
+
+    def _token(self, request: Request) -> None:
+        if request.id in self.out.prefilled_s:
+            raise InvariantError(f"{request.id} has two first tokens")
+        self.out.prefilled_s[request.id] = self.now
+
+    # -- long requests ------------------------------------------------------------------------------------------------
+
+    def _start_longs(self) -> None:
+        """All instances of a group at once, and only when no short prefill is on any of them."""
+        for name, long in list(self._wanting.items()):
+            if all(not self._queue[i] and self._computing[i] is None for i in long.group):
+                del self._wanting[name]
+                long.wants, long.began_s, long.serial = False, self.now, long.serial + 1
+                for i in long.group:
+                    self._computing[i] = long
+                self._push(self.now + long.left_s, _DONE, ("done", long, long.serial))
+
+    def _preempt(self, long: Long) -> None:
+        name = long.request.id
+        layer_s = long.seconds / self._layers
+        if long.began_s < 0:
+            self._push(self.now, _NEWS, Refused(name, "preempt", "it does not run"))
+            return
+        ran_s = self.now - long.began_s
+        whole = int((long.seconds - long.left_s + ran_s) / layer_s - 1e-9) + 1
+        at_s = long.began_s + whole * layer_s - (long.seconds - long.left_s)
+        if whole >= self._layers:
+            self._push(self.now, _NEWS, Refused(name, "preempt", "it is in its last layer"))
+            return
+        long.serial += 1
+        self._push(at_s, _DONE, ("pause", long, long.serial))
+
+    def _pause(self, long: Long) -> None:
+        self._let_go(long)
+        self.out.suspensions += 1
+        done = round((1 - long.left_s / long.seconds) * self._layers)
+        self._tell(Paused(long.request.id, 0, Progress(0, done)))
+        for i in long.group:
+            self._serve(i)
+
+    def _complete(self, long: Long) -> None:
+        self._let_go(long)
+        if abs(long.left_s) > 1e-6:
+            raise InvariantError(f"{long.request.id} ended with {long.left_s} s of its prefill left")
+        self._token(long.request)
+        self._tell(SpanDone(long.request.id, 0, True))
+        if long.request.max_output_tokens <= 1:
+            del self._longs[long.request.id]
+            self._tell(Finished(long.request.id))
+        for i in long.group:
+            self._serve(i)
+
+    def _let_go(self, long: Long) -> None:
+        long.left_s -= self.now - long.began_s
+        long.began_s = -1.0
+        for i in long.group:
+            self._computing[i] = None

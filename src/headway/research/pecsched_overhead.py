@@ -1,0 +1,212 @@
+"""PecSched §6.5 and §6.6: what decisions cost, over JCT (Table 7), and as the cluster grows to 8,192 GPUs (Fig. 15).
+
+Decisions are timed on this machine while the drill (`pecsched_drill`) drives the policy at any size. `literal` looks at
+every replica for each decision, as the paper's scheduler does; the indexed one is what is used. Both decide alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache, partial
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.core.request import Request
+from headway.perf.hardware.models import model
+from headway.perf.latency.groups import GroupLatency
+from headway.policy.placement.pecsched.policy import Options as PecSchedOptions
+from headway.policy.placement.pecsched.policy import PecSched
+from headway.policy.placement.registry import Surroundings
+from headway.policy.placement.view import ClusterBook, Instance
+from headway.research.base import MODES, Options, Panel, Report
+from headway.research.pecsched_drill import Drill, Drilled
+from headway.research.pecsched_setting import MODELS, scenario, work_s
+from headway.research.verdicts import at_least, at_most, judge, order
+from headway.sim.cluster.build import cluster_of
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.scenario import parse_scenario
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.arrivals import Constant
+from headway.sim.workload.presets import preset
+
+SIZES = (32, 128, 512, 2048, 8192)
+SHORT_LOAD, HELD_AT_FIRST = 0.6, 0.6
+SHORTS = 20_000
+LITERAL_SHORTS = 1_500
+DECODE_S = 2.0
+
+
+class Cost(NamedTuple):
+    """Seconds: 99th percentiles of a decision, and mean JCT; `per_s`: short decisions a second."""
+
+    short_s: float
+    long_s: float
+    short_ratio: float
+    long_ratio: float
+    per_s: float
+
+
+@cache
+def _spec(name: str) -> ClusterSpec:
+    data = scenario(name, "PecSched", "default", "busy", 1.0)
+    return cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)])
+
+
+def drill(
+    name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]
+) -> tuple[Drilled, list[Request]]:
+    """PecSched on so many GPUs: a share of the replicas is taken by long requests at the start, short ones follow."""
+    at, spec = MODELS[name], _spec(name)
+    replicas, each = gpus // at.tp, 8 // at.tp
+    prefill = [Instance(id=i, node=i // each, role="prefill", tp=at.tp) for i in range(replicas)]
+    decode = [Instance(id=replicas + i, node=replicas // each + i, role="decode", tp=at.tp) for i in range(4)]
+    rng = random.Random(0)
+    size = min(at.long_sp, replicas)
+    work = [
+        Request(id=f"l{i}", arrival_s=0.0, prompt_tokens=rng.randint(100_000, 500_000), max_output_tokens=100)
+        for i in range(max(1, round(HELD_AT_FIRST * replicas / size)))
+    ]
+    drawn = preset("pecsched-short").draw(np.random.default_rng(0), Constant(1.0), count)
+    gap_s, now = work_s(name)[0] / (SHORT_LOAD * replicas), 0.001
+    for i, short in enumerate(drawn):
+        now += rng.expovariate(1 / gap_s)
+        work.append(Request(id=f"s{i}", arrival_s=now, prompt_tokens=short.prompt_tokens, max_output_tokens=100))
+    options = PecSchedOptions(long_replicas="fixed", long_sp=size)
+    spans: GroupLatency = spec.spans
+    policy = PecSched(Surroundings(latency=spans, shape=model(at.model)), options, literal=literal)
+    run = Drill(policy, ClusterBook([*prefill, *decode], spec.links), spans, spec.shape.layers, DECODE_S, stopwatch)
+    return run.run(work, float("inf") if count <= 200 else now), work
+
+
+def cost(name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]) -> Cost:
+    """Reduce a drill."""
+    out, work = drill(name, gpus, count, literal, stopwatch)
+    jct: dict[str, list[float]] = {"s": [], "l": []}
+    for request in work:
+        if request.id in out.prefilled_s:
+            jct[request.id[0]].append(out.prefilled_s[request.id] - request.arrival_s + DECODE_S)
+    short_s, long_s = (float(np.quantile(found, 0.99)) for found in (out.short_s, out.long_s))
+    alone_s = work_s(name)[1] / min(MODELS[name].long_sp, gpus // MODELS[name].tp) + DECODE_S
+    long_jct_s = fmean(jct["l"]) if jct["l"] else alone_s
+    return Cost(short_s, long_s, short_s / fmean(jct["s"]), long_s / long_jct_s, 1 / fmean(out.short_s))
+
+
+def table7(options: Options) -> Report:
+    """99th percentile of decision time over mean JCT, on 32 GPUs."""
+    found = _costs(options, (32,), list(MODELS))
+    paper = {
+        "short": {"Mistral-v0.3 7B": 0.00354, "Phi-3 14B": 0.00282, "Yi 34B": 0.00196, "Llama-3.1 70B": 0.00071},
+        "long": {"Mistral-v0.3 7B": 0.00183, "Phi-3 14B": 0.00147, "Yi 34B": 0.00055, "Llama-3.1 70B": 0.00019},
+    }
+    rows = tuple(
+        judge(
+            f"Scheduling time over JCT of {kind} requests, P99",
+            paper[kind],
+            order("at most the paper's for every model", partial(_below, paper[kind])),
+            {mode: _by_model(found, 32, mode == "paper", f"{kind}_ratio") for mode in MODES},
+            "paper mode: the scan. Time to pause a prefill is not counted: it is part of the simulated queueing.",
+        )
+        for kind in ("short", "long")
+    )
+    return Report(source=_source(), rows=rows)
+
+
+def _below(paper: dict[str, float], got: dict[str, float]) -> bool:
+    return bool(got) and all(got[name] <= paper[name] for name in got)
+
+
+def fig15(options: Options) -> Report:
+    """To 8,192 GPUs."""
+    sizes = (32, 512) if options.quick else SIZES
+    found = _costs(options, sizes, list(MODELS))
+    top = sizes[-1]
+
+    def grown(literal: bool) -> dict[str, float]:
+        small, large = (
+            _by_model(found, size, literal, "short_s") for size in (sizes[-3] if len(sizes) > 3 else 32, top)
+        )
+        return {name: large[name] / small[name] for name in large if name in small}
+
+    rows = (
+        judge(
+            f"Scheduling time over JCT of short requests at {top:,} GPUs, P99",
+            "at most 5.2%; 1.1% for Llama-3.1 70B",
+            order("at most 5.2% for every model", lambda got: bool(got) and max(got.values()) <= 0.052),
+            {
+                "paper": _by_model(found, top, True, "short_ratio"),
+                "default": _by_model(found, top, False, "short_ratio"),
+            },
+            "paper mode: the scan.",
+        ),
+        judge(
+            "Growth of a short decision's P99, from 512 to 8,192 GPUs",
+            "about linear",
+            order("at least 4 for every model", lambda got: bool(got) and min(got.values()) >= 4),
+            {"paper": grown(True), "default": grown(False)},
+            "The scan grows with the cluster; the indexed decision does not.",
+        ),
+        judge(
+            f"Short decisions a second at {top:,} GPUs, Mistral-v0.3 7B",
+            "not stated; the cluster serves about 42,000 requests a second",
+            at_least(100_000),
+            {
+                "paper": _by_model(found, top, True, "per_s").get("Mistral-v0.3 7B"),
+                "default": _by_model(found, top, False, "per_s").get("Mistral-v0.3 7B"),
+            },
+            "What does not show in a share of JCT: a scan is slower than requests come.",
+        ),
+        judge(
+            "Growth of an indexed short decision's P99, from 512 to 8,192 GPUs, the largest of the models",
+            "-",
+            at_most(2.0),
+            {"paper": None, "default": max(grown(False).values(), default=None)},
+        ),
+    )
+    panels = tuple(
+        Panel(
+            title=f"P99 of a short decision over JCT, {'scan' if literal else 'indexed'}",
+            x="GPUs",
+            y="share of JCT",
+            log_x=True,
+            log_y=True,
+            lines={
+                name: [
+                    (size, found[name, size, literal].short_ratio) for size in sizes if (name, size, literal) in found
+                ]
+                for name in MODELS
+            },
+        )
+        for literal in (True, False)
+    )
+    return Report(source=_source(), rows=rows, panels=panels)
+
+
+def _costs(options: Options, sizes: tuple[int, ...], names: list[str]) -> dict[tuple[str, int, bool], Cost]:
+    if options.stopwatch is None:
+        return {}
+    shorts, scanned = (2000, 300) if options.quick else (SHORTS, LITERAL_SHORTS)
+    return {
+        (name, size, literal): cost(
+            name, size, scanned if literal else max(shorts, 4 * size), literal, options.stopwatch
+        )
+        for name in names
+        for size in sizes
+        for literal in (True, False)
+    }
+
+
+def _by_model(found: dict[tuple[str, int, bool], Cost], size: int, literal: bool, field: str) -> dict[str, float]:
+    return {name: getattr(cost, field) for (name, at, kind), cost in found.items() if at == size and kind == literal}
+
+
+def _source() -> dict[str, object]:
+    return {
+        "latency": "decisions: timed on this machine; requests: fitted A100 profiles and fast-SP formulas",
+        "scenario": f"replicas of 8-GPU nodes; {HELD_AT_FIRST:.0%} of them taken by long requests at the start, short "
+        f"requests at {SHORT_LOAD:g} of what all compute",
+        "seeds": [0],
+        "window_s": 0.0,
+    }

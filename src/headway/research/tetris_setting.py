@@ -1,0 +1,254 @@
+"""The one setting of Tetris's figures 8 to 13 (§7.1). Nothing is tuned per figure.
+
+8b: Llama-3 8B, two nodes of eight A100s prefill with tp 1 (16 instances), two nodes decode; times of chunks from
+Eq. (1) fitted to the paper's Table 1. 70b: Llama-3 70B, four nodes prefill with tp 4 (8 instances), four decode; nobody
+has published its latencies, so chunks come from one instance's operator fits on a ring (`perf.latency.ring`), and
+Eq. (1) is
+fitted to that. Lengths: truncated log-normals with the published minimum, maximum and mean; Poisson
+arrivals; 3,000 requests a run, of which the first tenth is left out; seeds 0, 1, 2.
+
+TTFT is decided before decode instances see a request, and nothing of theirs comes back, so runs that ask for TTFT alone
+ask for one token of output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import pairwise
+from multiprocessing import get_context
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headway.perf.hardware.accelerators import accelerator
+from headway.perf.hardware.models import model
+from headway.perf.latency import eq1
+from headway.perf.latency.eq1 import Eq1Latency
+from headway.perf.latency.fitted import fitted
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.ring import RingLatency
+from headway.policy.placement.registry import make_placement
+from headway.policy.placement.view import Instance, Links
+from headway.research.base import Options
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.metrics.definitions import ttft_s
+from headway.sim.noise import Noise
+from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.arrivals import Poisson
+from headway.sim.workload.presets import preset
+
+WORKLOADS = ("short", "medium", "long")
+REQUESTS = 3000
+SEEDS = (0, 1, 2)
+LIGHT_RPS = 0.1
+LOADS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("8b", "short"): tuple(1.0 + 0.5 * k for k in range(14)),
+    ("8b", "medium"): tuple(0.5 + 0.5 * k for k in range(10)),
+    ("8b", "long"): tuple(0.5 + 0.25 * k for k in range(9)),
+    ("70b", "short"): tuple(0.25 + 0.25 * k for k in range(9)),
+    ("70b", "medium"): tuple(0.2 + 0.2 * k for k in range(8)),
+    ("70b", "long"): tuple(0.1 + 0.1 * k for k in range(9)),
+}
+
+Fields = tuple[tuple[str, Any], ...]
+
+
+class System(NamedTuple):
+    """A policy and its options. `profiled`: its improvement rates come from the profiler; `noisy`: whose runs then have
+    the execution noise of the point, of which it knows nothing otherwise."""
+
+    policy: str
+    options: Fields = ()
+    profiled: bool = False
+    noisy: bool = False
+
+
+SYSTEMS: dict[str, System] = {
+    "Fixed-SP16": System("fixed-sp", (("sp", 16),)),
+    "Fixed-SP8": System("fixed-sp", (("sp", 8),)),
+    "LoongServe disaggregated": System("loongserve", (("prefill", "greedy"),)),
+    "LoongServe, rounds": System("loongserve", (("prefill", "single"),)),
+    "LoongServe, batches": System("loongserve"),
+    "Tetris": System("tetris", (), True),
+    "Tetris, single chunk": System("tetris", (("single_chunk", True),), True),
+    "Tetris, open loop": System("tetris", (("anchored", False),), True),
+    "Tetris, rates under noise": System("tetris", (), True, True),
+    **{f"Tetris, rate {rate}": System("tetris", (("rate", rate),)) for rate in (0.1, 0.3, 0.5, 0.7)},
+}
+
+
+class Point(NamedTuple):
+    """One simulation. noise: standard deviation of ln of what spans take over what was predicted."""
+
+    cluster: str
+    workload: str
+    system: str
+    rps: float
+    requests: int
+    seed: int
+    noise: float = 0.0
+    rates: tuple[tuple[float, float], ...] = ()
+
+
+class Measured(NamedTuple):
+    """Seconds; throughput in prompt tokens a second from the first arrival to the last first token."""
+
+    p50: float
+    p99: float
+    mean: float
+    tokens_per_s: float
+    chunked: float
+
+
+@cache
+def spans_of(cluster: str) -> tuple[Any, Any, Links]:
+    """(times of spans, model shape, links) of a cluster by name."""
+    device = accelerator("a100-80gb")
+    links = Links(inside=device.inside, across=device.across)
+    if cluster == "8b":
+        return eq1.tetris_table1(), model("llama-3-8b"), links
+    shape = model("llama-3-70b")
+    ring = RingLatency(fitted(device, "llama-3-70b", Layout(tp=4)), shape, links.inside, links.across, tp=4)
+    return eq1.fit_to(ring, (1, 2, 4, 8), node=2), shape, links
+
+
+def prefill_cluster(cluster: str) -> ClusterSpec:
+    """Its prefill instances alone."""
+    spans, shape, links = spans_of(cluster)
+    count, per_node, tp = (16, 8, 1) if cluster == "8b" else (8, 2, 4)
+
+    def engine(group: Any) -> InstanceSpec:
+        raise NotImplementedError("nothing decodes here")
+
+    return ClusterSpec(
+        instances=tuple(Instance(id=i, node=i // per_node, role="prefill", tp=tp) for i in range(count)),
+        engine=engine,
+        spans=spans,
+        shape=shape,
+        links=links,
+    )
+
+
+def requests_of(workload: str, rps: float, count: int, seed: int) -> list[TraceRequest]:
+    """Prompts of a trace, each with one token of output."""
+    drawn = preset(f"tetris-{workload}").draw(np.random.default_rng([seed, 1]), Poisson(rps), count)
+    return [TraceRequest(r.arrival_s, r.prompt_tokens, 1) for r in drawn]
+
+
+def simulate_point(point: Point) -> ClusterResult:
+    """Run it."""
+    spec, system = prefill_cluster(point.cluster), SYSTEMS[point.system]
+    options = dict(system.options) | ({"rates": point.rates} if point.rates else {})
+    noise = Noise("lognormal", point.noise) if point.noise else Noise()
+    workload = requests_of(point.workload, point.rps, point.requests, point.seed)
+    placement = make_placement(system.policy, spec.surroundings, options)
+    return simulate_cluster(spec, placement, workload, RunSpec(seed=point.seed, noise=noise))
+
+
+def run_point(point: Point) -> Measured:
+    """Run it, and keep what figures need. The first tenth of the requests is left out of latencies."""
+    result = simulate_point(point)
+    records = result.sim.records
+    waits = np.array([ttft_s(record) for record in records[len(records) // 10 :]])
+    p50, p99 = np.percentile(waits, (50, 99))
+    tokens = sum(record.prompt_tokens for record in records)
+    return Measured(
+        float(p50), float(p99), float(waits.mean()), tokens / result.sim.duration_s, result.chunked / len(records)
+    )
+
+
+_KNOWN: dict[Point, Measured] = {}
+"""What this process has simulated: figures share points."""
+
+
+def measured(points: Iterable[Point], jobs: int) -> dict[Point, Measured]:
+    """All of these, in `jobs` processes."""
+    wanted = list(dict.fromkeys(points))
+    missing = [point for point in wanted if point not in _KNOWN]
+    if min(jobs, len(missing)) <= 1:
+        _KNOWN.update((point, run_point(point)) for point in missing)
+    else:
+        with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn")) as pool:
+            chunk = max(1, len(missing) // (8 * jobs))
+            _KNOWN.update(zip(missing, pool.map(run_point, missing, chunksize=chunk), strict=True))
+    return {point: _KNOWN[point] for point in wanted}
+
+
+class Runs:
+    """Points of the setting, medians over seeds."""
+
+    def __init__(self, options: Options, cluster: str, requests: int = REQUESTS, every: int = 1) -> None:
+        """`every`: which rates of the grid."""
+        self.cluster, self.options, self._every = cluster, options, every
+        self.requests = 60 if options.quick else requests
+        self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
+        self.workloads = WORKLOADS[1:2] if options.quick else WORKLOADS
+
+    def loads(self, workload: str) -> tuple[float, ...]:
+        """The grid of rates."""
+        loads = LOADS[self.cluster, workload]
+        return loads[1 : len(loads) : 4] if self.options.quick else loads[:: self._every]
+
+    def rates(self, workload: str, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
+        """The profiled table of improvement rates."""
+        from headway.research.tetris_rates import profiled
+
+        return profiled(self.cluster, workload, self.options, noise)
+
+    def point(self, system: str, workload: str, rps: float, seed: int, noise: float = 0.0) -> Point:
+        of = SYSTEMS[system]
+        rates = self.rates(workload, noise if of.noisy else 0.0) if of.profiled else ()
+        return Point(self.cluster, workload, system, rps, self.requests, seed, noise, rates)
+
+    def need(
+        self, systems: Iterable[str], loads: Mapping[str, Iterable[float]] | None = None, noise: float = 0.0
+    ) -> None:
+        """Simulate what is not known yet, light load included."""
+        points = [
+            self.point(system, workload, rps, seed, noise)
+            for workload in self.workloads
+            for system in systems
+            for rps in (LIGHT_RPS, *(self.loads(workload) if loads is None else loads.get(workload, ())))
+            for seed in self.seeds
+        ]
+        measured(points, self.options.jobs)
+
+    def value(self, system: str, workload: str, rps: float, what: str, noise: float = 0.0) -> float:
+        """Median over seeds; what: a field of `Measured`."""
+        points = [self.point(system, workload, rps, seed, noise) for seed in self.seeds]
+        return float(median(getattr(m, what) for m in measured(points, self.options.jobs).values()))
+
+    def light(self, workload: str, what: str) -> float:
+        """The normaliser: Tetris at 0.1 requests a second."""
+        return self.value("Tetris", workload, LIGHT_RPS, what)
+
+    def crossing(self, system: str, workload: str, times: float, what: str = "p50") -> float | None:
+        """The rate at which a latency exceeds `times` its light-load value, log-linear between grid points; None when
+        the grid ends before."""
+        limit = times * self.light(workload, what)
+        loads = (LIGHT_RPS, *self.loads(workload))
+        curve = [(rps, self.value(system, workload, rps, what)) for rps in loads]
+        for (low, below), (high, above) in pairwise(curve):
+            if above > limit >= below:
+                return low + (high - low) * (math.log(limit / below) / math.log(above / below))
+        return None
+
+    def source(self, **more: Any) -> dict[str, Any]:
+        """The `source` of a report."""
+        spans: Eq1Latency = spans_of(self.cluster)[0]
+        count = {"8b": "16 prefill instances, tp 1, two nodes", "70b": "8 prefill instances, tp 4, four nodes"}
+        return {
+            "latency": spans.source,
+            "scenario": f"Llama-3 {self.cluster.upper()} on A100s, {count[self.cluster]}; Tetris-like lengths, "
+            f"Poisson, {self.requests:,} requests a run without the first tenth",
+            "seeds": list(self.seeds),
+            "window_s": None,
+            **more,
+        }

@@ -1,0 +1,100 @@
+"""Model FLOPs and bandwidth utilisation: Medha Figs. 15 and 16 (Mnemosyne Figs. 20 and 21).
+
+MFU of a lone prefill in chunks of 4096, MBU of a lone decode. Attention is counted as causal in default mode and, in
+paper mode, whole (4·n²·d·h_q, Mnemosyne Eq. 1): which of them the papers' MFU uses is not said, and their 2.4 and 2.8
+ExaFLOP for 1M tokens of 70B are whole counts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headway.research.arithmetic import latency_source, machine, prefill_flops, static_prefill
+from headway.research.base import Mode, Options, Panel, Report, Row
+from headway.research.verdicts import at_least, band, both, judge
+
+CONTEXTS = (1_000_000, 2_000_000, 4_000_000)
+NODES = (1, 4, 16)
+CHUNK = 4096
+
+
+def mfu(name: str, stages: int, context: int, mode: Mode) -> float:
+    """Useful arithmetic over peak during the prefill; FLOPs counted as the mode says, times as in default mode."""
+    m = machine("h100", name, 8, stages, "default")
+    flops = prefill_flops(m.shape, context)
+    if mode == "paper":
+        flops += m.shape.attention_flops(context, 0)
+    return flops / (static_prefill(m, context, CHUNK).ttft_s * m.device.flops * m.layout.accelerators)
+
+
+def mbu(name: str, context: int, groups: int, mode: Mode) -> float:
+    """Bytes of weights (once a group) and of KV that a decode reads, over peak, during its TBT; one stage."""
+    m = machine("h100", name, 8, 1, mode)
+    read = groups * m.shape.parameters * m.shape.dtype_bytes + context * m.shape.kv_bytes_per_token
+    return read / (m.tbt_s(context, groups=groups) * m.device.bandwidth * m.layout.accelerators * groups)
+
+
+def prefill(options: Options) -> Report:
+    """Medha Fig. 15."""
+    claims = [
+        ("llama-3-70b", n, c)
+        for n in NODES
+        for c in CONTEXTS
+        if (n, c) in ((4, 1_000_000), (4, 2_000_000), (16, 1_000_000), (16, 4_000_000))
+    ]
+    rows = [
+        judge(
+            f"{name}, {c // 1_000_000}M tokens on {8 * n} H100s: MFU",
+            "50-60%",
+            band(0.45, 0.65),
+            both(partial(mfu, name, n, c)),
+            "Counted whole it would exceed the machine's peak: the papers' MFU must count attention causal.",
+        )
+        for name, n, c in claims
+    ]
+    rows.append(
+        judge(
+            "llama-3-70b, 128 H100s: MFU, the worst of 1M to 4M tokens",
+            "> 50%",
+            at_least(0.5),
+            both(lambda mode: min(mfu("llama-3-70b", 16, c, mode) for c in CONTEXTS)),
+        )
+    )
+    lines = {
+        f"{name}, {c // 1_000_000}M": [(float(8 * n), mfu(name, n, c, "default")) for n in NODES]
+        for name in ("llama-3-8b", "llama-3-70b")
+        for c in CONTEXTS[:2]
+    }
+    panel = Panel(title="MFU of a prefill, causal count", x="H100s", y="MFU", lines=lines, log_x=True)
+    return _report(rows, panel)
+
+
+def decode(options: Options) -> Report:
+    """Medha Fig. 16."""
+    groups = (1, 2, 4)
+    lines = {
+        f"{name}, 10M": [(float(8 * k), mbu(name, 10_000_000, k, "default")) for k in groups]
+        for name in ("llama-3-8b", "llama-3-70b")
+    }
+    rows = [
+        judge(
+            "MBU of a decode, the best of 1, 2, 4 KV groups and 1M to 10M tokens (8B, TP8)",
+            "up to 92%",
+            band(0.85, 0.97),
+            both(lambda mode: max(mbu("llama-3-8b", c, k, mode) for c in (1_000_000, 10_000_000) for k in groups)),
+            "In the public profile large reads of KV reach 0.93 of the data sheet's bandwidth.",
+        ),
+        judge(
+            "Utilisation falls as KV groups grow (8B, 1M tokens): MBU at 1 over MBU at 4",
+            "falls",
+            at_least(1.0),
+            both(lambda mode: mbu("llama-3-8b", 1_000_000, 1, mode) / mbu("llama-3-8b", 1_000_000, 4, mode)),
+        ),
+    ]
+    return _report(rows, Panel(title="MBU of a decode", x="H100s", y="MBU", lines=lines))
+
+
+def _report(rows: list[Row], panel: Panel) -> Report:
+    machines = [machine("h100", "llama-3-70b", 8, n, "default") for n in NODES]
+    scenario = f"H100, TP8, 1 to 16 stages; lone prefill in chunks of {CHUNK}, lone decode"
+    return Report(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))

@@ -1,0 +1,142 @@
+"""From numbers to a verdict, by a rule that is written down before they are known.
+
+Verdicts: `exact`, `within band`, `ordering holds`, `illustrative` (the rule holds, but on a labelled approximation) and
+`not reproduced: …`. A rule is applied to what paper mode and default mode give; the row says in which of them it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from headway.research.base import MODES, Mode, Row, plain
+
+Kind = Literal["exact", "within band", "ordering holds"]
+PLAIN = ("exact", "within band", "ordering holds", "illustrative")
+MISSED = "not reproduced: "
+
+
+def allowed(verdict: str) -> bool:
+    """Whether this is one of the verdicts."""
+    return verdict in PLAIN or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule: what it grants, in words, and whether a value meets it. Missing values never do."""
+
+    kind: Kind
+    words: str
+    test: Callable[[Any], bool]
+
+    def __call__(self, value: Any) -> bool:
+        return value is not None and bool(self.test(value))
+
+
+def exact(value: Any, tolerance: float = 1e-9) -> Check:
+    """This value, numbers (also in mappings) within an absolute tolerance."""
+
+    def same(found: Any, wanted: Any) -> bool:
+        if isinstance(wanted, Mapping):
+            return set(found) == set(wanted) and all(same(found[key], wanted[key]) for key in wanted)
+        if isinstance(wanted, str):
+            return bool(found == wanted)
+        return abs(float(found) - float(wanted)) <= tolerance
+
+    return Check("exact", f"equal to {_show(value)}" + (f" ± {tolerance:g}" if tolerance > 1e-6 else ""),
+                 lambda found: same(found, value))  # fmt: skip
+
+
+def band(low: float, high: float) -> Check:
+    """From low to high, both included."""
+    words = f"{low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
+    if low == -math.inf:
+        words = f"at most {high:g}"
+    return Check("within band", words, lambda value: low <= float(value) <= high)
+
+
+def at_least(low: float) -> Check:
+    """One-sided."""
+    return band(low, math.inf)
+
+
+def at_most(high: float) -> Check:
+    """One-sided."""
+    return band(-math.inf, high)
+
+
+def order(words: str, test: Callable[[Any], bool]) -> Check:
+    """An ordering or a trend, in words."""
+    return Check("ordering holds", words, test)
+
+
+def ascending(words: str) -> Check:
+    """The values of a mapping rise, in its order."""
+    return order(words, lambda found: _sorted(list(found.values())))
+
+
+def descending(words: str) -> Check:
+    """The values of a mapping fall, in its order."""
+    return order(words, lambda found: _sorted([-value for value in found.values()]))
+
+
+def judge(
+    claim: str,
+    paper: Any,
+    check: Check,
+    ours: Mapping[Mode, Any],
+    note: str = "",
+    *,
+    approximate: bool = False,
+) -> Row:
+    """A row; `ours` holds a value a mode. The rule holds if it does in either mode, and the row says where.
+    `approximate`: it claims no more than an illustration."""
+    held = [mode for mode in MODES if check(ours[mode])]
+    if held:
+        where = "in both modes" if len(held) == 2 else f"in {held[0]} mode only"
+        if None in ours.values():
+            where = "in the only mode that applies"
+        verdict: str = "illustrative" if approximate else check.kind
+        why = f"{check.words}: holds {where}"
+    else:
+        verdict, why = f"{MISSED}{_found(ours)}, not {check.words}", f"expected {check.words}"
+    return Row(
+        claim=claim,
+        paper=paper,
+        paper_mode=ours["paper"],
+        default_mode=ours["default"],
+        verdict=verdict,
+        why=f"{why}. {note}" if note else why,
+    )
+
+
+def judge_same(claim: str, paper: Any, check: Check, value: Any, note: str = "", *, approximate: bool = False) -> Row:
+    """A row of something that does not differ between the modes."""
+    return judge(claim, paper, check, {"paper": value, "default": value}, note, approximate=approximate)
+
+
+def both(value: Callable[[Mode], Any]) -> dict[Mode, Any]:
+    """What a function gives in each mode."""
+    return {mode: value(mode) for mode in MODES}
+
+
+def _sorted(values: list[float]) -> bool:
+    """Of two or more: what has no order does not show one."""
+    return len(values) > 1 and all(a <= b + 1e-9 * abs(b) for a, b in pairwise(values))
+
+
+def _found(ours: Mapping[Mode, Any]) -> str:
+    shown = {mode: _show(ours[mode]) for mode in MODES if ours[mode] is not None}
+    if len(shown) == 2 and len(set(shown.values())) == 1:
+        return f"{shown['paper']} in both modes"
+    return " and ".join(f"{value} in {mode} mode" for mode, value in shown.items()) or "no value"
+
+
+def _show(value: Any) -> str:
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_show(item)}" for key, item in value.items()) or "no value"
+    return str(value)

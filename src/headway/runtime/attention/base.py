@@ -1,0 +1,69 @@
+"""What a backend promises: the attention of one mixed iteration, over whatever requests it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from headway.core.errors import ConfigError
+from headway.runtime.attention.kv_pool import KvPool
+
+
+class Segment(NamedTuple):
+    """One request's rows in this iteration's flattened batch.
+
+    start: its first row. tokens: its rows, 1 for a decode. past: the tokens of this request whose keys and values are
+    already in the pool. runs: its slots as (first, count), in token order, covering at least past + tokens. shared: its
+    keys lie in other pools as well: store the new ones, leave its rows of the answer unset; they are attended apart
+    (`partial`).
+    """
+
+    start: int
+    tokens: int
+    past: int
+    runs: tuple[tuple[int, int], ...]
+    shared: bool = False
+
+
+class AttentionPlan(Protocol):
+    """What a backend worked out for one iteration. Opaque to everyone else; void once the pool's owners change."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the flattened batch."""
+
+
+class AttentionBackend(Protocol):
+    """Attention over a `KvPool`, in two steps: `plan` once an iteration, `run` once a layer."""
+
+    def plan(self, segments: Sequence[Segment], pool: KvPool) -> AttentionPlan:
+        """Called before the first layer. Everything that does not depend on the layer's tensors happens here.
+
+        Segments are disjoint and together cover rows 0 … T-1 in order. Raises ValueError when they do not, or when a
+        segment's runs hold fewer than past + tokens slots.
+        """
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """Called once a layer: store the new keys and values, then attend causally within each request.
+
+        q: (T, q_heads, d); k, v: (T, kv_heads, d), rotated, in the pool's dtype; layer counts from the pool's first.
+        Returns (T, q_heads, d) in q's dtype, contiguous. The pool holds k and v of all T rows on return.
+        """
+
+
+_BACKENDS = {
+    "cpu": ("headway.runtime.attention.cpu", "CpuBackend"),
+    "sdpa": ("headway.runtime.attention.sdpa", "SdpaBackend"),
+}
+
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of that name. Called once at start-up; raises ConfigError that lists the names it knows."""
+    if name not in _BACKENDS:
+        raise ConfigError(f"unknown attention backend '{name}': known are {', '.join(sorted(_BACKENDS))}")
+    module, attribute = _BACKENDS[name]
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend

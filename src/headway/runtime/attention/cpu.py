@@ -1,0 +1,155 @@
+"""Attention on CPU: by the compiled kernels for bf16 where they are available, else by ATen's flash kernel.
+
+Compiled, all decodes of a layer are one call and all chunks another, both over the pool. With ATen, a chunk's history
+needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is one folded call a run
+plus one causal call, merged; a decode is one call a run, and nearly always there is one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import Kernels, kernels
+from headway.runtime.attention.native_decode import NativeDecodes
+from headway.runtime.attention.native_prefill import NativeChunks, pool_fits
+from headway.runtime.attention.primitive import attend, merge
+from headway.runtime.attention.slots import Writes, cut_runs, plan_writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One segment: its rows start..stop, and per run of visible slots the views of all layers (`run_views`)."""
+
+    start: int
+    stop: int
+    shards: tuple[tuple[Tensor, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """One iteration, worked out: what each segment reads, and where its new keys and values go.
+
+    Decodes are either in `native`, which also stores them, or in `decodes`; chunks in `prefill` or in `chunks`.
+    """
+
+    rows: int
+    native: NativeDecodes | None
+    prefill: NativeChunks | None
+    decodes: tuple[_Rows, ...]
+    chunks: tuple[_Rows, ...]
+    writes: Writes
+
+
+class CpuBackend:
+    """The backend named "cpu". Stateless: everything that lasts is in the pool.
+
+    native: compiled kernels to use for bf16; by default those of this machine, if any.
+    """
+
+    def __init__(self, native: Kernels | bool | None = True) -> None:
+        self._kernels = kernels() if native is True else native or None
+
+    def plan(self, segments: Sequence[Segment], pool: KvPool) -> CpuPlan:
+        """See `AttentionBackend.plan`."""
+        check_cover(segments)
+        decodes: list[_Rows] = []
+        chunks: list[_Rows] = []
+        new: list[tuple[int, int, int]] = []
+        single_rows: list[int] = []
+        single_runs: list[list[tuple[int, int]]] = []
+        spans: list[tuple[int, int]] = []
+        span_runs: list[list[tuple[int, int]]] = []
+        by_kernel = self._kernels is not None and pool_fits(pool)
+        for segment in segments:
+            if segment.shared:
+                new += new_runs(segment)
+                continue
+            decode = segment.tokens == 1
+            whole = decode or by_kernel
+            seen = cut_runs(segment.runs, 0, segment.past + (segment.tokens if whole else 0))
+            if by_kernel:
+                for first, count in seen:
+                    pool.check(first, count)
+            if decode and by_kernel:
+                single_rows.append(segment.start)
+                single_runs.append(seen)
+                continue
+            if by_kernel:
+                spans.append((segment.start, segment.tokens))
+                span_runs.append(seen)
+            else:
+                shards = tuple(pool.run_views(first, count) for first, count in seen)
+                (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
+            new += new_runs(segment)
+        rows = segments[-1].start + segments[-1].tokens
+        native = prefill = None
+        if self._kernels is not None and single_rows:
+            native = NativeDecodes(self._kernels, single_rows, single_runs, pool)
+        if self._kernels is not None and spans:
+            prefill = NativeChunks(self._kernels, spans, span_runs, pool)
+        return CpuPlan(rows, native, prefill, tuple(decodes), tuple(chunks), plan_writes(new, rows, pool))
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `AttentionBackend.run`."""
+        assert isinstance(plan, CpuPlan)
+        rows, q_heads, dim = q.shape
+        kv_heads = k.shape[1]
+        out = torch.empty((rows, q_heads, dim), dtype=q.dtype, device=q.device)
+        if plan.native is not None:
+            plan.native.run(layer, q, k, v, out)
+        plan.writes.store(layer, k, v)
+        if plan.prefill is not None:
+            plan.prefill.run(layer, q, out)
+        keys, values = 2 * layer, 2 * layer + 1
+        for decode in plan.decodes:
+            grouped = q[decode.start].reshape(kv_heads, q_heads // kv_heads, dim)
+            parts = [self._attend(grouped, shard[keys], shard[values], False) for shard in decode.shards]
+            out[decode.start] = _combine(parts).reshape(q_heads, dim)
+        for chunk in plan.chunks:
+            fresh = slice(chunk.start, chunk.stop)
+            query = q[fresh].transpose(0, 1)
+            parts = [self._attend(query, k[fresh].transpose(0, 1), v[fresh].transpose(0, 1), True)]
+            parts += [self._attend(query, shard[keys], shard[values], False) for shard in chunk.shards]
+            out[fresh] = _combine(parts).transpose(0, 1)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, causal, compiled=self._kernels is not None)
+
+
+def new_runs(segment: Segment) -> list[tuple[int, int, int]]:
+    """(first row, first slot, tokens) of each run that its new tokens go to."""
+    new = []
+    row = segment.start
+    for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):
+        new.append((row, first, count))
+        row += count
+    return new
+
+
+def check_cover(segments: Sequence[Segment]) -> None:
+    """Raise ValueError unless segments follow each other from row 0 and each has the slots that it needs."""
+    if not segments or segments[0].start != 0:
+        raise ValueError("an iteration has at least one segment, and the first starts at row 0")
+    for before, after in pairwise(segments):
+        if after.start != before.start + before.tokens:
+            raise ValueError(f"a segment ends at row {before.start + before.tokens}, the next starts at {after.start}")
+    for segment in segments:
+        held, needed = sum(count for _, count in segment.runs), segment.past + segment.tokens
+        if segment.tokens < 1 or segment.past < 0 or held < needed:
+            raise ValueError(
+                f"segment at row {segment.start}: {held} slots for {segment.past} + {segment.tokens} tokens"
+            )
+
+
+def _combine(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0][0]
+    return merge([out for out, _ in parts], [lse for _, lse in parts])[0]

@@ -1,0 +1,96 @@
+"""Where keys and values live: one tensor for all layers, heads and slots of an instance.
+
+A *slot* holds one token's keys and values. Accounting (who owns which blocks) is `headway.kv`'s and never here; a
+request arrives as *runs* of contiguous slots, (first, count) pairs, so that whole blocks which happen to be adjacent
+are one zero-copy view and one attention call, whatever the block size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.memory import available_bytes, gib
+
+
+class KvPool:
+    """The keys and values of `slots` tokens.
+
+    `data` is (layers, 2, kv_heads, slots, head_dim): index 0 of the second axis is keys, 1 is values. It is reserved
+    but not touched, so on CPU resident memory grows with the slots that are used, not with the size of the pool. Raises
+    ConfigError where that much cannot be reserved.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        slots: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layers = layers
+        self.kv_heads = kv_heads
+        self.slots = slots
+        self.head_dim = head_dim
+        shape = (layers, 2, kv_heads, slots, head_dim)
+        try:
+            self.data: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch has no other for it
+            size, free = gib(math.prod(shape) * dtype.itemsize), gib(_free(torch.device(device)))
+            raise ConfigError(
+                f"there is no memory for a KV cache of {size} ({slots} tokens): {free} is available; give "
+                "--kv-cache-memory less"
+            ) from error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which keys and values are kept."""
+        return self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Address space reserved, in bytes."""
+        return self.data.numel() * self.data.element_size()
+
+    def narrowed(self, kv_heads: int) -> KvPool:
+        """The same memory as a pool of fewer heads and more slots: what a rank uses that holds some heads of more
+        tokens. `narrow_runs` says which slots are which. kv_heads divides those of this pool."""
+        pool = KvPool.__new__(KvPool)
+        fold = self.kv_heads // kv_heads
+        pool.layers, pool.kv_heads, pool.slots, pool.head_dim = self.layers, kv_heads, fold * self.slots, self.head_dim
+        pool.data = self.data.view(self.layers, 2, kv_heads, pool.slots, self.head_dim)
+        return pool
+
+    def narrow_runs(self, kv_heads: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The slots of a narrowed pool that lie in the same memory as these runs."""
+        parts = range(self.kv_heads // kv_heads)
+        return [(part * self.slots + first, count) for first, count in runs for part in parts]
+
+    @staticmethod
+    def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one token's keys and values take over all layers: what sizing a pool needs before it exists."""
+        return layers * 2 * kv_heads * head_dim * dtype.itemsize
+
+    def run_views(self, first: int, count: int) -> tuple[Tensor, ...]:
+        """Zero-copy views of one run, 2 · layers of them (keys and values of layer 0, of layer 1, …).
+
+        Each is (kv_heads, count, head_dim), ready for the primitive. Called once a run and iteration.
+        """
+        self.check(first, count)
+        rows = self.data[:, :, :, first : first + count]
+        return rows.flatten(0, 1).unbind(0)
+
+    def check(self, first: int, count: int) -> None:
+        """Raise ValueError unless the run lies in the pool."""
+        if first < 0 or count < 0 or first + count > self.slots:
+            raise ValueError(f"slots {first}..{first + count} are outside the pool's {self.slots}")
+
+
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()

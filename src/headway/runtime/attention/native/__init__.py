@@ -1,0 +1,62 @@
+"""Compiled kernels for bf16, built once for the processor at hand, and never required.
+
+A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
+read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
+nearly that of many. Without a C++
+compiler, or a processor with AVX-512 BF16, `kernels()` is None and everything runs on ATen and oneDNN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.core.native_build import compiled
+
+_FOLDER = Path(__file__).parent
+_P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "headway_linear": (_P, _P, _F, _N, _P, _P, _P, _P, _I, _I, _I),
+    "headway_rotate": (_P, _P, _P, _I, _I, _I, _I, _I),
+    "headway_decode": (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P, _P),
+    "headway_prefill": (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F),
+}
+
+TILE = 512
+"""Most tokens in one tile of `headway_decode`."""
+
+DIMS = (32, 64, 96, 128)
+"""Head dimensions of the attention kernels."""
+
+
+class Kernels:
+    """The compiled functions; the .cpp files say what each argument is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self.linear: Any = library.headway_linear
+        self.rotate: Any = library.headway_rotate
+        self.decode: Any = library.headway_decode
+        self.prefill: Any = library.headway_prefill
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels, or None where they cannot be built or run. The first call ever compiles for some seconds.
+
+    HEADWAY_NATIVE=0 in the environment turns them off (`core.native_build`).
+    """
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    sources, headers = sorted(_FOLDER.glob("*.cpp")), sorted(_FOLDER.glob("*.h"))
+    library = compiled("kernels", sources, "compiled kernels", headers=headers, flags=("-fopenmp",))
+    if library is None:
+        return None
+    return Kernels(library) if library.headway_supported() else None

@@ -1,0 +1,178 @@
+// Linear layers and rotation of a bf16 decoder, for any number of rows.
+//
+// Called through ctypes by headway.runtime.attention.native, which compiles these files for the processor at hand. Nothing here
+// depends on torch: pointers, sizes and strides (in elements) only. Accumulation is fp32; results are rounded to bf16
+// once, where the general path rounds one or two times. Threads are those of the OpenMP runtime already in the process.
+//
+// A weight (n, k) lies in panels of 16 columns of the result, [n / 16][k / 2][16][2]: one vector holds 16 columns and two
+// inputs, as vdpbf16ps takes them. Rows are laid the same way, in blocks of at most 12: [k / 2][rows][2], to be broadcast.
+// An element of the result is the same sum in the same order in any block: it does not depend on the other rows.
+
+#ifndef __AVX512BF16__
+extern "C" int headway_supported() { return 0; }
+#else
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr i64 kRows = 12;       // in a block: 12 x 2 accumulators
+constexpr i64 kFew = 6;         // blocks up to here take 4 panels at a time
+constexpr i64 kTogether = 240;  // rows that one pass over the weights serves
+
+struct Epilogue {
+    const bf16* bias;
+    const bf16* residual;
+    bf16* out;
+    i64 n;
+    void put(i64 m, i64 c, __m512 value) const {
+        const __mmask16 live = n - c >= 16 ? __mmask16(0xffff) : __mmask16((1u << (n - c)) - 1);
+        if (bias) value = _mm512_add_ps(value, widen(live, bias + c));
+        if (residual) value = _mm512_add_ps(value, widen(live, residual + m * n + c));
+        _mm256_mask_storeu_epi16(out + m * n + c, live, (__m256i)_mm512_cvtneps_pbh(value));
+    }
+};
+
+// R rows from `row` on, C panels from column 16 * `panel` on. x: their block.
+template <int R, int C>
+void tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 panel, const Epilogue& e) {
+    __m512 acc[R * C];
+    for (auto& a : acc) a = _mm512_setzero_ps();
+    w += panel * 16 * k;
+    for (i64 p = 0; p < k / 2; p++) {
+        __m512bh in[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            in[c] = pack(w + c * 16 * k + p * 32);
+            if (R <= kFew) _mm_prefetch((const char*)(w + c * 16 * k + p * 32 + 1024), _MM_HINT_T0);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(int(x[p * R + r]));
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) acc[r * C + c] = _mm512_dpbf16_ps(acc[r * C + c], a, in[c]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) e.put(row + r, 16 * (panel + c), acc[r * C + c]);
+}
+
+using TileFn = void (*)(const uint32_t*, const bf16*, i64, i64, i64, const Epilogue&);
+#define ROWS_UP_TO_6(C) tile<1, C>, tile<2, C>, tile<3, C>, tile<4, C>, tile<5, C>, tile<6, C>
+#define ROWS_UP_TO_12(C) ROWS_UP_TO_6(C), tile<7, C>, tile<8, C>, tile<9, C>, tile<10, C>, tile<11, C>, tile<12, C>
+constexpr TileFn kOne[] = {ROWS_UP_TO_12(1)}, kTwo[] = {ROWS_UP_TO_12(2)}, kFour[] = {ROWS_UP_TO_6(4)};
+
+// The panels first .. last - 1 of `rows` rows.
+void panels(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 first, i64 last, const Epilogue& e) {
+    while (first < last) {
+        const i64 left = last - first, taken = left >= 4 && rows <= kFew ? 4 : left >= 2 ? 2 : 1;
+        (taken == 4 ? kFour : taken == 2 ? kTwo : kOne)[rows - 1](x, w, k, row, first, e);
+        first += taken;
+    }
+}
+
+void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* y) {
+    __m512 squares = _mm512_setzero_ps();
+    for (i64 c = 0; c < k; c += 16) {
+        __m512 v = widen(x + c);
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(k) + eps));
+    for (i64 c = 0; c < k; c += 16) narrow(y + c, _mm512_mul_ps(_mm512_mul_ps(widen(x + c), factor), widen(weight + c)));
+}
+
+void swiglu(const bf16* x, i64 k, bf16* y) {
+    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    for (i64 c = 0; c < k; c += 16) {
+        __m512 g = widen(x + c);
+        __m512 e = exp16(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
+        __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
+        __m512 top = _mm512_mask_blend_ps(negative, one, e);
+        __m512 silu = _mm512_div_ps(_mm512_mul_ps(g, top), _mm512_add_ps(one, e));
+        narrow(y + c, _mm512_mul_ps(silu, widen(x + k + c)));
+    }
+}
+
+// Inputs 32 * piece .. of a block of rows, after the prologue, into their place in the block.
+struct Rows {
+    const bf16 *x, *norm;
+    float eps;
+    int gated;
+    i64 k;
+};
+
+void lay(const Rows& in, i64 row, i64 rows, bf16* scratch, uint32_t* to) {
+    const i64 k = in.k;
+    for (i64 r = 0; r < rows; r++) {
+        const bf16* from = in.x + (row + r) * (in.gated ? 2 * k : k);
+        if (in.gated) swiglu(from, k, scratch), from = scratch;
+        else if (in.norm) normalise(from, in.norm, in.eps, k, scratch), from = scratch;
+        if (rows == 1) memcpy(to, from, k * sizeof(bf16));
+        else
+            for (i64 p = 0; p < k / 2; p++) memcpy(to + p * rows + r, from + 2 * p, 4);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int headway_supported() { return 1; }
+
+// out (rows, n) = prologue(x) W^T + bias + residual, W in panels. Prologue: RMS norm by `norm`, or SwiGLU of x (rows, 2k),
+// or none. k is a multiple of 32. out may be residual.
+void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const bf16* w, const bf16* bias,
+                    const bf16* residual, bf16* out, i64 rows, i64 n, i64 k) {
+    static thread_local std::vector<uint32_t> kept;
+    const i64 most = std::min(rows, kTogether);
+    if (i64(kept.size()) < most * k / 2) kept.resize(most * k / 2);
+    uint32_t* laid = kept.data();
+    const Epilogue e{bias, residual, out, n};
+    const Rows in{x, norm, eps, gated, k};
+    const i64 count = (n + 15) / 16;
+#pragma omp parallel
+    {
+        static thread_local std::vector<bf16> scratch;
+        if (i64(scratch.size()) < k) scratch.resize(k);
+        for (i64 begin = 0; begin < rows; begin += kTogether) {
+            const i64 held = std::min(rows - begin, kTogether), blocks = (held + kRows - 1) / kRows;
+#pragma omp for schedule(static)
+            for (i64 b = 0; b < blocks; b++) {
+                const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
+                lay(in, begin + first, last - first, scratch.data(), laid + first * k / 2);
+            }
+            const i64 wide = held <= kFew ? 4 : 2, groups = (count + wide - 1) / wide;
+#pragma omp for schedule(static)
+            for (i64 g = 0; g < groups; g++)
+                for (i64 b = 0; b < blocks; b++) {
+                    const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
+                    panels(laid + first * k / 2, w, k, begin + first, last - first, wide * g,
+                           std::min(count, wide * (g + 1)), e);
+                }
+        }
+    }
+}
+
+// Rotate the first `heads` heads of each row in place: pairs (i, i + dim/2), cos and signed sin (rows, dim) as RotaryTable.
+void headway_rotate(bf16* x, const bf16* cos, const bf16* sin, i64 rows, i64 row_stride, i64 heads, i64 head_dim, i64 dim) {
+    i64 half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows > 16)
+    for (i64 r = 0; r < rows; r++)
+        for (i64 h = 0; h < heads; h++) {
+            bf16* p = x + r * row_stride + h * head_dim;
+            const bf16 *c = cos + r * dim, *s = sin + r * dim;
+            for (i64 i = 0; i < half; i += 16) {
+                __m512 a = widen(p + i), b = widen(p + half + i);
+                narrow(p + i, _mm512_fmadd_ps(a, widen(c + i), _mm512_mul_ps(b, widen(s + i))));
+                narrow(p + half + i, _mm512_fmadd_ps(b, widen(c + half + i), _mm512_mul_ps(a, widen(s + half + i))));
+            }
+        }
+}
+}
+#endif

@@ -1,0 +1,94 @@
+"""Chunks of many rows in one call of the compiled kernel: over the pool, or over any shard of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import DIMS, Kernels
+from headway.runtime.attention.native_decode import Runs
+
+
+class NativeChunks:
+    """One iteration's chunks, worked out for `headway_prefill`.
+
+    spans: each chunk's first row in the batch and its rows. shards: its visible slots as runs, its own tokens last.
+    causal: whether that is so and they are masked; by default of all, else a chunk's rows see every slot.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        spans: Sequence[tuple[int, int]],
+        shards: Sequence[Runs],
+        pool: KvPool,
+        causal: Sequence[bool] | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._pool = pool
+        self._count = len(spans)
+        masked = [True] * len(spans) if causal is None else causal
+        self._table = chunk_table([(*span, mask, runs) for span, mask, runs in zip(spans, masked, shards, strict=True)])
+        self._chunks = self._table.ctypes.data
+        self._runs = self._chunks + 48 * self._count
+        self._base, self._stride = pool.data.data_ptr(), pool.slots * pool.head_dim
+
+    def run(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the chunks' rows of out (T, q_heads, dim). Their keys and values are in the pool already. With lse, (T,
+        q_heads) fp32, answers are partial and out is fp32."""
+        heads, dim = self._pool.kv_heads, self._pool.head_dim
+        plane = 2 * heads * self._stride
+        keys = self._base + 2 * plane * layer
+        self._kernels.prefill(
+            q.data_ptr(), q.stride(0), q.stride(1), keys, keys + plane, dim, self._stride,
+            out.data_ptr(), out.stride(0), out.stride(1), int(out.dtype == torch.float32),
+            0 if lse is None else lse.data_ptr(), 0 if lse is None else lse.stride(0), 1,
+            self._chunks, self._count, self._runs, q.shape[1], heads, dim, dim**-0.5,
+        )  # fmt: skip
+
+
+def attend_native(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`primitive.attend` by the compiled kernel, for non-empty bf16 inputs that `shard_fits`. dtype: bf16 or fp32."""
+    q_heads, rows, dim = q.shape
+    kv_heads, keys, _ = k.shape
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    out = torch.empty((q_heads, rows, dim), dtype=dtype)
+    lse = torch.empty((q_heads, rows), dtype=torch.float32)
+    table = chunk_table([(0, rows, causal, [(0, keys)])])
+    chunks = table.ctypes.data
+    kernels.prefill(
+        q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(1), k.stride(0),
+        out.data_ptr(), dim, rows * dim, int(dtype == torch.float32), lse.data_ptr(), 1, rows,
+        chunks, 1, chunks + 48, q_heads, kv_heads, dim, scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def chunk_table(chunks: Sequence[tuple[int, int, bool, Runs]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """(first row, rows, causal, visible slots) of each chunk as `headway_prefill` reads it: six numbers a chunk, then
+    the runs of all."""
+    head: list[int] = []
+    flat: list[int] = []
+    for row, rows, causal, runs in chunks:
+        head += (row, rows, sum(count for _, count in runs), causal, len(flat) // 2, len(runs))
+        for run in runs:
+            flat += run
+    return np.array([*head, *flat], dtype=np.int64)
+
+
+def pool_fits(pool: KvPool) -> bool:
+    """Whether the attention kernels handle this pool: bf16 on CPU, heads of 32, 64, 96 or 128."""
+    return pool.dtype == torch.bfloat16 and pool.data.device.type == "cpu" and pool.head_dim in DIMS
+
+
+def shard_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `headway_prefill` handles these: bf16 on CPU, heads of 32, 64, 96 or 128, each contiguous."""
+    alike = q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.device.type == "cpu"
+    return alike and q.shape[-1] in DIMS and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1

@@ -1,0 +1,133 @@
+"""Attention by torch's scaled_dot_product_attention over gathered keys and values: for CUDA, and right anywhere.
+
+Which kernel computes is torch's choice. Query heads of one KV head are folded into rows, so that every kernel takes
+them. Decodes of about the same length are one call, padded with slots of their own; a chunk is one call, or several
+where its mask would be large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.cpu import check_cover, new_runs
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.slots import Writes, cut_runs, plan_writes
+
+_MASK = 1 << 25
+"""The most entries of one call's mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """rows (B,) of the batch, each over slots (B, m); seen (B, 1, 1, m), where they differ in length."""
+
+    rows: Tensor
+    slots: Tensor
+    seen: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Rows start .. start + tokens - 1 over slots (past + tokens,)."""
+
+    start: int
+    tokens: int
+    past: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """One iteration, worked out, in index tensors on the pool's device."""
+
+    rows: int
+    pool: KvPool
+    decodes: tuple[_Decodes, ...]
+    chunks: tuple[_Chunk, ...]
+    writes: Writes
+
+
+class SdpaBackend:
+    """The backend named "sdpa". Stateless. `mask`: the most entries of a call's mask."""
+
+    def __init__(self, mask: int = _MASK) -> None:
+        self._mask = mask
+
+    def plan(self, segments: Sequence[Segment], pool: KvPool) -> SdpaPlan:
+        """See `AttentionBackend.plan`."""
+        check_cover(segments)
+        alike: dict[int, list[tuple[int, Tensor]]] = {}
+        chunks: list[_Chunk] = []
+        new: list[tuple[int, int, int]] = []
+        for segment in segments:
+            new += new_runs(segment)
+            if segment.shared:
+                continue
+            slots = _slots(cut_runs(segment.runs, 0, segment.past + segment.tokens), pool)
+            if segment.tokens == 1:
+                alike.setdefault(len(slots).bit_length(), []).append((segment.start, slots))
+            else:
+                chunks.append(_Chunk(segment.start, segment.tokens, segment.past, slots.to(pool.data.device)))
+        rows = segments[-1].start + segments[-1].tokens
+        decodes = tuple(_together(some, pool.data.device) for some in alike.values())
+        return SdpaPlan(rows, pool, decodes, tuple(chunks), plan_writes(new, rows, pool))
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `AttentionBackend.run`."""
+        assert isinstance(plan, SdpaPlan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        plan.writes.store(layer, k, v)
+        keys, values = plan.pool.data[layer]
+        _, heads, dim = q.shape
+        for some in plan.decodes:
+            query = q.index_select(0, some.rows).view(len(some.rows), len(keys), -1, dim)
+            near, far = (plane[:, some.slots].transpose(0, 1) for plane in (keys, values))
+            answer = functional.scaled_dot_product_attention(query, near, far, some.seen)
+            out.index_copy_(0, some.rows, answer.reshape(-1, heads, dim))
+        for chunk in plan.chunks:
+            near, far = (plane.index_select(1, chunk.slots).unsqueeze(0) for plane in (keys, values))
+            rows = slice(chunk.start, chunk.start + chunk.tokens)
+            self._chunk(q[rows], near, far, chunk.past, out[rows])
+        return out
+
+    def _chunk(self, q: Tensor, keys: Tensor, values: Tensor, past: int, out: Tensor) -> None:
+        """q, out: (n, q_heads, d); keys, values: (1, kv_heads, past + n, d)."""
+        count, heads, dim = q.shape
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        each = max(1, self._mask // (group * (past + count)))
+        for first in range(0, count, each):
+            rows = min(each, count - first)
+            seen = past + first + rows
+            at = torch.arange(seen - rows, seen, device=q.device).repeat(group)
+            visible = torch.arange(seen, device=q.device) <= at.unsqueeze(1)
+            query = q[first : first + rows].view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+            answer = functional.scaled_dot_product_attention(
+                query.reshape(1, kv_heads, group * rows, dim), keys[:, :, :seen], values[:, :, :seen], visible
+            )
+            answer = answer.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3)
+            out[first : first + rows] = answer.reshape(rows, heads, dim)
+
+
+def _slots(runs: Sequence[tuple[int, int]], pool: KvPool) -> Tensor:
+    for first, count in runs:
+        pool.check(first, count)
+    return torch.cat([torch.arange(first, first + count) for first, count in runs])
+
+
+def _together(some: Sequence[tuple[int, Tensor]], device: torch.device) -> _Decodes:
+    """Decodes in one call. What is filled up reads a decode's own first slot, which holds numbers, and does not see
+    it."""
+    longest = max(len(slots) for _, slots in some)
+    table = torch.stack([torch.cat((slots, slots[:1].expand(longest - len(slots)))) for _, slots in some])
+    seen = None
+    if any(len(slots) < longest for _, slots in some):
+        lengths = torch.tensor([len(slots) for _, slots in some])
+        seen = (torch.arange(longest) < lengths.unsqueeze(1)).view(len(some), 1, 1, longest).to(device)
+    return _Decodes(torch.tensor([row for row, _ in some], device=device), table.to(device), seen)

@@ -1,0 +1,230 @@
+"""The composition root of an engine: settings in, a ready `EngineCore` out.
+
+The model runs in this process (`one_process`) or in several (`many_processes`), where this one needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.runtime import embedded
+from headway.runtime.build.event_log import open_event_log
+from headway.core.clock import Clock
+from headway.core.errors import ConfigError
+from headway.core.executor import Executor
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore, Log
+from headway.runtime.engine.protocol import EngineInfo
+from headway.runtime.engine.restart_limits import Restarts
+from headway.perf.hardware.device import Devices
+from headway.perf.hardware.memory import gib
+from headway.perf.hardware.processor import processor_name
+from headway.kv.block_manager import Ledger
+from headway.perf.latency import store
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.shard_exchange import exchange_of
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.recorded import describe
+from headway.perf.latency.tables import TableLatency, TableSource
+from headway.runtime.model.config import DecoderConfig
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.runtime.executor import profiling
+
+log = logging.getLogger("headway.engine")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model that is loaded, wherever it runs. Sizes are of all ranks together; `kv_tokens` of one KV group. device:
+    cpu or cuda; processor: what it is called, where it is not this host's CPU."""
+
+    executor: Executor
+    measure: profiling.Measure
+    shape: DecoderConfig
+    dtype: str
+    mark: str
+    threads: int
+    kv_tokens: int
+    kv_bytes: int
+    parameters: int
+    weights_bytes: int
+    device: str = "cpu"
+    processor: str | None = None
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """The degrees that the settings ask for."""
+    return Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size)
+
+
+def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Built:
+    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit. `wanted`:
+    whether somebody still waits for it, asked while other hosts are waited for."""
+    if layout_of(config).accelerators > 1:
+        from headway.runtime.build.multi_process import build_many
+
+        return build_many(config, layout_of(config), wanted)
+    from headway.runtime.build.single_process import build_one
+
+    return build_one(config)
+
+
+def assemble(config: EngineConfig, clock: Clock, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
+    """Everything that an engine process runs. Takes as long as loading the model, plus about 0.3 s of measuring when
+    no profile of this model on this machine is found. `wanted`: see `build`."""
+    layout = layout_of(config)
+    fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
+    fields["kv_parallel"] = layout.kvp
+    schedule = SchedulerConfig.named(config.mode, **fields)
+    log = event_log(config.event_log)  # whether it can be written is known before loading takes its time
+    built = build(config, wanted)
+    try:
+        return _engine(config, clock, schedule, built, log)
+    except BaseException:
+        built.executor.close()
+        raise
+
+
+def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built, log: Log | None) -> EngineCore:
+    ledgers = [Ledger(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
+    source, confidence = latency_source(config, built)
+    latency = CorrectedLatency(TableLatency(source), confidence)
+    scheduler = make_scheduler(schedule, latency, ledgers, exchange_of(source))
+    kv_tokens = sum(ledger.total_tokens for ledger in ledgers)
+    info = EngineInfo(
+        model=model_name(config.model),
+        architecture=built.shape.architecture,
+        dtype=built.dtype,
+        device=built.device,
+        layout=layout_of(config).name,
+        max_model_len=min(built.shape.max_model_len, kv_tokens),
+        vocab_size=built.shape.vocab_size,
+        kv_tokens_total=kv_tokens,
+        kv_block_tokens=config.block_size,
+        policy=schedule.policy,
+        chunking=schedule.chunking,
+        mode=schedule.mode,
+        t_target_s=schedule.t_target_s,
+        max_num_seqs=schedule.max_num_seqs,
+        max_queued_requests=config.max_queued_requests,
+        parameters=built.parameters,
+        weights_bytes=built.weights_bytes,
+        kv_bytes=built.kv_bytes,
+        eos_token_ids=eos_ids(Path(config.model)),
+        latency=describe(latency),
+    )
+    restarts = Restarts(config.max_restarts, "the workers")
+    return EngineCore(scheduler, built.executor, clock, info, log, restarts)
+
+
+def latency_source(config: EngineConfig, built: Built) -> tuple[TableSource, float]:
+    """The cached profile of this model on this machine in this layout; without one, a quick measurement. With how much
+    it is trusted (`CorrectedLatency`). Times are of one stage."""
+    mark = profile_mark(config, built)
+    if config.latency_profile not in ("auto", "quick"):
+        return _with_exchange(config, built, store.load(Path(config.latency_profile), mark)), 20.0
+    path = store.default_path(mark)
+    if config.latency_profile == "auto" and path.exists():
+        try:
+            return _with_exchange(config, built, store.load(path, mark)), 20.0
+        except ConfigError as error:
+            log.warning("%s; measuring anew", error)
+    words, groups = "quick measurement at start-up", config.kv_parallel_size
+    return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, words, groups), 2.0
+
+
+def _with_exchange(config: EngineConfig, built: Built, source: TableSource) -> TableSource:
+    """A profile with what KV groups' exchange costs, measured now where it does not say."""
+    if config.kv_parallel_size == 1 or source.exchange is not None:
+        return source
+    measured = profiling.exchange(built.measure, built.kv_tokens, profiling.QUICK)
+    return msgspec.structs.replace(source, exchange=measured)
+
+
+def profile_mark(config: EngineConfig, built: Built) -> str:
+    """What a profile of this model here holds for."""
+    name = built.processor or processor_name()
+    return store.fingerprint(built.mark, built.dtype, name, built.threads, layout_of(config).name)
+
+
+def backend_name(config: EngineConfig, devices: Devices | None) -> str:
+    """The attention backend: the one that was asked for, else the device's own."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "cpu" if devices is None else "sdpa"
+
+
+def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, available: int, groups: int = 1) -> int:
+    """Blocks of a KV pool in which a token takes `per_token` bytes, in each of so many KV groups; `available` bytes are
+    free once weights are there.
+
+    Raises ConfigError when all groups together would not hold what was asked for.
+    """
+    asked = config.max_model_len
+    if config.kv_cache_bytes is not None:
+        budget = config.kv_cache_bytes
+    else:
+        budget = min(
+            int(0.5 * config.memory_share * available), groups * per_token * (2 * shape.max_model_len + 262_144)
+        )
+    blocks = budget // (groups * per_token * config.block_size)
+    tokens = groups * blocks * config.block_size
+    need = asked if asked is not None else min(shape.max_model_len, 2 * groups * config.block_size)
+    if tokens < need:
+        raise ConfigError(
+            f"the KV cache has room for {max(tokens, 0)} tokens ({gib(budget)} at {per_token} bytes a token) and "
+            f"{'--max-model-len' if asked else 'the smallest useful pool'} needs {need}: give it more memory with "
+            f"--kv-cache-memory (at least {gib(need * per_token)}) or lower --max-model-len"
+        )
+    if asked is None and tokens < shape.max_model_len:
+        log.warning(
+            "the KV cache has room for %d tokens (%s): the longest prompt with its output is that, not the model's %d, "
+            "which would take %s (--kv-cache-memory, or a layout over more memory)",
+            tokens, gib(tokens * per_token), shape.max_model_len, gib(shape.max_model_len * per_token),
+        )  # fmt: skip
+    return blocks
+
+
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            data: dict[str, Any] = json.loads((folder / name).read_text())
+        except (OSError, ValueError):
+            continue
+        value = data.get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list):
+            return tuple(int(v) for v in value)
+    return ()
+
+
+def model_name(folder: str) -> str:
+    """What a model is called where nobody named it: its folder's last part."""
+    path = Path(folder).resolve()
+    return "headway-embedded" if path == embedded.model_path().resolve() else path.name
+
+
+def event_log(path: str | None) -> Log | None:
+    """A JSON-lines file of everything that the scheduler saw, for replay; None when not asked for. See
+    `runtime.build.event_log`."""
+    if path is None:
+        return None
+    file = open_event_log(path, buffering=1 << 20)
+    encoder = msgspec.json.Encoder()
+
+    def write(kind: str, fields: dict[str, object]) -> None:
+        file.write(encoder.encode({"event": kind, **fields}) + b"\n")
+        if kind not in ("batch", "schedule") or fields.get("ended"):
+            file.flush()
+
+    return write

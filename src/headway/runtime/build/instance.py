@@ -1,0 +1,64 @@
+"""An engine that has been assembled becomes an instance of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headway.runtime.build.engine import eos_ids, layout_of
+from headway.core.clock import Clock
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.cluster.kv_connector_scheduler import Desk
+from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.kv_transfer.connector import make_connector
+from headway.runtime.kv_transfer.cut_connector import CutConnector
+from headway.runtime.kv_transfer.peers import Peers
+
+
+def join(config: EngineConfig, core: EngineCore, clock: Clock, ring: Callable[[], None]) -> Member | None:
+    """Listen for other instances, and say so in the engine's `info`. None, and no listener, for an engine that is
+    alone, and for one of which KV does not move (pipeline stages, KV groups, other devices): it serves whole requests
+    only. ring: wakes the loop, from any thread. Raises ConfigError for an address that it cannot have, and an unknown
+    connector."""
+    if config.instance is None:
+        return None
+    if layout_of(config).accelerators > 1:
+        return _join_ranks(config.instance, core, clock)
+    return _join_one(config, config.instance, core, clock, ring)
+
+
+def _join_one(
+    config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: Clock, ring: Callable[[], None]
+) -> Member:
+    from headway.runtime.kv_transfer.pool_port import KvPort
+    from headway.runtime.executor.single_process import LocalExecutor
+    from headway.runtime.sequence_parallel.span_executor import Runs
+
+    assert isinstance(core.executor, LocalExecutor)
+    peers = Peers(own.number, own.incarnation, own.listen, own.secret.encode())
+    core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
+    worker = core.executor.worker
+    runs = Runs(worker, peers, eos_ids(Path(config.model)))
+    inner = make_connector(own.kv_connector, peers, ring)
+    connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
+    port = KvPort(worker, core.scheduler.ledgers[0].block_tokens, runs, connector, own.number)
+    return Member(core, runs, peers, clock, own.room_s, Desk(core, port, core.executor.replay, clock))
+
+
+def _join_ranks(own: InstanceConfig, core: EngineCore, clock: Clock) -> Member | None:
+    """Its ranks listen, if they do: `many_processes` has them told."""
+    from headway.runtime.executor.multi_process import ParallelExecutor
+    from headway.runtime.kv_transfer.multi_rank_transfer import KvRanks, RankPeers
+
+    executor = core.executor
+    assert isinstance(executor, ParallelExecutor)
+    if not executor.peer_addresses:
+        return None
+    first, *others = executor.peer_addresses
+    core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
+    port = KvRanks(executor, core.scheduler.ledgers[0].take_ops)
+    peers = RankPeers(own.number, port)
+    return Member(core, port.computes, peers, clock, own.room_s, Desk(core, port, executor.replay, clock))

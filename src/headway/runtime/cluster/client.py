@@ -1,0 +1,340 @@
+"""A cluster as one engine: the server's `EngineClient`, with a router behind it.
+
+The policy is one of `placement/`, the very objects that the simulator drives, through the very machine
+(`headway.control`). Requests are accepted here, within a bound, and answered here; what becomes of them is `live`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import msgspec
+
+from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.groups import GroupLatency
+from headway.policy.placement.base import Placement
+from headway.policy.placement.view import Links
+from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
+from headway.runtime.cluster.cluster_request import Asked
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.live_backend import LatencyOf
+from headway.runtime.cluster.live_controller import DecisionLog, Live
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.membership import Another, Roster
+from headway.runtime.cluster.merged import merged_info, merged_stats
+from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.protocol import Delta, EngineInfo, EngineState, EngineStats, Submit
+
+log = logging.getLogger("headway.cluster")
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
+    are predicted by, latency_of: on an instance, where that is not the same; rows: most of a span that an instance
+    computes at once (`Run.rows`); log: of all decisions."""
+
+    policy: Callable[[], Placement]
+    latency: GroupLatency
+    shape: ModelShape
+    latency_of: LatencyOf | None = None
+    rows: int = 0
+    log: DecisionLog | None = None
+
+
+class ClusterClient:
+    """One a router."""
+
+    def __init__(
+        self,
+        instances: Sequence[LiveInstance],
+        links: Links,
+        make: Callable[[Sequence[EngineInfo]], Rules],
+        *,
+        placement: str,
+        another: Another | None = None,
+        backends: int = 16,
+        in_place: bool = False,
+    ) -> None:
+        """`make` is called once all of them are ready, with what they say of themselves. placement: the policy's name.
+        another: starts one more; None: none can join.
+        in_place: groups decode where their KV lies, and do not gather it on one of them."""
+        self.fleet = Fleet(instances)
+        self._links, self._make, self._placement = links, make, placement
+        self._backends, self._in_place = backends, in_place
+        self._roster = Roster(self.fleet, self, another)
+        self._live: Live | None = None
+        self._ready: dict[int, asyncio.Future[None]] = {}
+        self._starting: asyncio.Future[EngineInfo] | None = None
+        self._info: EngineInfo | None = None
+        self._drains = False
+        self.failure: str | None = None
+        """Why the cluster could not start, once that is known."""
+
+    # -- as an engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        if self._info is None or self._live is None:
+            return "lost" if self.failure is not None else "starting"
+        if self._drains:
+            return "draining"
+        if self._live.able is None:
+            return "ready"
+        return "recovering" if self._hopes else "lost"
+
+    @property
+    def _hopes(self) -> bool:
+        """Whether instances may come that are not there."""
+        return any(each.state in ("starting", "lost") for each in self.fleet)
+
+    @property
+    def _most_waiting(self) -> int:
+        """Requests that may wait for a first token: as many as all that are in the cluster may have, those that start
+        again included; before anybody is there again, as many as at the start."""
+        live = self._live
+        assert live is not None
+        stays = ("starting", "ready", "lost")
+        stay = (each for each in self.fleet if each.state in stays and each.number not in live.leaving)
+        return sum(each.info.max_queued_requests for each in stay if each.info is not None) or (
+            self.info.max_queued_requests
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise UnavailableError("the cluster's instances are still starting")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        """All instances' together; requests that wait at the router are waiting."""
+        live = self._live
+        stats = merged_stats([each.stats for each in self.fleet], 0)
+        if live is not None:
+            running = stats.running + live.running
+            waiting = stats.waiting + live.waiting
+            stats = msgspec.structs.replace(
+                stats,
+                running=running,
+                waiting=waiting,
+                lost_tokens_total=stats.lost_tokens_total + live.retries.lost_tokens,
+                recovering=self.state == "recovering",
+            )
+        return carried(self._roster.gone, stats)
+
+    async def start(self) -> EngineInfo:
+        """May be awaited by several; all get the same answer."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        instances = list(self.fleet)
+        self._ready = {each.number: loop.create_future() for each in instances}
+        for each in instances:
+            self._roster.look_after(each)
+        try:
+            await asyncio.gather(*self._ready.values())
+            infos = [cast(EngineInfo, each.info) for each in instances]
+            info = merged_info(infos)
+            rules = self._make(infos)
+            losses = max(each.config.max_restarts for each in instances)
+            live = Live(
+                self.fleet,
+                self._links,
+                rules.policy,
+                rules.latency_of or (lambda info: rules.latency),
+                rules.shape,
+                self._backends,
+                losses,
+                self._in_place,
+                rules.rows,
+                rules.log,
+            )
+            live.renew()
+            live.look_out()
+            if live.able is not None:
+                raise ConfigError(live.able)
+        except ConfigError as error:
+            self.failure = str(error)
+            raise
+        self._live, self._info = live, info
+        return info
+
+    async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
+        live = self._accepts(submit)
+        asked = Asked(submit, prompt)
+        timer: asyncio.TimerHandle | None = None
+        if submit.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(submit.received_s + submit.timeout_s, self._timed_out, asked)
+        try:
+            live.ask(asked)
+            self._roster.look(live)
+            deltas = cast("AsyncGenerator[Delta, None]", asked.answer())
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        finally:
+            if timer is not None:
+                timer.cancel()
+            live.leave(asked)
+            self._roster.look(live)
+
+    def _accepts(self, submit: Submit) -> Live:
+        """Raises where a request cannot be accepted."""
+        live, state = self._live, self.state
+        if live is None or state in ("starting", "draining"):
+            raise UnavailableError(f"the cluster is {state}", 5.0)
+        if state == "lost":
+            raise UnavailableError(f"nobody is left to serve ({live.able}); the cluster must be restarted", 30.0)
+        if submit.id in live.asked:
+            raise RequestError(f"request id {submit.id!r} is in use", "id")
+        self._check_size(submit)
+        most = self._most_waiting
+        if not submit.again and live.unanswered >= most:
+            raise OverloadedError(
+                f"{live.unanswered} requests are waiting, which is the limit; try again later", live.patience_s
+            )
+        return live
+
+    def _check_size(self, submit: Submit) -> None:
+        """One instance has to hold all of a request's KV when it decodes."""
+        holds = max((each.info.kv_tokens_total for each in self.fleet if each.info is not None), default=0)
+        needed = submit.prompt_tokens + submit.params.max_tokens
+        if needed > holds:
+            raise RequestError(
+                f"the prompt's {submit.prompt_tokens} tokens and max_tokens {submit.params.max_tokens} add up to "
+                f"{needed}; the largest instance's KV pool holds {holds}",
+                "prompt",
+            )
+
+    def _timed_out(self, asked: Asked) -> None:
+        assert self._live is not None
+        asked.tell(Delta(id=asked.submit.id, finish="timeout"))
+        self._live.leave(asked, "it has timed out")
+        self._roster.look(self._live)
+
+    async def drain(self) -> None:
+        self._drains = True
+        while self._live is not None and self._live.asked:
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        if self._live is not None:
+            self._live.close_all()
+        for future in self._ready.values():
+            if not future.done():
+                future.set_exception(UnavailableError("the server is closing"))
+                future.exception()  # seen, should nobody wait for it
+        self._roster.stop()
+        self.end()
+
+    def end(self) -> None:
+        """End all instances. For callers without an event loop. Harmless when repeated."""
+        for each in self.fleet:
+            each.end()
+
+    # -- what instances tell ------------------------------------------------------------------------------------------
+
+    def joined(self, number: int) -> None:
+        """See `instance.Listener`."""
+        ready = self._ready.get(number)
+        if ready is not None and not ready.done():
+            ready.set_result(None)
+        if self._live is None:
+            return
+        if (why := self._differs(number)) is not None:
+            self.fleet[number].fail(why)
+            return
+        self._live.joined(number)
+        self._roster.look(self._live)
+
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.said(number, message)
+            self._roster.look(self._live)
+
+    def heard(self, number: int, delta: Delta) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.heard(number, delta)
+            if self._live.leaving:
+                self._roster.look(self._live)
+
+    def measured(self, number: int) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            self._live.measured(number)
+
+    def lost(self, number: int, why: str) -> None:
+        """See `instance.Listener`."""
+        if self._live is not None:
+            leaves = number in self._live.leaving
+            self._live.lost(number, why)
+            if leaves:  # nothing is left there: it ends, as it was to
+                self.fleet[number].drain()
+            self._roster.look(self._live)
+
+    def ended(self, number: int) -> None:
+        """See `instance.Listener`."""
+        instance = self.fleet[number]
+        ready = self._ready.get(number)
+        if ready is not None and not ready.done():
+            ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
+        if instance.state == "left":
+            self._roster.remove(instance)
+        if self._live is not None and self.state == "lost":
+            self._live.give_up(
+                UnavailableError(f"nobody is left to serve: {instance.failure or self._live.able}", 30.0)
+            )
+
+    def _differs(self, number: int) -> str | None:
+        """Why an instance that has joined cannot be one of this cluster."""
+        info = self.fleet[number].info
+        assert info is not None
+        try:
+            merged_info([self.info, info])
+        except ConfigError as error:
+            return str(error)
+        longest = self.info.max_model_len
+        if info.max_model_len < longest:  # requests of up to that length have been accepted
+            return f"it holds requests of {info.max_model_len} tokens, and this cluster serves such of up to {longest}"
+        return None
+
+    # -- for operators ------------------------------------------------------------------------------------------------
+
+    def report(self) -> ClusterReport:
+        """See `listing.Instances`."""
+        live = self._live
+        return ClusterReport(
+            placement=self._placement,
+            state=self.state,
+            requests=0 if live is None else len(live.asked),
+            waiting=0 if live is None else live.waiting,
+            transfers=0 if live is None else live.hands.moves.under_way,
+            decodes_moved=0 if live is None else live.hands.stays.halted,
+            groups_grown=0 if live is None else live.hands.steps.grown,
+            groups_shrunk=0 if live is None else live.hands.steps.shrunk,
+            instances=self._roster.reports(live),
+        )
+
+    def join(self, pool: int) -> InstanceReport:
+        """See `listing.Instances`."""
+        if self._live is None or self._drains:
+            raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
+        return self._roster.join(pool, self._live)
+
+    def leave(self, number: int) -> InstanceReport:
+        """See `listing.Instances`."""
+        if self._live is None:
+            raise RequestError("the cluster is starting", "id")
+        return self._roster.leave(number, self._live)

@@ -1,0 +1,192 @@
+"""`cluster.yaml`: which model, how many instances of it in which roles and where, and which policy is before them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headway.core.decode_errors import allowed
+from headway.core.errors import ConfigError
+from headway.policy.placement.registry import check_options, names
+from headway.policy.placement.view import Role
+from headway.runtime.kv_transfer.connector import check_connector
+
+SPAN_ROWS = 512
+LARGEST_POOL = 1024
+_WHOLE = ("jsq", "fifo", "priority", "reservation")
+"""Policies that give every request whole to one instance, where `long_sp` is 1."""
+_DECODES_APART = ("weave",)
+_DECODES_WITHIN = ("fifo", "priority", "reservation")
+_SIZES = ("sp", "long_sp", "reserved")
+"""Options that are numbers of instances that prefill."""
+
+
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`count` equal instances; `serve`: their own settings, as of `headway serve`, over the file's. host: the
+    --node-rank of the host they run on. per_node: how many of them the policy is to take for a node; None: they are on
+    one node with all others of their host that do not say."""
+
+    count: int = 1
+    role: Role = "mixed"
+    host: int = 0
+    serve: dict[str, Any] = {}
+    per_node: int | None = None
+
+
+class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model: a checkpoint's folder, None for the embedded one; serve: settings of `headway serve` for everybody;
+    backends: pieces of KV that an instance receives at a time; span_rows: most rows of a span that an instance computes
+    at once, 0 for all (`core.span.cut`); group_decode: whether a decode on several instances is gathered on one, or
+    goes on in place; kv_connector: how KV moves (`runtime.kv_transfer.connector`); network_gbit_s: between two
+    hosts, one way, for
+    policies to reckon with."""
+
+    pools: tuple[Pool, ...]
+    model: str | None = None
+    placement: str = "jsq"
+    options: dict[str, Any] = {}
+    serve: dict[str, Any] = {}
+    backends: int = 16
+    span_rows: int = SPAN_ROWS
+    group_decode: Literal["gather", "in-place"] = "gather"
+    kv_connector: str = "peers"
+    network_gbit_s: float = 10.0
+
+    @property
+    def hosts(self) -> set[int]:
+        """Those that instances are on."""
+        return {pool.host for pool in self.pools}
+
+
+def cluster_file(data: Any, where: str) -> ClusterFile:
+    """Check what a file says. ConfigError names the field and what is allowed."""
+    try:
+        made = msgspec.convert(data, ClusterFile)
+    except msgspec.ValidationError as error:
+        hint = allowed(ClusterFile, error)
+        raise ConfigError(f"{where}: {error}{hint and f' ({hint})'}") from None
+    if not made.pools:
+        raise ConfigError(f"{where}: pools is empty: name at least one, such as `- {{count: 2}}`")
+    for i, pool in enumerate(made.pools):
+        if not 1 <= pool.count <= LARGEST_POOL:
+            raise ConfigError(f"{where}: pools[{i}].count must be between 1 and {LARGEST_POOL}, not {pool.count}")
+        if pool.host < 0:
+            raise ConfigError(f"{where}: pools[{i}].host must be the --node-rank of a host, from 0, not {pool.host}")
+        if pool.per_node is not None and not 1 <= pool.per_node <= pool.count:
+            raise ConfigError(f"{where}: pools[{i}].per_node must be between 1 and its count, not {pool.per_node}")
+    if made.backends < 1:
+        raise ConfigError(f"{where}: backends must be at least 1, not {made.backends}")
+    try:
+        check_connector(made.kv_connector)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not 0 < made.network_gbit_s < math.inf:
+        raise ConfigError(f"{where}: network_gbit_s must be more than 0, not {made.network_gbit_s:g}")
+    if made.span_rows < 0:
+        raise ConfigError(f"{where}: span_rows must be 0 (all of a span at once) or more, not {made.span_rows}")
+    _check_placement(made, where)
+    return made
+
+
+def _check_placement(file: ClusterFile, where: str) -> None:
+    name, roles = file.placement, {pool.role for pool in file.pools}
+    if name not in names():
+        raise ConfigError(f"{where}: unknown placement {name!r}; known are {', '.join(names())}")
+    try:
+        check_options(name, file.options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if roles == {"decode"}:
+        raise ConfigError(f"{where}: pools: all are of role decode; somebody has to prefill (role prefill or mixed)")
+    prefill = sum(pool.count for pool in file.pools if pool.role != "decode")
+    for option in _SIZES:
+        size = file.options.get(option)
+        if isinstance(size, int) and size > prefill:
+            raise ConfigError(f"{where}: options.{option} is {size}, and of the pools' instances {prefill} can prefill")
+    sizes = file.options.get("sizes")
+    if sizes and min(sizes) > prefill:
+        raise ConfigError(
+            f"{where}: options.sizes names none up to {prefill}, and of the pools' instances {prefill} can prefill"
+        )
+    if name == "jsq" and roles != {"mixed"}:
+        raise ConfigError(
+            f"{where}: jsq gives whole requests to instances of role mixed; pools of other roles do nothing"
+        )
+    if "decode" not in roles and (name in _DECODES_APART or _disaggregates(file)):
+        hint = ", or say `disaggregate: false`" if name == "pecsched" else ""
+        raise ConfigError(f"{where}: {name} decodes elsewhere than it prefills: give a pool the role decode{hint}")
+
+
+def _disaggregates(file: ClusterFile) -> bool:
+    return file.placement == "pecsched" and bool(file.options.get("disaggregate", True))
+
+
+def idle_pools(file: ClusterFile) -> list[str]:
+    """What to tell of pools that the policy never uses, a sentence each. They are allowed: a comparison of policies
+    wants the same instances under all of them."""
+    who = file.placement
+    if who == "pecsched" and not _disaggregates(file):
+        who = "pecsched with `disaggregate: false`"
+    elif who not in _DECODES_WITHIN:
+        return []
+    decodes = (i for i, pool in enumerate(file.pools) if pool.role == "decode")
+    return [f"pools[{i}] is of role decode and does nothing: {who} decodes where it prefills" for i in decodes]
+
+
+def moves_kv(file: ClusterFile) -> bool:
+    """Whether the policy spreads prompts over several instances, or moves KV between them: it needs instances without
+    pipeline stages and KV groups."""
+    if file.placement == "jsq":
+        return False
+    return file.placement not in _WHOLE or file.options.get("long_sp") != 1
+
+
+def check_hosts(file: ClusterFile, where: str, count: int) -> None:
+    """Whether instances are on hosts that there are (`count`, node 0 included), and there are no others. Raises
+    ConfigError."""
+    for i, pool in enumerate(file.pools):
+        if pool.host >= count:
+            hosts = "there is host 0 alone" if count == 1 else f"there are hosts 0 to {count - 1}"
+            raise ConfigError(
+                f"{where}: pools[{i}].host is {pool.host}, but with --nnodes {count} {hosts}: give --nnodes "
+                f"{max(file.hosts) + 1}, --rdzv-endpoint and --node-rank (docs/live-cluster.md)"
+            )
+    idle = sorted(set(range(1, count)) - file.hosts)
+    if idle:
+        raise ConfigError(f"{where}: --nnodes is {count}, but no pool says `host: {idle[0]}`: nothing would run there")
+
+
+def computes_alone(file: ClusterFile) -> bool:
+    """Whether each prompt is computed by one instance alone, though its KV may go on to another: they may then be of
+    different tensor-parallel sizes."""
+    options = file.options
+    if file.placement in ("tetris", "weave"):
+        return list(options.get("sizes", ())) == [1]
+    if file.placement == "fixed-sp":
+        return options.get("sp") == 1
+    return not moves_kv(file)
+
+
+def nodes_of(file: ClusterFile) -> list[int]:
+    """The node of each instance, in the order of the pools: first, those of the pools without `per_node`, one a host;
+    then the others."""
+    nodes: list[int] = []
+    common = sorted({pool.host for pool in file.pools if pool.per_node is None})
+    following = len(common)
+    for pool in file.pools:
+        for number in range(pool.count):
+            if pool.per_node is None:
+                nodes.append(common.index(pool.host))
+            else:
+                nodes.append(following + number // pool.per_node)
+        if pool.per_node is not None:
+            following += -(-pool.count // pool.per_node)
+    return nodes
+
+
+def model_of(file: ClusterFile, folder: Path) -> str | None:
+    """The checkpoint's folder; a relative one is beside the file."""
+    return None if file.model is None else str(folder / file.model)

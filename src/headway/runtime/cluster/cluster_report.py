@@ -1,0 +1,69 @@
+"""What a router tells its operators of an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+
+from headway.policy.placement.view import Role
+from headway.runtime.cluster.live_instance import InstanceState
+
+
+class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance now. host: the --node-rank of where it runs; node: as policies see it. waiting, running: requests in
+    its scheduler; placed: requests of which any part is or will be there; queued_tokens: of prompts, not computed;
+    free_in_s: predicted seconds until all that is placed there is prefilled; failure: why it was given up."""
+
+    id: int
+    role: Role
+    node: int
+    host: int = 0
+    pool: int
+    state: InstanceState
+    incarnation: int
+    pid: int
+    placed: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    free_in_s: float
+    kv_tokens_used: int
+    kv_tokens_total: int
+    prefill_tokens_total: int
+    decode_tokens_total: int
+    restarts_total: int
+    failure: str | None = None
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster now. waiting: requests that have not begun anywhere; transfers: pieces of KV under way or due. Of
+    decodes under way, how often so far: one left a scheduler to go on elsewhere (decodes_moved), the group of one that
+    decodes in place grew, shrank."""
+
+    schema: Literal["headway.cluster/1"] = "headway.cluster/1"
+    placement: str
+    state: str
+    requests: int
+    waiting: int
+    transfers: int
+    decodes_moved: int = 0
+    groups_grown: int = 0
+    groups_shrunk: int = 0
+    instances: Sequence[InstanceReport]
+
+
+@runtime_checkable
+class Instances(Protocol):
+    """What the endpoints for operators need of a router."""
+
+    def report(self) -> ClusterReport:
+        """All of it, instances by id."""
+
+    def join(self, pool: int) -> InstanceReport:
+        """Start one more instance like those of a pool; it gets work once it is ready. Raises RequestError."""
+
+    def leave(self, number: int) -> InstanceReport:
+        """Drain an instance: nothing new goes there, and when nothing is left there it ends. Raises RequestError where
+        there is no such instance, or nobody else of its kind is left."""

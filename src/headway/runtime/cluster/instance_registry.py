@@ -1,0 +1,108 @@
+"""All instances by number, and what is told to several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from headway.runtime.cluster.attempt import Attempt
+from headway.runtime.cluster.kv_reservations import Promises
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.messages import Admit, Forget, Meet
+
+
+class Fleet:
+    """Those that are in the cluster, whatever their state. promises: of room for KV."""
+
+    def __init__(self, instances: Iterable[LiveInstance]) -> None:
+        self._of = {instance.number: instance for instance in instances}
+        self.promises = Promises()
+
+    def __iter__(self) -> Iterator[LiveInstance]:
+        return iter(sorted(self._of.values(), key=lambda instance: instance.number))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getitem__(self, number: int) -> LiveInstance:
+        return self._of[number]
+
+    def get(self, number: int) -> LiveInstance | None:
+        """None: there is no such instance."""
+        return self._of.get(number)
+
+    def add(self, instance: LiveInstance) -> None:
+        """One more."""
+        self._of[instance.number] = instance
+
+    def remove(self, number: int) -> None:
+        """One less."""
+        del self._of[number]
+
+    def tell(self, numbers: Iterable[int], message: msgspec.Struct, *frames: Any) -> None:
+        """The same to each; who is gone does not hear it."""
+        for number in numbers:
+            instance = self._of.get(number)
+            if instance is not None:
+                instance.tell(message, *frames)
+
+    def meet(self) -> None:
+        """Tell everybody who is there."""
+        peers = tuple(peer for instance in self if (peer := instance.peer) is not None)
+        self.tell([peer.instance for peer in peers], Meet(peers))
+
+    def admit(self, attempt: Attempt, numbers: Iterable[int]) -> None:
+        """See that these instances have a request's prompt."""
+        new = [number for number in numbers if number not in attempt.admitted]
+        if not new:
+            return
+        asked = attempt.asked
+        admit = Admit(
+            id=attempt.wire,
+            prompt_tokens=asked.submit.prompt_tokens,
+            params=asked.submit.params,
+            output=tuple(asked.told),
+        )
+        attempt.admitted.update(new)
+        self.tell(new, admit, asked.prompt)
+
+    def forget(self, attempt: Attempt) -> None:
+        """A request has nothing to do any more with the instances that know it."""
+        known = attempt.admitted | attempt.whole | attempt.left
+        if attempt.at is not None:
+            known.add(attempt.at)
+        for number in sorted(known):
+            instance = self._of.get(number)
+            if instance is None:
+                continue
+            if number == attempt.at and not attempt.finished:
+                instance.abort(attempt.wire)
+            if instance.moves_kv:
+                instance.tell(Forget(attempt.wire))
+        attempt.admitted.clear()
+
+    def leave(self, attempt: Attempt, but: Iterable[int]) -> None:
+        """A request that goes on has nothing now on the instances that know it, but for some. It may come again."""
+        known = (attempt.admitted | attempt.whole) - set(but)
+        self.tell(
+            [number for number in sorted(known) if (one := self._of.get(number)) is not None and one.moves_kv],
+            Forget(attempt.wire, for_good=False),
+        )
+        attempt.left |= known
+        attempt.admitted -= known
+
+    def free(self, number: int) -> int:
+        """KV tokens that are free on an instance by its last snapshot."""
+        instance = self._of[number]
+        total = 0 if instance.info is None else instance.info.kv_tokens_total
+        return total - instance.stats.kv_tokens_used
+
+    def room(self, number: int) -> int:
+        """KV tokens that are free on an instance and promised to nobody."""
+        return self.free(number) - self.promises.on(number)
+
+    def roomiest(self, group: Iterable[int]) -> int:
+        """The instance with the most room for KV; of equals the first."""
+        return max(sorted(group), key=self.room)

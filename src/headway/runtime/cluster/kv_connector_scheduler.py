@@ -1,0 +1,125 @@
+"""The scheduler's side of moving KV: room for what comes, in order of asking; word of what has come; what may go.
+
+Implements `member.Moves` over a port, the worker's side. Where KV of a request is to be found here follows from who has
+it: the scheduler (as far as it has computed), custody (all of it), or runs (layer by layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headway.core.batch import KvOp
+from headway.core.clock import Clock
+from headway.core.errors import RequestError
+from headway.runtime.cluster.messages import Arrived, FromInstance, Reserve, Reserved, RunLost, Send
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.kv_transfer.connector import Finished, Save
+from headway.runtime.kv_transfer.ends import instance_of
+
+_UNTOLD = 1024
+"""KV operations that may wait for a batch to carry them."""
+
+
+class Port(Protocol):
+    """The worker's side: `runtime.kv_transfer.pool_port.KvPort`, where it is documented."""
+
+    def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
+
+    def awaits(self, request: str) -> bool: ...
+
+    def send(self, save: Save, start: int, end: int) -> None: ...
+
+    def sending(self) -> list[str]: ...
+
+    def layers_are_there(self, request: str) -> None: ...
+
+    def tokens_are_there(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
+
+    def settle(self, request: str) -> None: ...
+
+    def opened(self) -> list[str]: ...
+
+    def finished(self) -> Finished: ...
+
+    def forget(self, request: str) -> None: ...
+
+
+class Desk:
+    """Of one engine. `replay`: the executor's, for KV operations that no batch carries."""
+
+    def __init__(self, core: EngineCore, port: Port, replay: Callable[[tuple[KvOp, ...]], None], clock: Clock) -> None:
+        custody = core.scheduler.custody
+        assert custody is not None, "KV does not move between instances of several KV groups"
+        self._scheduler, self._custody, self._ledger = core.scheduler, custody, core.scheduler.ledgers[0]
+        self._port, self._replay, self._clock = port, replay, clock
+        self._asked: dict[str, Reserve] = {}
+        self._words: list[FromInstance] = []
+        self._came: dict[str, int] = {}
+        core.lacks = self.lacks
+
+    def take(self, message: Reserve | Send) -> None:
+        """See `Moves`."""
+        name = message.id
+        if isinstance(message, Send):
+            self._port.send(Save(name, message.piece, message.to), message.start, message.end)
+            self._advance(name)
+            return
+        try:
+            self._custody.ask(name, message.tokens, self._clock.now())
+            self._asked[name] = message
+        except RequestError as error:
+            self._words.append(RunLost(name, str(error)))
+
+    def granted(self, name: str) -> None:
+        """See `Moves`."""
+        self._came[name] = self._asked[name].tokens
+        self._port.receive(name, self._asked[name].tokens, self._ledger.where(name))
+
+    def lacks(self, name: str, tokens: int) -> bool:
+        """Whether KV of the first `tokens` tokens has not all come for a decode that is about to take it. What it takes
+        is the scheduler's from then on, and grows with it."""
+        if self._port.awaits(name) or self._came.get(name, tokens) < tokens:
+            return True
+        self._came.pop(name, None)
+        return False
+
+    def settle(self, name: str) -> None:
+        """See `Moves`."""
+        self._port.settle(name)
+
+    def behind(self, name: str, layers: int) -> None:
+        """See `Moves`."""
+        self._port.layers_are_there(name)
+
+    def finished(self, name: str) -> None:
+        """See `Moves`."""
+        self._port.layers_are_there(name)
+
+    def turn(self) -> list[FromInstance]:
+        """See `Moves`."""
+        for name in self._port.sending():
+            self._advance(name)
+        received, lost = self._port.finished()
+        words, self._words = self._words, []
+        words += [Reserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
+        words += [Arrived(*one) for one in received]
+        words += [RunLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
+        if self._ledger.untold > _UNTOLD:
+            self._replay(self._ledger.take_ops())
+        return words
+
+    def forget(self, name: str) -> None:
+        """See `Moves`."""
+        self._asked.pop(name, None)
+        self._came.pop(name, None)
+        self._port.forget(name)
+
+    def _advance(self, name: str) -> None:
+        """Send what is there of pieces that have been asked for."""
+        if name in self._scheduler:
+            self._port.tokens_are_there(name, self._scheduler.progress(name), self._ledger.where(name))
+        elif (lease := self._custody.lease(name)) is not None and not self._port.awaits(name):
+            self._port.tokens_are_there(name, lease.tokens, self._ledger.where(name))
+        else:
+            self._port.layers_are_there(name)

@@ -1,0 +1,50 @@
+"""Starting the processes of instances: each number has a folder for its sockets, each process names of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from headway.runtime.cluster.live_instance import Launch
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.launcher.engine_spawn import ENGINE
+from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.remote_engine import RemoteEngine
+
+
+def launcher(number: int, folder: Path, module: str = ENGINE, kv_connector: str = "peers") -> Launch:
+    """Starts processes of instance `number`, one after another. `folder`: of the cluster, short enough for sockets."""
+    own = folder / str(number)
+
+    def launch(config: EngineConfig, incarnation: int) -> EngineChild:
+        own.mkdir(exist_ok=True)
+        instance = InstanceConfig(
+            number=number, incarnation=incarnation, listen=f"unix:{own}/p{incarnation}", kv_connector=kv_connector
+        )
+        return EngineChild(msgspec.structs.replace(config, instance=instance), module, own, incarnation)
+
+    return launch
+
+
+def host_launcher(number: int, folder: Path, meeting: Rendezvous, secret: str, kv_connector: str = "peers") -> Launch:
+    """The same in a cluster of several hosts: on that one of them which `meeting` has for the number. Instances then
+    speak to each other over TCP, and show that they know `secret`."""
+    own = folder / str(number)
+
+    def launch(config: EngineConfig, incarnation: int) -> EngineChild | RemoteEngine:
+        instance = InstanceConfig(
+            number=number,
+            incarnation=incarnation,
+            listen=f"tcp:{meeting.address}:0",
+            secret=secret,
+            kv_connector=kv_connector,
+        )
+        config = msgspec.structs.replace(config, instance=instance)
+        if meeting.node_of(number):
+            return RemoteEngine(config, number, meeting)
+        own.mkdir(exist_ok=True)
+        return EngineChild(config, ENGINE, own, incarnation)
+
+    return launch

@@ -1,0 +1,194 @@
+"""The machine's hands over live instances: what it asks for becomes messages, and what it expects is predicted.
+
+Times are the event loop's: whoever owns the machine calls it with `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from headway.control.backend import Figures, Impossible
+from headway.control.queue_entries import SpanEntry
+from headway.control.request import Journey
+from headway.control.transfer_queue import Piece
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.groups import GroupLatency, GroupShape, batch_s
+from headway.perf.latency.pause_points import edges_of
+from headway.policy.placement.base import Phase
+from headway.runtime.cluster.attempt import Attempt, Attempts
+from headway.runtime.cluster.group_steps import Steps
+from headway.runtime.cluster.instance_load import Load
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.kv_admission import Rooms
+from headway.runtime.cluster.kv_migrations import Moves
+from headway.runtime.cluster.residency import Stays
+from headway.runtime.cluster.span_runs import Runs
+from headway.runtime.engine.protocol import EngineInfo
+
+_ALONE = GroupShape(1)
+LatencyOf = Callable[[EngineInfo | None], GroupLatency]
+"""By what an instance has said of itself; None: it is not there now."""
+
+
+class LiveHands:
+    """See `control.backend.Hands`. completed: batches that are complete though nobody told so: their last request left.
+    over: requests that had ended when their decode was enqueued. ended: requests that the machine has let go of, with
+    why (None: they have all of their output). Who owns the machine empties these after each of its calls."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        attempts: Attempts,
+        latency_of: LatencyOf,
+        shape: ModelShape,
+        in_place: bool,
+        rows: int,
+        sent: Callable[[Piece], None],
+        cancel: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """latency_of: what an instance, and a group that begins with it, is predicted by. in_place: groups decode where
+        KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for
+        outside of it only."""
+        self.fleet, self.attempts = fleet, attempts
+        self._latency_of, self._sent, self._cancel, self._clock = latency_of, sent, cancel, clock
+        self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
+        self._layers = shape.layers
+        self.loads: dict[int, Load] = {}
+        self.moves = Moves(fleet, sent)
+        self.over: list[Attempt] = []
+        self.completed: list[SpanEntry] = []
+        self.ended: deque[tuple[Attempt, str | None]] = deque()
+        self.steps = Steps(fleet)
+        self.stays = Stays(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
+        self.rooms = Rooms(fleet, clock)
+        self.runs = Runs(fleet, shape, rows, self.stays.submit, self.moves.begun)
+
+    # -- what it expects ----------------------------------------------------------------------------------------------
+
+    def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
+        for span in spans:
+            if any(self.fleet.get(i) is None for i in span.group):
+                raise Impossible(f"{span.group} are not all there")
+        shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
+        return batch_s(self._latency(spans[0].group[0]), ((span.start, span.end - span.start) for span in spans), shape)
+
+    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+        tokens = request.prompt_tokens - request.cached_tokens
+        return tokens, self._latency(group[0]).prefill_s(request.cached_tokens, tokens, _ALONE)
+
+    def busy_s(self, group: tuple[int, ...]) -> float:
+        left_s = max(self.load(i).left_s for i in group)
+        return self._clock() + left_s if left_s else 0.0
+
+    def refresh(self, instance: int) -> Figures:
+        one, load = self.fleet.get(instance), self.load(instance)
+        if one is None:
+            return Figures()
+        load.take(one.stats)
+        left_s = load.left_s
+        free_at_s = self._clock() + left_s if left_s else 0.0
+        return Figures(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
+
+    def fits(self, entry: SpanEntry) -> bool:
+        return not self.runs.computes(entry) or self.rooms.fits(entry)
+
+    # -- what it does -------------------------------------------------------------------------------------------------
+
+    def committed(self, entry: SpanEntry, now: float) -> None:
+        self.runs.committed(entry)
+
+    def begin(self, entry: SpanEntry, now: float) -> None:
+        if self.runs.computes(entry):
+            self.rooms.begun(entry)
+        self.runs.begin(entry)
+
+    def pause(self, entry: SpanEntry, now: float) -> None:
+        self.runs.pause(entry)
+
+    def stop(self, entry: SpanEntry, now: float) -> None:
+        """Its request is forgotten next, which stops it."""
+
+    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        attempt: Attempt = journey.driver
+        self.stays.enter(attempt, group, phase)
+        for i in group:
+            self.load(i).entered(attempt.request.id)
+
+    def leave(self, journey: Journey, why: str, now: float) -> int:
+        attempt: Attempt = journey.driver
+        for i in journey.group:
+            self.load(i).left(attempt.request.id)
+        if why == "moved":
+            self.stays.leave(attempt)
+        return attempt.said
+
+    def announced(self, journey: Journey, target: int, now: float) -> None:
+        self.moves.announced(journey.driver, target)
+
+    def send(self, piece: Piece, now: float) -> None:
+        attempt = self.attempts.named(piece.request)
+        if attempt is not None:
+            self.moves.send(attempt, piece)
+        else:  # its request has left a batch that goes on
+            self._sent(piece)
+
+    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+        attempt: Attempt = journey.driver
+        name = attempt.request.id
+        for load in self.loads.values():
+            load.remove(name)
+        self.rooms.forget(name)
+        self.fleet.forget(attempt)
+        self.moves.forget(attempt)
+        self.attempts.remove(attempt)
+        complete = self.runs.left(attempt)
+        if complete is not None:
+            self.completed.append(complete)
+        self.ended.append((attempt, why))
+        self._cancel(name)
+
+    def pump(self, now: float) -> None:
+        """Schedulers go on by themselves. Decodes that nobody is to compute stop."""
+        self.stays.pump()
+
+    def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
+        """Nothing is to be done: what is not begun does not run."""
+
+    def released(self, holder: str, instances: Iterable[int], now: float) -> None:
+        """As `held`."""
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    def load(self, instance: int) -> Load:
+        """What an instance's scheduler was given."""
+        return self.loads.setdefault(instance, Load())
+
+    def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
+        """Where a span has paused that its group has told of: layer, tokens before its piece, and the share of its time
+        that is over (see `Machine.span_paused`)."""
+        said, attempt = entry.driver.paused, entry.journey.driver
+        run = attempt.runs[-1]
+        shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
+        edges = edges_of(self._latency(run.group[0]), run.start, run.end, shape, run.rows, self._layers)
+        return said.layer, said.tokens, edges.over(said.tokens, said.layer)
+
+    def expecting(self) -> list[int]:
+        """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""
+        return [number for number, load in self.loads.items() if load.expects]
+
+    def _latency(self, number: int) -> GroupLatency:
+        """Of an instance, as it is now."""
+        one = self.fleet.get(number)
+        info = None if one is None else one.info
+        known = self._latencies.get(number)
+        if known is None or known[0] is not info:
+            known = self._latencies[number] = info, self._latency_of(info)
+        return known[1]
+
+    def _placed(self, attempt: Attempt, number: int) -> None:
+        tokens = attempt.request.prompt_tokens + attempt.said
+        self.load(number).add(attempt.request.id, tokens, self._latency(number).prefill_s(0, tokens, _ALONE))

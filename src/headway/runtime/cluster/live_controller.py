@@ -1,0 +1,536 @@
+"""The live cluster's machine: what instances say goes in, and what follows is said to clients, policies and instances.
+
+One a cluster, made when its first instances are ready. Everything happens on the event loop, in the order in which it
+is heard; after each thing the machine is settled once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from headway.control.controller import Machine
+from headway.control.decision_log import Recorded
+from headway.control.queue_entries import SpanEntry
+from headway.core.errors import ConfigError, InvariantError, RequestError
+from headway.core.request import Request
+from headway.perf.hardware.shapes import ModelShape
+from headway.policy.placement import base
+from headway.policy.placement.base import Placement
+from headway.policy.placement.view import ClusterBook, ClusterView, Links
+from headway.runtime.cluster.attempt import Attempt, Attempts
+from headway.runtime.cluster.cluster_request import Asked
+from headway.runtime.cluster.deadlock import EVERY_S, Knots
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.live_backend import LatencyOf, LiveHands
+from headway.runtime.cluster.messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
+from headway.runtime.cluster.peer_health import Suspects
+from headway.runtime.cluster.policies import Policies, may_of
+from headway.runtime.cluster.retries import Retries
+from headway.runtime.engine.protocol import Delta
+
+log = logging.getLogger("headway.cluster")
+
+SILENT_S = 300.0
+"""An instance that says nothing for so long is stuck, though its process beats: no iteration takes that long."""
+
+
+class DecisionLog(NamedTuple):
+    """Where the lines of `control.decision_log` go, and what else a replay has to know."""
+
+    sink: Callable[[bytes], object]
+    about: object
+
+
+class Live:
+    """asked: requests that are not over, in order of acceptance."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        links: Links,
+        make: Callable[[], Placement],
+        latency_of: LatencyOf,
+        shape: ModelShape,
+        backends: int = 16,
+        most_losses: int = 3,
+        in_place: bool = False,
+        rows: int = 0,
+        log: DecisionLog | None = None,
+    ) -> None:
+        """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
+        most_losses: of instances that a request may have been on; one more, and it is taken to be their cause.
+        in_place: groups decode where their KV lies (`stays`). rows: see `Run.rows`. log: of all decisions, for a
+        replay."""
+        self.fleet, self._make = fleet, make
+        self.attempts = Attempts()
+        self.asked: dict[str, Asked] = {}
+        self.retries = Retries(self.settle, most_losses)
+        self._sent: list[Any] = []
+        self._alarm: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._lookout: asyncio.TimerHandle | None = None
+        self._settling = False
+        self.leaving: set[int] = set()
+        """Instances that are drained, until nobody has anything there."""
+        self.able: str | None = None
+        """Why no request can be placed; None: they can."""
+        instances = [each.seen for each in fleet]
+        self.book = ClusterBook(instances, links)
+        self.hands = LiveHands(
+            fleet,
+            self.attempts,
+            latency_of,
+            shape,
+            in_place,
+            rows,
+            self._sent.append,
+            lambda name: self.machine.cancel(name),
+            time.monotonic,
+        )
+        self.policies = Policies(make, lambda name, number: self._may(name, number))
+        kind = Machine if log is None else partial(Recorded, sink=log.sink, about=log.about)
+        self.machine: Machine = kind(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
+        self._may = may_of(self.machine)
+        self._suspects = Suspects()
+        self._knots = Knots(fleet, self.attempts, self.machine.state.transfers)
+        for each in fleet:
+            if each.state != "ready":
+                self.machine.lost(each.number, time.monotonic())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun anywhere."""
+        begun = sum(1 for each in self.attempts if each.at is not None or each.runs)
+        return len(self.asked) - begun
+
+    @property
+    def unanswered(self) -> int:
+        """Requests without a first token."""
+        return sum(1 for asked in self.asked.values() if not asked.answered)
+
+    @property
+    def running(self) -> int:
+        """Requests with a span under way."""
+        return sum(1 for attempt in self.attempts if attempt.running)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which those who are sent away may try again: when the first instance is expected to be free."""
+        now = time.monotonic()
+        free = [self.book.instances[number].free_at_s - now for number in self._there()]
+        return min(30.0, max(1.0, min(free, default=1.0)))
+
+    def placed(self) -> Counter[int]:
+        """Of each instance: requests of which anything is or will be there."""
+        planned = self.machine.state.everywhere()
+        return Counter(i for each in self.attempts for i in each.places() | planned.get(each.request.id, set()))
+
+    def figures(self, number: int) -> tuple[int, float]:
+        """Of an instance: prompt tokens that are not computed, and seconds until they are."""
+        if number >= len(self.book.instances):
+            return 0, 0.0
+        seen = self.book.instances[number]
+        return seen.queued, max(0.0, seen.free_at_s - time.monotonic())
+
+    def give_up(self, error: Exception) -> None:
+        """Nobody is left, and nobody will come."""
+        for asked in list(self.asked.values()):
+            self._fail(asked, error)
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def ask(self, asked: Asked) -> None:
+        """A request is accepted."""
+        self.asked[asked.submit.id] = asked
+        self._begin(asked)
+        self.settle()
+
+    def leave(self, asked: Asked, why: str = "its client left") -> None:
+        """Nobody waits for the rest of a request's answer. Harmless when it is over."""
+        if self.asked.pop(asked.submit.id, None) is None:
+            return
+        self.retries.forget(asked)
+        attempt = self.attempts.named(asked.name)
+        if attempt is None:
+            return
+        try:
+            self.machine.drop(attempt.journey, why, time.monotonic())
+        except Exception:
+            log.exception("the router has failed at letting go of %s", attempt.wire)
+            self.fleet.forget(attempt)
+            self.attempts.remove(attempt)
+        self.settle()
+
+    def _begin(self, asked: Asked) -> None:
+        """A first or another attempt at a request; it waits where nobody could place it."""
+        try:
+            self._attempt(asked)
+        except Exception:
+            log.exception("the router has failed at placing %s", asked.submit.id)
+            self._fail(asked, _own_failure())
+
+    def _attempt(self, asked: Asked) -> None:
+        if self.able is not None:
+            self.retries.wait(asked)
+            return
+        if (error := self.retries.given_up(asked)) is not None:
+            self._fail(asked, error)
+            return
+        attempt = Attempt(asked, asked.try_again())
+        self.attempts.add(attempt)
+        attempt.journey = self.machine.arrive(attempt.request, time.monotonic(), attempt)
+
+    def _retry(self, attempt: Attempt, why: str, later: bool = False) -> None:
+        """An attempt has come to nothing; the next one begins when instances have come or gone, where it is to be
+        later, or after a pause."""
+        log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
+        self.machine.drop(attempt.journey, why, time.monotonic())
+        self.retries.count(attempt)
+        if later:
+            self.retries.later(attempt.asked)
+        else:
+            self.retries.soon(attempt.asked)
+
+    def _fail(self, asked: Asked, error: Exception) -> None:
+        asked.fail(error)
+        self.leave(asked)
+
+    # -- what instances say -------------------------------------------------------------------------------------------
+
+    def heard(self, number: int, delta: Delta) -> None:
+        """See `instance.Listener`."""
+        self._blaming(self.attempts.get(delta.id), delta.id, lambda: self._hear(number, delta))
+
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `instance.Listener`."""
+        self._blaming(self.attempts.get(message.id), message.id, lambda: self._say(number, message))
+
+    def _blaming(self, attempt: Attempt | None, wire: str, act: Callable[[], bool]) -> None:
+        """What goes wrong here is no fault of the instance that was heard: the request that it spoke of ends with an
+        error (500), and everything else goes on. What is to be settled after it may be others', and is not laid to it.
+        act: True where there is anything to settle."""
+        try:
+            follows = act()
+        except Exception:
+            log.exception("the router has failed at what was said of %s", wire)
+            follows = True
+            if attempt is not None:
+                self._fail(attempt.asked, _own_failure())
+        if follows:
+            self.settle()
+
+    def _hear(self, number: int, delta: Delta) -> bool:
+        attempt = self.attempts.get(delta.id)
+        if attempt is None or attempt.at != number or attempt.finished:
+            return False
+        drains = delta.param == "unavailable"
+        lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"  # a move that was overtaken came on top
+        if delta.finish == "error" and (drains or lacks_kv):
+            self._retry(attempt, delta.error or "refused")
+            return True
+        first = not attempt.said and bool(delta.tokens or delta.finish)
+        attempt.asked.tell(delta)
+        if first:
+            self.hands.load(number).first_token(attempt.request.id)
+            self._changed(number)
+        if delta.finish is None and not first:
+            return False
+        now = time.monotonic()
+        if delta.finish in ("stop", "length"):
+            attempt.finished = True
+            if attempt.stopping:  # with the token under way: nothing is left to be sent
+                self.hands.moves.begun(attempt)
+        elif delta.finish is not None:
+            self.machine.drop(attempt.journey, delta.error or delta.finish, now)
+            self._over(attempt)
+            return True
+        if attempt.entry is not None:
+            self._complete(self.hands.runs.first_token(attempt, delta))
+        elif attempt.finished and attempt.journey.staying:
+            self.machine.stayed(attempt.journey, attempt.said, True, now)
+        return True
+
+    def _say(self, number: int, message: FromInstance) -> bool:
+        attempt = self.attempts.get(message.id)
+        if attempt is None:
+            return False
+        now = time.monotonic()
+        if isinstance(message, RunDone):
+            self._suspects.worked({number, *attempt.running})
+        match message:
+            case RunDone() if attempt.step is not None:
+                if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
+                    self.machine.stayed(attempt.journey, attempt.said, True, now)
+            case RunDone():
+                self._complete(self.hands.runs.done(number, attempt, message))
+            case RunPaused():
+                entry = self.hands.runs.paused(number, attempt, message)
+                if entry is not None:
+                    layer, tokens, share = self.hands.paused(entry)
+                    self.machine.span_paused(entry, layer, now, tokens, share)
+            case RunLost() if not attempt.may_lose(number):
+                return False
+            case RunLost(why=why, by=by):
+                self._retry(attempt, f"instance {number}: {why}", later=True)
+                self._suspect(number, by, attempt.asked.submit.id, why)
+            case Reserved(serial=serial):
+                self.hands.moves.reserved(attempt, number, serial)
+                return False
+            case Arrived(source=source):
+                self._suspects.worked((number, source))
+                self.hands.moves.arrived(attempt, message)
+            case Staged():
+                if attempt.at == number and attempt.halts:
+                    self.hands.stays.staged(attempt, number)
+                elif attempt.at == number:
+                    attempt.at, attempt.whole = None, {number}
+                    self.hands.load(number).left(attempt.request.id)
+                    if attempt.entry is None:
+                        self.machine.stayed(attempt.journey, attempt.said, False, now)
+        return True
+
+    def measured(self, number: int) -> None:
+        """See `instance.Listener`."""
+        self._knots.heard(number, time.monotonic())
+        self._changed(number)
+        if self.hands.rooms.waiting:
+            self.settle()
+
+    def _changed(self, number: int) -> None:
+        self.machine.changed((number,), time.monotonic())
+
+    def _complete(self, entry: SpanEntry | None) -> None:
+        """A span, or a batch, is complete."""
+        if entry is None:
+            return
+        self.hands.rooms.done(entry)
+        members = [member.journey.driver for member in (entry, *entry.along)]
+        self.machine.span_done(entry, time.monotonic(), entry.driver.over)
+        for attempt in members:
+            self.hands.moves.computed(attempt)
+
+    # -- instances ----------------------------------------------------------------------------------------------------
+
+    def joined(self, number: int) -> None:
+        """See `instance.Listener`."""
+        log.info("instance %d is ready", number)
+        self.machine.open(self.fleet[number].seen, time.monotonic())
+        self.renew()
+
+    def lost(self, number: int, why: str) -> None:
+        """See `instance.Listener`."""
+        known = {attempt.request.id: attempt for attempt in self.attempts}
+        on_it = [attempt for attempt in known.values() if number in attempt.places()]
+        if on_it or self.fleet[number].state != "left":
+            log.warning("instance %d is lost: %s", number, why)
+        else:
+            log.info("instance %d has left", number)
+        innocent = self._suspects.gone(number)
+        for request in self.machine.lost(number, time.monotonic()):
+            self.retries.count(known[request.id])
+            self.retries.soon(known[request.id].asked)
+        for attempt in on_it:
+            if not attempt.journey.ended:
+                self._retry(attempt, why)
+            if not innocent and (error := self.retries.lost_with(attempt.asked)) is not None:
+                self._fail(attempt.asked, error)
+        self.leaving.discard(number)
+        self.hands.loads.pop(number, None)
+        self.renew()
+
+    def _suspect(self, number: int, by: int | None, request: str, why: str) -> None:
+        """Something was lost there, which an instance is laid to that is not known to be gone."""
+        other = None if by is None else self.fleet.get(by)
+        if by is None or other is None or not other.serves:
+            return
+        verdict = self._suspects.lost(number, by, request, time.monotonic())
+        if verdict is not None:
+            for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
+            what = f"instances {number} and {by} do not work together: {why}" if number != by else why
+            self.fleet[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
+
+    def close(self, number: int) -> None:
+        """Nothing new goes there; `quiet` says when nothing is left."""
+        self.machine.close(number, time.monotonic())
+        self.leaving.add(number)
+        self.renew()
+
+    def quiet(self, number: int) -> bool:
+        """Whether nobody has anything there."""
+        return self.machine.quiet(number) and not any(number in attempt.places() for attempt in self.attempts)
+
+    def reserve(self, number: int) -> None:
+        """An instance will join under a number that nobody has had."""
+        if number == len(self.book.instances):
+            now = time.monotonic()
+            self.machine.open(self.fleet[number].seen, now)
+            self.machine.lost(number, now)
+            self.settle()
+
+    def renew(self) -> None:
+        """Instances have come or gone: everybody meets, and a new policy begins with what was not placed."""
+        self.fleet.meet()
+        self.able = self.refuses(self._there())
+        self.machine.note("renew")
+        for name in self.policies.renew():
+            attempt = self.attempts.named(name)
+            if attempt is not None:
+                self._retry(attempt, "instances have come or gone")
+        self.retries.release(self.able is None)
+        self.settle()
+
+    def refuses(self, there: Sequence[int]) -> str | None:
+        """Why the policy could do nothing with these instances alone; None: it could."""
+        if not there:
+            return "no instance is there"
+        book = ClusterBook(self.book.instances, self.book.links)
+        for i in set(range(len(book.instances))) - set(there):
+            book.remove(i)
+        probe = Request(id="", arrival_s=0.0, prompt_tokens=1, max_output_tokens=2)
+        try:
+            self._make().on_event(base.Arrived(probe), ClusterView(book, 0.0))
+        except (ConfigError, ValueError, IndexError) as error:
+            return str(error)
+        return None
+
+    def _there(self) -> list[int]:
+        return [each.number for each in self.fleet if each.state == "ready" and each.number not in self.leaving]
+
+    def others(self, number: int) -> list[int]:
+        """Instances that would be there without one."""
+        return [one for one in self._there() if one != number]
+
+    # -- the machine --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let the machine do all that follows from what it was told. Raises nothing: what goes wrong is laid to nobody,
+        and tried again."""
+        if self._settling:
+            return
+        for _ in range(2):
+            try:
+                self._settle()
+                return
+            except Exception:
+                log.exception("the router has failed at what follows from what it was told")
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_later(EVERY_S, self.settle)
+
+    def _settle(self) -> None:
+        self._settling = True
+        try:
+            while True:
+                now = time.monotonic()
+                self.machine.changed(self.hands.expecting(), now)
+                wake_s = self.machine.settle(now)
+                if not self._follow():
+                    break
+        finally:
+            self._settling = False
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if wake_s is not None:
+            self._alarm = asyncio.get_running_loop().call_later(
+                max(0.0, wake_s - time.monotonic()), self._woken, wake_s
+            )
+        if self._watch is None and self.hands.moves.waiting:
+            self._watch = asyncio.get_running_loop().call_later(EVERY_S, self._untie)
+
+    def _woken(self, at_s: float) -> None:
+        self._alarm = None
+        try:
+            self.machine.woken(max(at_s, time.monotonic()))
+        except Exception:
+            log.exception("the router has failed at waking policies")
+        self.settle()
+
+    def look_out(self) -> None:
+        """End instances that are stuck, now and from now on."""
+        now = time.monotonic()
+        for each in self.fleet:
+            if each.serves and now - each.heard_s > SILENT_S:
+                why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
+                each.restart(why, for_good=False)
+        self._lookout = asyncio.get_running_loop().call_later(SILENT_S / 30, self.look_out)
+
+    def _untie(self) -> None:
+        """Where requests wait for each other's room, the youngest lets go of its own, so that the others go on."""
+        self._watch = None
+        try:
+            found = self._knots.find(time.monotonic(), self.asked)
+            if found is not None:
+                attempt, helps = found
+                self._retry(attempt, "requests wait for each other's room for KV", later=not helps)
+        except Exception:
+            log.exception("the router has failed at untying requests")
+        self.settle()
+
+    def _apart(self, name: str, act: Callable[[], object]) -> None:
+        """What goes wrong at one request keeps nothing from others."""
+
+        def done() -> bool:
+            act()
+            return False
+
+        self._blaming(self.attempts.named(name), name, done)
+
+    def _follow(self) -> bool:
+        """What could not be done inside a call of the machine; True when there was anything."""
+        now, hands, some = time.monotonic(), self.hands, False
+        sent, self._sent[:] = list(self._sent), []
+        for piece in sent:
+            some = True
+            self._apart(piece.request, partial(self.machine.sent, piece, now))
+        completed, hands.completed = hands.completed, []
+        for entry in completed:
+            if entry.state == "running":
+                some = True
+                self._apart(entry.owner, partial(self._complete, entry))
+        over, hands.over[:] = list(hands.over), []
+        for ended in over:
+            if ended.journey.staying:
+                some = True
+                self._apart(ended.request.id, partial(self.machine.stayed, ended.journey, ended.said, True, now))
+        stranded, self.policies.stranded[:] = list(self.policies.stranded), []
+        if stranded:
+            self.machine.note("taken")
+        for name in stranded:
+            attempt = self.attempts.named(name)
+            if attempt is not None:
+                some = True
+                attempt.asked.runs_lost += 1
+                self._apart(name, partial(self._retry, attempt, "its instances are gone, or its placement failed"))
+        while hands.ended:
+            ended, why = hands.ended.popleft()
+            if why is None:
+                self._over(ended)
+            elif why.startswith("rejected: "):
+                ended.asked.fail(RequestError(why.removeprefix("rejected: ")))
+                self._over(ended)
+        for asked in self.retries.take():
+            if not asked.over and self.asked.get(asked.submit.id) is asked:
+                some = True
+                self._begin(asked)
+        return some
+
+    def _over(self, attempt: Attempt) -> None:
+        self.asked.pop(attempt.asked.submit.id, None)
+
+    def close_all(self) -> None:
+        """No alarm rings any more."""
+        for timer in (self._alarm, self._watch, self._lookout):
+            if timer is not None:
+                timer.cancel()
+        self.retries.close()
+
+
+def _own_failure() -> InvariantError:
+    return InvariantError("the router has failed at this request; its log says at what. Others go on")

@@ -1,0 +1,330 @@
+"""One instance of a cluster: process after process under one number, as the router sees it.
+
+Unlike `runtime.engine.client`, nothing is handed over when a process is lost: it is lost whole, with all KV on it,
+and another
+comes in its place, empty. Whose work was on it is the router's business, which is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.policy.placement.view import Instance, Role
+from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
+from headway.runtime.engine.restart_limits import GaveUpError, Restarts
+from headway.runtime.kv_transfer.peer import Peer
+
+log = logging.getLogger("headway.cluster")
+
+_encoder = msgspec.msgpack.Encoder()
+
+InstanceState = Literal["starting", "ready", "draining", "lost", "failed", "left"]
+"""lost: its process is gone and another one starts; failed: that was given up; left: it was drained and has ended."""
+
+
+class HasPid(Protocol):
+    """A process of the system."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+
+class Process(Protocol):
+    """What an instance needs of `runtime.engine.engine_child.EngineChild`; tests have another one."""
+
+    words: Fatal | None
+    served: bool
+
+    @property
+    def ahead_s(self) -> float: ...
+
+    @property
+    def abandoned(self) -> bool: ...
+
+    @property
+    def process(self) -> HasPid: ...
+
+    def send(self, frames: Sequence[Any]) -> None: ...
+
+    def receive(self) -> Coroutine[Any, Any, EngineInfo | Outputs | Fatal | FromInstance]: ...
+
+    def ready(self) -> None: ...
+
+    def gone(self) -> Coroutine[Any, Any, str]: ...
+
+    def end(self, at_once: bool = False) -> None: ...
+
+
+Launch = Callable[[EngineConfig, int], Process]
+"""(settings, how many there were before) to a process that is starting."""
+
+
+class Listener(Protocol):
+    """Who is told, on the event loop, in the order in which it happens."""
+
+    def joined(self, number: int) -> None:
+        """A process is ready and empty: the first, or a new one."""
+
+    def said(self, number: int, message: FromInstance) -> None:
+        """It tells of a run, a piece of KV or a reservation."""
+
+    def heard(self, number: int, delta: Delta) -> None:
+        """Its scheduler has something for a request."""
+
+    def measured(self, number: int) -> None:
+        """There is a new snapshot."""
+
+    def lost(self, number: int, why: str) -> None:
+        """Its process is gone, after `joined`. What follows is told as its state."""
+
+    def ended(self, number: int) -> None:
+        """It has left or was given up: nothing follows."""
+
+
+def seen(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> Instance:
+    """An instance on which nothing is, as policies see it."""
+    tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    return Instance(id=number, node=node, role=role, tp=tp, stages=stages, capacity=kv_tokens)
+
+
+class LiveInstance:
+    """Started at construction, so that it loads while the router imports its own modules. `look_after` is its life."""
+
+    def __init__(
+        self,
+        number: int,
+        role: Role,
+        node: int,
+        pool: int,
+        config: EngineConfig,
+        launch: Launch,
+        incarnation: int = 0,
+        host: int = 0,
+    ) -> None:
+        """pool: which one of the file's it was made for; incarnation: how many processes had the number before; host:
+        where `launch` starts them."""
+        self.number, self.role, self.node, self.pool, self.host = number, role, node, pool, host
+        self.config = config
+        self.state: InstanceState = "starting"
+        self.incarnation = incarnation
+        self.info: EngineInfo | None = None
+        self.failure: str | None = None
+        """Why it could not start, or was given up."""
+        self._stats = self._before = EngineStats()
+        self._launch = launch
+        self._ended = False
+        """Whether its process was ended from here, for good."""
+        self._doomed: str | None = None
+        """Why its process was ended from here, to be started again, unless it was given up."""
+        self._given_up = False
+        self._process = launch(config, incarnation)
+        self._restarts = Restarts(config.max_restarts, f"instance {number}")
+        self.heard_s = time.monotonic()
+        """When it has said something: an engine tells its figures several times a second, whatever it does."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The newest snapshot, with what earlier processes had counted."""
+        return self._stats
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can be given work."""
+        return self.state in ("ready", "draining")
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether KV can come from it and to it. It can then take part in runs as well, with others of as many
+        processes; else it computes whole prompts only, in its scheduler."""
+        return self.info is not None and self.info.peer_address is not None
+
+    @property
+    def ranks(self) -> int:
+        """How many processes take part in a run for it."""
+        return 1 if self.info is None else 1 + len(self.info.peer_others)
+
+    @property
+    def pid(self) -> int:
+        """Of its process now; 0 while its host has not said it."""
+        return self._process.process.pid or 0
+
+    @property
+    def seen(self) -> Instance:
+        """As policies see it when nothing is there."""
+        kv_tokens = 0 if self.info is None else self.info.kv_tokens_total
+        return seen(self.number, self.node, self.role, self.config, kv_tokens)
+
+    @property
+    def peer(self) -> Peer | None:
+        """How others reach it; None when they cannot."""
+        if self.info is None or self.info.peer_address is None or not self.serves:
+            return None
+        return Peer(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
+
+    def tell(self, message: msgspec.Struct, *frames: Any) -> None:
+        """Never blocks; what a process that is gone did not read is lost with it."""
+        if self.serves:
+            self._process.send([_encoder.encode(message), *frames])
+
+    def submit(self, submit: Submit, prompt: bytes | memoryview) -> None:
+        """Give its scheduler a request. Its own limit of waiting ones does not count: the router has one."""
+        received_s = submit.received_s - self._process.ahead_s
+        self.tell(msgspec.structs.replace(submit, again=True, received_s=received_s), prompt)
+
+    def abort(self, name: str) -> None:
+        """Take a request from its scheduler, with its KV."""
+        self.tell(Abort(name))
+
+    def drain(self) -> None:
+        """Take nothing new, end what is there, then end. The state becomes `left`."""
+        if self.serves:
+            self.tell(Drain())
+        else:
+            self._ended = True
+            self._process.end(at_once=True)
+        if self.state != "failed":
+            self.state = "draining"
+
+    def fail(self, why: str) -> None:
+        """It cannot be of this cluster: it is given up."""
+        self._fail(why)
+        self._ended = True
+        self._process.end(at_once=True)
+
+    def restart(self, why: str, for_good: bool) -> None:
+        """End its process at once, as if that had been lost. for_good: it is given up."""
+        self._doomed, self._given_up = why, for_good
+        self._process.end(at_once=True)
+
+    def end(self) -> None:
+        """End its process, whatever it is doing. Harmless when repeated."""
+        if self.state not in ("failed", "left"):
+            self.state = "left"
+        self._process.end()
+
+    # -- one process after another ----------------------------------------------------------------------------------
+
+    async def look_after(self, listener: Listener) -> None:
+        """For as long as there is a process or hope of one."""
+        try:
+            while True:
+                why = await self._live(listener)
+                served, leaves = self._process.served, self.state == "draining"
+                if self.state == "failed":
+                    break
+                words = self._process.words
+                where = f" (on host {self.host})" if self.host else ""
+                why = f"the process of instance {self.number} {why}" if words is None else f"{words.error}{where}"
+                why, self._doomed = self._doomed or why, None
+                self._process.end(at_once=True)
+                self.state = "left" if leaves else "lost"
+                self._stats = carried(self._stats, EngineStats())
+                if served:
+                    listener.lost(self.number, why)
+                if leaves or self._leaves():
+                    self.state = "left"
+                    break
+                if not self._goes_on(why, served, words):
+                    break
+        except Exception as error:
+            log.exception("instance %d cannot be looked after", self.number)
+            self._fail(f"it cannot be looked after: {error}")
+            self._process.end(at_once=True)
+            listener.lost(self.number, str(error))
+        listener.ended(self.number)
+
+    def _leaves(self) -> bool:
+        """Whether it is to end when nothing is left there."""
+        return self.state == "draining"
+
+    async def _live(self, listener: Listener) -> str:
+        """Listen to a process until it is gone; how it went."""
+        listening = asyncio.create_task(self._listen(listener))
+        going = asyncio.ensure_future(self._process.gone())
+        try:
+            await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
+            if self._ended or self._doomed is not None:  # its socket is closed, which is no word of the process
+                return "was ended"
+            if listening.done():
+                listening.result()
+            return await going
+        finally:
+            for task in (listening, going):
+                task.cancel()
+                task.add_done_callback(_seen)
+
+    async def _listen(self, listener: Listener) -> None:
+        process = self._process
+        while True:
+            message = await process.receive()
+            self.heard_s = time.monotonic()
+            if isinstance(message, Outputs):
+                if message.stats is not None:
+                    self._stats = carried(self._before, message.stats)
+                    listener.measured(self.number)
+                for delta in message.deltas:
+                    listener.heard(self.number, delta)
+            elif isinstance(message, EngineInfo):
+                process.ready()
+                self._restarts.up(time.monotonic())
+                self.info = message
+                if self.state != "draining":
+                    self.state = "ready"
+                listener.joined(self.number)
+            elif isinstance(message, Fatal):
+                process.words = message
+                log.error("instance %d: %s", self.number, message.error)
+            else:
+                listener.said(self.number, message)
+
+    def _goes_on(self, why: str, served: bool, words: Fatal | None) -> bool:
+        """Whether another process was started. One that has never started is not tried again, nor one whose host has
+        not come back, and what a process that had served called final is."""
+        first = self.info is None
+        if first or self._process.abandoned or (words is not None and words.final and served):
+            self._fail(why if words is not None or not first else f"{why} while starting")
+            return False
+        if self._given_up:
+            self._fail(why)
+            return False
+        try:
+            self._restarts.spend(time.monotonic(), why)
+        except GaveUpError as error:
+            self._fail(str(error))
+            return False
+        self._begin_again(why)
+        return True
+
+    def _begin_again(self, why: str) -> None:
+        log.warning("%s; starting it again", why)
+        self.incarnation += 1
+        self._stats = self._before = carried(self._stats, EngineStats(engine_restarts_total=1))
+        config = self.config
+        if config.kv_cache_bytes is None and self.info is not None:  # the same room, however little is free now
+            config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)
+        if config.event_log is not None:  # the log of the one that is gone stays
+            config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self.incarnation}")
+        try:
+            self._process = self._launch(config, self.incarnation)
+        except OSError as error:
+            raise ConfigError(f"instance {self.number} cannot be started again: {error}") from error
+
+    def _fail(self, why: str) -> None:
+        self.state, self.failure = "failed", why
+        log.error("instance %d is lost for good: %s", self.number, why)
+
+
+def _seen(task: asyncio.Future[Any]) -> None:
+    """What became of it does not matter."""
+    if not task.cancelled():
+        task.exception()

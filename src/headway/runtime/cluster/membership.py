@@ -1,0 +1,121 @@
+"""Who is in the cluster, for its operators: what there is, one more, one less."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from headway.core.errors import RequestError, UnavailableError
+from headway.runtime.cluster.cluster_report import InstanceReport
+from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.live_controller import Live
+from headway.runtime.cluster.live_instance import Listener, LiveInstance
+from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.protocol import EngineStats
+
+Another = Callable[[int, int, int, int | None], LiveInstance]
+"""Starts one more instance, of (number, pool, how many processes had the number, bytes of KV that others of the pool
+have; None: nobody of it is there). Raises RequestError."""
+
+
+class Roster:
+    """gone: counters of instances that have left."""
+
+    def __init__(self, fleet: Fleet, listener: Listener, another: Another | None) -> None:
+        self._fleet, self._listener, self._another = fleet, listener, another
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._incarnations: dict[int, int] = {}
+        self.gone = EngineStats()
+
+    def look_after(self, instance: LiveInstance) -> None:
+        """From now on what it says is heard."""
+        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self._listener))
+
+    def stop(self) -> None:
+        """Nobody is heard any more."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def reports(self, live: Live | None) -> list[InstanceReport]:
+        """All instances now."""
+        placed = Counter[int]() if live is None else live.placed()
+        return [self._report(each, live, placed) for each in self._fleet]
+
+    def _report(self, instance: LiveInstance, live: Live | None, all_placed: Counter[int]) -> InstanceReport:
+        number, stats = instance.number, instance.stats
+        placed = all_placed[number]
+        queued, free_in_s = (0, 0.0) if live is None else live.figures(number)
+        if instance.state == "lost":
+            queued, free_in_s = 0, 0.0
+        return InstanceReport(
+            id=number,
+            role=instance.role,
+            node=instance.node,
+            host=instance.host,
+            pool=instance.pool,
+            state="draining" if live is not None and number in live.leaving else instance.state,
+            incarnation=instance.incarnation,
+            pid=instance.pid,
+            placed=placed,
+            running=stats.running,
+            waiting=stats.waiting,
+            queued_tokens=queued,
+            free_in_s=free_in_s,
+            kv_tokens_used=stats.kv_tokens_used,
+            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
+            prefill_tokens_total=stats.prefill_tokens_total,
+            decode_tokens_total=stats.decode_tokens_total,
+            restarts_total=stats.engine_restarts_total,
+            failure=instance.failure,
+        )
+
+    def join(self, pool: int, live: Live) -> InstanceReport:
+        """See `listing.Instances`. It has the lowest number that is free."""
+        if self._another is None:
+            raise RequestError("this cluster cannot start more instances", "pool")
+        number = 0
+        while self._fleet.get(number) is not None:
+            number += 1
+        try:
+            instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
+        except OSError as error:
+            raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
+        self._fleet.add(instance)
+        live.reserve(number)
+        self.look_after(instance)
+        return self._report(instance, live, live.placed())
+
+    def _kv_bytes(self, pool: int) -> int | None:
+        """What instances of a pool have, whatever was free when they began."""
+        infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
+        return max((info.kv_bytes for info in infos), default=None)
+
+    def leave(self, number: int, live: Live) -> InstanceReport:
+        """See `listing.Instances`."""
+        instance = self._fleet[number]
+        if not instance.serves:
+            instance.drain()
+            if instance.state == "failed":
+                self.remove(instance)
+        elif number not in live.leaving and instance.state == "ready":
+            why = live.refuses(live.others(number))
+            if why is not None:
+                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
+            live.close(number)
+            self.look(live)
+        return self._report(instance, live, live.placed())
+
+    def look(self, live: Live) -> None:
+        """Let instances end that are drained and have nothing left."""
+        for number in list(live.leaving):
+            if live.quiet(number):
+                live.leaving.discard(number)
+                self._fleet[number].drain()
+
+    def remove(self, instance: LiveInstance) -> None:
+        """It is no longer in the cluster."""
+        self.gone = carried(self.gone, carried(instance.stats, EngineStats()))
+        self._incarnations[instance.number] = instance.incarnation + 1
+        self._fleet.remove(instance.number)
+        self._tasks.pop(instance.number, None)

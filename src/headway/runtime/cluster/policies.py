@@ -1,0 +1,151 @@
+"""One policy after another, as instances come and go.
+
+Policies keep what they know of instances: groups, queues, who is reserved. None of them is told that an instance came
+or went; instead a new one is made, which knows those that are there now and gets all new requests. The ones before it
+go on with requests that they have placed, until the last of these has ended; what they had not placed begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from headway.control.controller import Machine
+from headway.policy.placement.base import (
+    Action,
+    Arrived,
+    Commit,
+    Dropped,
+    Enqueue,
+    Event,
+    Finished,
+    Held,
+    Hold,
+    Lost,
+    Placement,
+    Release,
+    Transfer,
+    Woken,
+)
+from headway.policy.placement.view import ClusterView
+
+log = logging.getLogger("headway.cluster")
+
+
+class Policies:
+    """A `Placement` of placements: each request is its own policy's. `may`: whether a request may be given to an
+    instance; not to one that is gone."""
+
+    def __init__(self, make: Callable[[], Placement], may: Callable[[str, int], bool]) -> None:
+        self._make, self._may = make, may
+        self._newest = make()
+        self._of: dict[str, Placement] = {}
+        self._has: dict[int, int] = {}
+        self._alive: list[Placement] = [self._newest]
+        self._placed: set[str] = set()
+        self._due: list[tuple[Placement, float]] = []
+        self.stranded: list[str] = []
+        """Requests that were to go to an instance that is gone, in order: they have to begin anew."""
+
+    def renew(self) -> list[str]:
+        """Instances have come or gone. Requests that no policy has placed: the caller drops them and lets them arrive
+        again, under other names."""
+        self._newest = self._make()
+        self._alive = [policy for policy in self._alive if self._has.get(id(policy))] + [self._newest]
+        return [name for name in self._of if name not in self._placed]
+
+    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+        """See Placement."""
+        if isinstance(event, Arrived):
+            self._of[event.request.id] = self._newest
+            self._has[id(self._newest)] = self._has.get(id(self._newest), 0) + 1
+            return self._ask(self._newest, event, view)
+        if isinstance(event, Woken):
+            due, self._due = [policy for policy, at in self._due if at <= view.now_s], []
+            return [action for policy in due for action in self._ask(policy, event, view)]
+        if isinstance(event, Lost):
+            return []
+        name = event.holder if isinstance(event, Held) else event.request
+        policy = self._of.get(name)
+        if policy is None:
+            return []
+        if isinstance(event, Finished | Dropped):
+            del self._of[name]
+            self._placed.discard(name)
+            wanted = self._ask(policy, event, view)
+            self._left(policy)
+            return wanted
+        return self._ask(policy, event, view)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """See Placement."""
+        self._due = []
+        for policy in self._alive:
+            try:
+                at = policy.next_wakeup(now)
+            except Exception:  # as in `_ask`; it is heard again with the next event
+                log.exception("a placement failed at saying when to wake it")
+                continue
+            if at is not None:
+                self._due.append((policy, at))
+        return min((at for _, at in self._due), default=None)
+
+    def _ask(self, policy: Placement, event: Event, view: ClusterView) -> list[Action]:
+        """What a policy wants. One that fails, an older one at a cluster that it does not know say, does not take the
+        router with it: the request begins anew, with the newest."""
+        try:
+            return self._wanted(policy.on_event(event, view))
+        except Exception:
+            log.exception("a placement failed at %s", event)
+            name = event.request.id if isinstance(event, Arrived) else getattr(event, "request", "")
+            if name in self._of and name not in self.stranded:
+                self.stranded.append(name)
+            return []
+
+    def _left(self, policy: Placement) -> None:
+        """One of its requests has ended; one without any ends, unless it is the newest."""
+        self._has[id(policy)] -= 1
+        if not self._has[id(policy)]:
+            del self._has[id(policy)]
+            self._alive = [one for one in self._alive if one is self._newest or id(one) in self._has]
+
+    def _wanted(self, actions: Sequence[Action]) -> list[Action]:
+        """Without those that name an instance that is gone."""
+        wanted = []
+        for action in actions:
+            name = action.holder if isinstance(action, Hold | Release) else action.request
+            if name in self.stranded:
+                continue
+            if all(self._may(name, i) for i in _instances(action)):
+                wanted.append(action)
+                if isinstance(action, Commit | Enqueue):
+                    self._placed.add(name)
+                if isinstance(action, Commit):
+                    self._placed.update(span.request.id for span in action.along)
+            else:
+                self.stranded.append(name)
+        return wanted
+
+
+def _instances(action: Action) -> list[int]:
+    if isinstance(action, Commit):
+        return [i for span in (*action.spans, *action.along) for i in span.group]
+    if isinstance(action, Transfer):
+        return [action.to]
+    return list(action.group) if isinstance(action, Enqueue | Hold) else []
+
+
+def may_of(machine: Machine) -> Callable[[str, int], bool]:
+    """Whether a request may be given to an instance: not to one that is gone; to one that takes nothing new, what has
+    something there."""
+    state = machine.state
+
+    def may(name: str, number: int) -> bool:
+        if number in state.gone:
+            return False
+        if number not in state.closed:
+            return True
+        journey = machine.journeys.get(name)
+        return journey is not None and number in state.places(journey)
+
+    return may

@@ -1,0 +1,265 @@
+"""The server's end: starts the engine process, speaks to it, and starts it again when it is lost. The live
+`EngineClient`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from headway.core.errors import ConfigError, RequestError, UnavailableError
+from headway.core.scratch_folder import ScratchFolder
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.protocol import (
+    Abort,
+    Delta,
+    Drain,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    Fatal,
+    Outputs,
+    Submit,
+)
+from headway.runtime.engine.refusals import refusal
+from headway.runtime.engine.restart_limits import GaveUpError, Restarts
+
+log = logging.getLogger("headway.server")
+
+_encoder = msgspec.msgpack.Encoder()
+_ENDS = "the server is ending; send the request again later"
+
+
+class _Stream:
+    """A request that the server has accepted: all that another engine needs to go on with it."""
+
+    __slots__ = ("deltas", "output", "over", "prompt", "submit")
+
+    def __init__(self, submit: Submit, prompt: bytes | memoryview) -> None:
+        self.submit = submit
+        self.prompt = prompt
+        self.output: list[int] = list(submit.output)
+        self.deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.over = False
+
+    def take(self, delta: Delta) -> None:
+        self.output.extend(delta.tokens)
+        self.over = delta.finish is not None
+        self.deltas.put_nowait(delta)
+
+
+class ProcessEngineClient:
+    """Spawns the engine at construction (so that it loads while the server imports its own modules) and connects when
+    `start` is awaited. One instance per server.
+
+    An engine that dies or hangs is started again, `config.max_restarts` times in a row at most (`Restarts`), and gets
+    every request that is not finished, with what its client has been told: streams pause.
+    """
+
+    def __init__(self, config: EngineConfig, module: str = "headway.runtime.build.engine_process") -> None:
+        self._folder = ScratchFolder("headway-engine-")
+        self._config, self._module = config, module
+        self._serial = 0
+        self._child = EngineChild(config, module, self._folder.path, 0)
+        self._restarts = Restarts(config.max_restarts, "the engine")
+        self._state: EngineState = "starting"
+        self._info: EngineInfo | None = None
+        self._stats = self._before = EngineStats()
+        self._streams: dict[str, _Stream] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._drained = asyncio.Event()
+        self._drains = False
+        self.failure: str | None = None
+        """Why the engine could not start, or cannot go on, once that is known."""
+
+    @property
+    def state(self) -> EngineState:
+        if self._drains and self._state != "lost":
+            return "draining"
+        return "recovering" if self._state == "ready" and self._stats.recovering else self._state
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise UnavailableError("the engine is still starting")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id, for tests and operators."""
+        return self._child.process.pid
+
+    async def start(self) -> EngineInfo:
+        """May be awaited by several; all get the same answer."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._live(self._ready))
+        try:
+            return await asyncio.shield(self._ready)
+        except ConfigError as error:
+            self.failure = str(error)
+            raise
+
+    async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
+        if self._state == "lost":
+            raise UnavailableError(self.failure or _ENDS)
+        if self.state in ("starting", "draining"):
+            raise UnavailableError(f"the engine is {self.state}", 5.0)
+        if submit.id in self._streams:
+            raise RequestError(f"request id {submit.id!r} is in use", "id")
+        stream = self._streams[submit.id] = _Stream(submit, prompt)
+        finished = False
+        try:
+            if self._state == "ready":
+                self._child.send([_encoder.encode(submit), prompt])
+            while not finished:
+                delta = await stream.deltas.get()
+                if delta is None:
+                    finished = True
+                    raise UnavailableError(self.failure or _ENDS)
+                finished = delta.finish is not None
+                if (error := refusal(delta)) is not None:
+                    raise error
+                yield delta
+        finally:
+            self._streams.pop(submit.id, None)
+            if not finished and self._state == "ready":
+                self._child.send([_encoder.encode(Abort(submit.id))])
+
+    async def drain(self) -> None:
+        if self._state in ("lost", "starting"):
+            return
+        self._drains = True
+        if self._state == "ready":
+            self._child.send([_encoder.encode(Drain())])
+        await self._drained.wait()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(UnavailableError("the server is closing"))
+            self._ready.exception()  # seen, should nobody wait for it
+        self.end()
+
+    def end(self) -> None:
+        """What `close` does, for callers without an event loop. Harmless when repeated."""
+        self._lose()
+        self._child.end()
+        self._folder.close()
+
+    # -- one incarnation after another --------------------------------------------------------------------------
+
+    async def _live(self, ready: asyncio.Future[EngineInfo]) -> None:
+        """For as long as there is an engine or hope of one. Whatever goes wrong here, nobody is left waiting."""
+        try:
+            while self._goes_on(await self._incarnation(ready), ready):
+                pass
+        except Exception as error:
+            log.exception("the engine's process cannot be looked after")
+            self._fail(f"the engine cannot be looked after: {error}")
+            if not ready.done():
+                ready.set_exception(ConfigError(self.failure))
+            self._child.end(at_once=True)
+        finally:
+            self._lose()
+
+    async def _incarnation(self, ready: asyncio.Future[EngineInfo]) -> str:
+        """Listen to an engine until it is gone; how it went. Raises what listening raises."""
+        listening = asyncio.create_task(self._listen(ready))
+        going = asyncio.create_task(self._child.gone())
+        try:
+            await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
+            if listening.done():
+                listening.result()
+            return f"the engine process {await going}"
+        finally:
+            listening.cancel()
+            going.cancel()
+
+    def _goes_on(self, why: str, ready: asyncio.Future[EngineInfo]) -> bool:
+        """Whether another engine was started in the place of one that is gone. What that one called final is so unless
+        it was itself a restart that failed: the next may find what it missed."""
+        words = self._child.words
+        if not ready.done():
+            ready.set_exception(ConfigError(f"{why} while starting" if words is None else words.error))
+        elif self._drains and self._child.process.returncode == 0:
+            pass
+        elif words is not None and words.final and self._child.served:
+            self._fail(words.error)
+        else:
+            return self._begin_again(why if words is None else words.error)
+        return False
+
+    def _begin_again(self, why: str) -> bool:
+        """False when that has been tried often enough."""
+        try:
+            self._restarts.spend(time.monotonic(), why)
+        except GaveUpError as error:
+            self._fail(str(error))
+            return False
+        log.warning("%s; starting it again, with %d requests", why, len(self._streams))
+        self._state = "recovering"
+        self._stats = self._before = carried(self._stats, EngineStats(engine_restarts_total=1))
+        self._child.end(at_once=True)
+        self._serial += 1
+        config = self._config
+        if config.kv_cache_bytes is None:  # however little is free now: what was accepted must fit again
+            config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)
+        if config.event_log is not None:  # the log of the one that is gone stays
+            config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self._serial}")
+        self._child = EngineChild(config, self._module, self._folder.path, self._serial)
+        return True
+
+    async def _listen(self, ready: asyncio.Future[EngineInfo]) -> None:
+        child = self._child
+        while True:
+            message = await child.receive()
+            if isinstance(message, Outputs):
+                if message.stats is not None:
+                    self._stats = carried(self._before, message.stats)
+                for delta in message.deltas:
+                    stream = self._streams.get(delta.id)
+                    if stream is not None:
+                        stream.take(delta)
+            elif isinstance(message, EngineInfo):
+                self._info, self._state = message, "ready"
+                child.ready()
+                self._restarts.up(time.monotonic())
+                if not ready.done():
+                    ready.set_result(message)
+                self._resubmit(child)
+            elif isinstance(message, Fatal):
+                child.words = message
+                log.error(message.error)
+
+    def _resubmit(self, child: EngineChild) -> None:
+        """Hand an engine what an earlier one has not finished."""
+        for stream in self._streams.values():
+            if not stream.over:
+                submit = msgspec.structs.replace(stream.submit, again=True, output=tuple(stream.output))
+                child.send([_encoder.encode(submit), stream.prompt])
+        if self._drains:
+            child.send([_encoder.encode(Drain())])
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        log.error("the engine is lost for good: %s", why)
+
+    def _lose(self) -> None:
+        """Nothing follows. Counters stay; nothing runs or waits in an engine that is gone."""
+        self._state = "lost"
+        self._stats = carried(self._stats, EngineStats())
+        self._drained.set()
+        for stream in self._streams.values():
+            stream.deltas.put_nowait(None)

@@ -1,0 +1,34 @@
+"""Times in messages of an engine on another host, whose CLOCK_MONOTONIC began elsewhere."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from headway.runtime.cluster.messages import Arrived, FromInstance, RunDone
+from headway.runtime.engine.protocol import Delta, EngineInfo, Fatal, Outputs
+
+Message = EngineInfo | Outputs | Fatal | FromInstance
+
+
+def by_our_clock(message: Message, ahead_s: float) -> Message:
+    """The same with `ahead_s` added to all times."""
+    match message:
+        case Outputs(deltas=deltas) if deltas:
+            return replace(message, deltas=tuple(_delta(delta, ahead_s) for delta in deltas))
+        case RunDone(delta=delta):
+            moved = None if delta is None else _delta(delta, ahead_s)
+            began_s, ended_s = message.began_s + ahead_s, message.ended_s + ahead_s
+            return replace(message, began_s=began_s, ended_s=ended_s, delta=moved)
+        case Arrived():
+            return replace(message, began_s=message.began_s + ahead_s, ended_s=message.ended_s + ahead_s)
+    return message
+
+
+def _delta(delta: Delta, ahead_s: float) -> Delta:
+    """0: the time is not known."""
+    first_s = delta.first_scheduled_s
+    return replace(
+        delta,
+        emitted_s=delta.emitted_s and delta.emitted_s + ahead_s,
+        first_scheduled_s=None if first_s is None else first_s + ahead_s,
+    )

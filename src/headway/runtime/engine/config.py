@@ -1,0 +1,74 @@
+"""What an engine process is started with. Filled from the command line, sent to the process as JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from headway.core.errors import ConfigError
+
+
+class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes an engine an instance of a cluster. `incarnation`: how many processes had the number before. `listen`:
+    where it hears the others, `unix:PATH` or `tcp:HOST:0`. `secret`: what all of them share; over sockets in a folder
+    that only this user can enter it may be empty. room_s: how long a run waits for room in the KV pool. kv_connector:
+    how KV moves to other instances (`runtime.kv_transfer.connector`)."""
+
+    number: int
+    incarnation: int = 0
+    listen: str
+    secret: str = ""
+    room_s: float = 30.0
+    kv_connector: str = "peers"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's.
+    memory_share: of the free memory, what this engine may think of as its own. log_level, log_format: the server's, and
+    its processes'. instance: None for an engine that is alone: it listens to no others."""
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_share: float = 1.0
+    block_size: int = 64
+    threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    kv_parallel_size: int = 1
+    pipeline_schedule: Literal["stream", "microbatch"] = "stream"
+    nnodes: int = 1
+    rdzv_endpoint: str | None = None
+    rdzv_token: str | None = None
+    rdzv_timeout_s: float = 600.0
+    max_queued_requests: int = 1024
+    mode: Literal["default", "paper"] = "default"
+    scheduler: dict[str, Any] = {}
+    latency_profile: str = "auto"
+    event_log: str | None = None
+    worker_timeout_s: float = 10.0
+    max_restarts: int = 3
+    log_level: str = "info"
+    log_format: str = "text"
+    instance: InstanceConfig | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
+        for name in ("max_model_len", "kv_cache_bytes", "threads", *sizes):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.kv_parallel_size == 1 and "kv_shard_tokens" in self.scheduler:
+            raise ConfigError("kv-shard-tokens says how KV groups share a request: it needs kv-parallel-size above 1")
+        if not 1 <= self.block_size <= 65536:
+            raise ConfigError(f"block-size must be between 1 and 65536 tokens, not {self.block_size}")
+        if self.worker_timeout_s < 1.0:
+            raise ConfigError(f"worker-timeout must be at least 1 s, not {self.worker_timeout_s:g}")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max-restarts must be at least 0, not {self.max_restarts}")
+        if self.max_queued_requests < 1:
+            raise ConfigError(f"max-queued-requests must be at least 1, not {self.max_queued_requests}")

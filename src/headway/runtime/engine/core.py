@@ -1,0 +1,370 @@
+"""The engine's loop body: schedule → execute → update, in the time of whoever calls `step`.
+
+Knows requests as ids and tokens as numbers; decides when a request has ended (end token, stop token, length,
+time-out); never blocks on a client. No torch, no sockets, no clock of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+import numpy as np
+
+from headway.core.batch import Batch, Progress
+from headway.core.clock import Clock
+from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
+from headway.core.events import Event
+from headway.core.executor import Emitted, Executor, StepResult
+from headway.core.request import Request
+from headway.core.span import Span
+from headway.perf.latency.recorded import describe
+from headway.policy.iteration.base import InstanceScheduler
+from headway.runtime.cluster.messages import Staged
+from headway.runtime.engine.output_tracker import Live
+from headway.runtime.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
+from headway.runtime.engine.refusals import refused
+from headway.runtime.engine.restart_limits import Bereaved, Restarts
+
+log = logging.getLogger("headway.engine")
+
+
+class _Scheduled(Live):
+    """A request inside the engine."""
+
+    __slots__ = ("submit",)
+
+    def __init__(self, submit: Submit, info: EngineInfo) -> None:
+        super().__init__(
+            submit.params, len(submit.output), info.max_model_len - submit.prompt_tokens, info.eos_token_ids
+        )
+        self.submit = submit
+
+
+Log = Callable[[str, dict[str, object]], None]
+
+
+class EngineCore:
+    """One engine over one scheduler and one executor. Single-threaded."""
+
+    def __init__(
+        self,
+        scheduler: InstanceScheduler,
+        executor: Executor,
+        clock: Clock,
+        info: EngineInfo,
+        log: Log | None = None,
+        restarts: Restarts | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.info = info
+        self.draining = False
+        self.lacks: Callable[[str, int], bool] = lambda request_id, tokens: False
+        """Whether KV of so many tokens of a request, which a decode is about to take, has not all come; told by who
+        brings it."""
+        self.staged: list[Staged] = []
+        """Requests of phase "prefill" that have been done, and decodes that have stopped for others to go on, since
+        whoever tells of them emptied this, after the deltas of the step."""
+        self._clock = clock
+        self._log = log
+        self._live: dict[str, _Scheduled] = {}
+        self._timeouts: list[tuple[float, str, float]] = []
+        self._batches: dict[int, tuple[Batch, float]] = {}
+        self._stats: dict[str, int | float] = {}
+        self._stage_busy_s: dict[tuple[int, int], float] = {}
+        self._restarts = restarts or Restarts(3, "the workers")
+        self._bereaved = Bereaved()
+        self._lost_s: float | None = None
+        if log is not None:
+            ledger = scheduler.ledgers[0]
+            self._note(
+                "start",
+                config=asdict(scheduler.config),
+                kv_tokens=ledger.total_tokens,
+                block_tokens=ledger.block_tokens,
+                latency=describe(scheduler.latency),
+            )
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self._batches
+
+    @property
+    def recovering(self) -> bool:
+        """Whether what executes was lost and has not begun again."""
+        return self._lost_s is not None
+
+    # -- arrivals -----------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, prompt: memoryview) -> Delta | None:
+        """Take on a request, or return the delta that refuses it and says why."""
+        now = self._clock.now()
+        try:
+            self._admit(submit, prompt, now)
+        except (RequestError, OverloadedError, UnavailableError) as error:
+            return refused(submit.id, error, now)
+        return None
+
+    def _admit(self, submit: Submit, prompt: memoryview, now: float) -> None:
+        known = submit.again or submit.phase == "decode"  # accepted before
+        if self.draining and submit.phase != "decode":
+            raise UnavailableError("the server is shutting down and takes no new requests")
+        if self.scheduler.waiting >= self.info.max_queued_requests and not known:
+            raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
+        if submit.id in self._live or submit.id in self.scheduler:  # the latter: aborted, and still in a batch
+            raise RequestError(f"request id {submit.id!r} is in use", "id")
+        if prompt.nbytes % 4:
+            raise RequestError(f"the prompt frame has {prompt.nbytes} bytes, which are not whole token ids", "prompt")
+        ids = np.frombuffer(prompt, dtype=np.int32)
+        if ids.size == 0 or ids.size != submit.prompt_tokens:
+            raise RequestError(f"the prompt frame holds {ids.size} tokens, not {submit.prompt_tokens}", "prompt")
+        if ids.size + 1 > self.info.max_model_len:
+            raise RequestError(
+                f"the prompt has {ids.size} tokens; this model serves at most {self.info.max_model_len} tokens, "
+                "output included",
+                "prompt",
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
+            raise RequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}", "prompt")
+        most, told = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)), len(submit.output)
+        if told >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
+            raise RequestError(f"{told} tokens cannot be the output so far of at most {most} tokens", "output")
+        if submit.phase == "decode" and self.lacks(submit.id, int(ids.size) + told - 1):
+            raise RequestError(f"KV of {submit.id!r} has not all come", "id")
+        request = Request(
+            id=submit.id,
+            arrival_s=submit.received_s,
+            prompt_tokens=int(ids.size) + told,
+            max_output_tokens=1 if submit.phase == "prefill" else most - told,
+            cached_tokens=int(ids.size) + told - 1 if submit.phase == "decode" else 0,
+            slo=submit.slo,
+            priority=submit.priority,
+        )
+        self.executor.admit(submit.id, prompt, submit.params, submit.output, submit.phase == "decode")
+        try:
+            self.scheduler.add(Span.whole(request), now, submit.phase)
+        except RequestError:
+            self.executor.forget(submit.id)
+            raise
+        self._live[submit.id] = _Scheduled(submit, self.info)
+        if submit.timeout_s is not None:
+            heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
+        if self._log is not None:
+            self._note(
+                "add",
+                request=submit.id,
+                at_s=now,
+                arrival_s=submit.received_s,
+                prompt=request.prompt_tokens,
+                max_output=request.max_output_tokens,
+                ttft_s=request.slo.ttft_s,
+                tbt_s=request.slo.tbt_s,
+                priority=request.priority,
+                **({} if submit.phase == "all" else {"phase": submit.phase}),
+            )
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Delta | None:
+        """Drop a request at the next chunk edge. None when it has ended already."""
+        if self._live.pop(request_id, None) is None:
+            return None
+        now = self._clock.now()
+        if self.scheduler.abort(request_id, now):
+            self.executor.forget(request_id)
+        self._note("abort", request=request_id, at_s=now)
+        return Delta(id=request_id, finish=reason, emitted_s=now)
+
+    def stage(self, request_id: str) -> None:
+        """A request that decodes goes on elsewhere: `staged` will tell of it, with its KV left here, unless it ends
+        before. Ids that are unknown are ignored."""
+        if request_id in self._live:
+            self._staged(self.scheduler.stage(request_id, self._clock.now()))
+
+    def _staged(self, events: Iterable[Event]) -> None:
+        for event in events:
+            del self._live[event.request]
+            self.executor.forget(event.request)
+            self.staged.append(Staged(event.request, event.tokens))
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def step(self, wait_s: float | None = None) -> list[Delta]:
+        """Schedule what fits, execute, update. Returns what clients should hear; empty when there was nothing to do.
+
+        `wait_s` bounds the wait for an executor with several batches in flight (None: until something is done). A batch
+        is made when the executor would begin it at once, before and after looking at results.
+        """
+        deltas = self._expire()
+        self._fill()
+        elsewhere = bool(self.executor.waits_on)
+        if not (self._batches or elsewhere):
+            return deltas
+        try:
+            result = self.executor.result(wait_s if self._batches or self.recovering else 0.0)
+            while result is not None:
+                deltas.extend(self._update(result))
+                result = self.executor.result(0.0)
+        except LostError as error:
+            deltas.extend(self._begin_again(str(error)))
+        if self._lost_s is not None and self.executor.accepts:
+            self._count("recovery_s_total", self._clock.now() - self._lost_s)
+            self._lost_s = None
+            self._restarts.up(self._clock.now())
+        if elsewhere:
+            self._fill()
+        return deltas
+
+    def _begin_again(self, why: str) -> list[Delta]:
+        """All KV and everything in flight is lost: every request's known tokens will be computed again. Raises
+        GaveUpError when that has happened too often; returns the ends of requests to which it has (`Bereaved`)."""
+        now = self._clock.now()
+        self._lost_s = now if self._lost_s is None else self._lost_s
+        events = self.scheduler.lost(0, now)
+        lost = sum(event.tokens for event in events)
+        for event in events:
+            if event.kind in ("finished", "aborted"):
+                self.executor.forget(event.request)
+        self._batches.clear()
+        self._count("recoveries_total", 1)
+        self._count("lost_tokens_total", lost)
+        self._note("lost", at_s=now, why=why, tokens=lost)
+        log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
+        self._restarts.spend(now, why)
+        limit, ended = self._restarts.limit, []
+        for name in self._bereaved.lost((event.request for event in events if event.tokens), self._live, limit):
+            self.abort(name, "error")
+            words = f"the request was given up: it was being computed at {limit + 1} losses of workers, at last: {why}"
+            ended.append(Delta(id=name, finish="error", error=words, emitted_s=now))
+        self.executor.recover()
+        return ended
+
+    def _fill(self) -> None:
+        """Give the executor batches while it would begin them at once."""
+        while self.executor.accepts:
+            now, free = self._clock.now(), self.executor.free
+            batch = self.scheduler.schedule(now, 1, free)
+            if batch is None:
+                return
+            self._batches[batch.id] = (batch, now)
+            some = free is not None and len(free) < len(self.scheduler.ledgers)
+            self._note("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
+            self._count("schedule_s_total", self._clock.now() - now)
+            self.executor.submit(batch)
+
+    def _update(self, result: StepResult) -> list[Delta]:
+        """A batch has been carried out."""
+        deltas: list[Delta] = []
+        batch, submitted_s = self._batches.pop(result.batch_id)
+        now = self._clock.now()
+        progress: list[Progress] = []
+        for emitted in result.emitted:
+            deltas.extend(self._emit(emitted, now, submitted_s, progress))
+        for event in self.scheduler.complete(batch.id, progress, now, result.elapsed_s):
+            if event.kind == "started" and event.request in self._live:
+                self._live[event.request].first_scheduled_s = submitted_s
+            elif event.kind in ("finished", "aborted"):
+                self.executor.forget(event.request)
+            elif event.kind == "staged":
+                self._staged((event,))
+            elif event.kind == "preempted":
+                self._count("preemptions_total", 1)
+                self._count("recomputed_tokens_total", event.tokens)
+        self._account(batch, result, now, progress)
+        return deltas
+
+    def _emit(self, emitted: Emitted, now: float, submitted_s: float, progress: list[Progress]) -> list[Delta]:
+        live = self._live.get(emitted.request)
+        if live is None:  # aborted while in flight
+            progress.append(Progress(emitted.request, 0, True))
+            return []
+        if live.first_scheduled_s is None:
+            live.first_scheduled_s = submitted_s
+        delta = live.take(emitted, now)
+        progress.append(Progress(emitted.request, 1, delta.finish is not None))
+        if delta.finish is not None:
+            del self._live[emitted.request]
+        return [delta]
+
+    def _expire(self) -> list[Delta]:
+        deltas = []
+        now = self._clock.now()
+        while self._timeouts and self._timeouts[0][0] <= now:
+            _, request_id, received_s = heapq.heappop(self._timeouts)
+            live = self._live.get(request_id)
+            if live is None or live.submit.received_s != received_s:  # it has ended; its id may be in use again
+                continue
+            delta = self.abort(request_id, "timeout")
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    # -- counters -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+        return EngineStats(
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            in_flight=len(self._batches),
+            kv_tokens_used=sum(ledger.used_tokens for ledger in self.scheduler.ledgers),
+            kv_tokens_total=sum(ledger.total_tokens for ledger in self.scheduler.ledgers),
+            stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
+            recovering=self.recovering,
+            **self._stats,  # type: ignore[arg-type]
+        )
+
+    def computed(self, prefill: int, decodes: int) -> None:
+        """Tokens that were computed here beside the scheduler: this instance's share of a run."""
+        self._count("prefill_tokens_total", prefill)
+        self._count("run_tokens_total", prefill)
+        self._count("decode_tokens_total", decodes)
+
+    def _account(self, batch: Batch, result: StepResult, now: float, progress: list[Progress]) -> None:
+        elapsed_s, chunks = result.elapsed_s, [chunk for part in batch.parts for chunk in part.prefills]
+        prefill = sum(chunk.tokens for chunk in chunks)
+        decodes = sum(part.decodes.count for part in batch.parts)
+        for part, stages in zip(batch.parts, result.stages, strict=False):
+            for stage, (start_s, end_s) in enumerate(stages):
+                key = (part.group, stage)
+                self._stage_busy_s[key] = self._stage_busy_s.get(key, 0.0) + end_s - start_s
+        self._count("prefill_tokens_total", prefill)
+        self._count("decode_tokens_total", decodes)
+        self._count("iterations_total", 1)
+        self._count("busy_s_total", elapsed_s)
+        self._count("predicted_s_total", batch.predicted_s)
+        self._stats["last_chunk_tokens"] = prefill
+        self._stats["last_iteration_s"] = elapsed_s
+        if self._log is not None:
+            self._note(
+                "batch",
+                id=batch.id,
+                at_s=now,
+                elapsed_s=elapsed_s,
+                predicted_s=batch.predicted_s,
+                decodes=decodes,
+                kv_sum=sum(part.decodes.kv_sum for part in batch.parts),
+                ended=[result.request for result in progress if result.finished],
+                chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in chunks],
+                parts=[
+                    (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
+                    for part, stages in zip(batch.parts, result.stages, strict=False)
+                ],
+                **_between_groups(batch),
+            )
+
+    def _count(self, name: str, amount: float) -> None:
+        self._stats[name] = self._stats.get(name, 0) + amount
+
+    def _note(self, kind: str, **fields: object) -> None:
+        if self._log is not None:
+            self._log(kind, fields)
+
+
+def _between_groups(batch: Batch) -> dict[str, object]:
+    """What the log says of a batch of several KV groups: who joined whom (group, request, first token), and whose rows
+    were attended elsewhere (group, request, rows, owner)."""
+    joins = [(part.group, op.request, op.start) for part in batch.parts for op in part.kv_ops if op.start]
+    assists = [(part.group, a.request, a.rows, a.owner) for part in batch.parts for a in part.assists]
+    return {**({"joins": joins} if joins else {}), **({"assists": assists} if assists else {})}

@@ -1,0 +1,106 @@
+"""The server's end of what goes between it and one engine process: messages, and the engine's signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.engine.protocol import EngineInfo, Fatal, Outputs
+from headway.runtime.launcher.heartbeat import Pulse
+
+START_TIMEOUT_S = 120.0
+"""An engine that has given no sign of life for so long while it starts is hung."""
+
+_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal | FromInstance)
+
+
+class EngineLine:
+    """Two sockets, bound by `bind`, which is given both and raises what it likes.
+
+    timeout_s: how long an engine that has started may be silent. limit_s: how long it may be now.
+    """
+
+    def __init__(self, timeout_s: float, bind: Callable[[zmq.Socket[Any], zmq.Socket[Any]], None]) -> None:
+        self._timeout_s = timeout_s
+        self.limit_s = START_TIMEOUT_S
+        self._pulse: Pulse | None = None
+        self._context = zmq.asyncio.Context()
+        self._plain: zmq.Context[Any] = zmq.Context.shadow(self._context.underlying)
+        self._socket = self._context.socket(zmq.PAIR)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            self._socket.setsockopt(option, value)
+        self._beats = self._plain.socket(zmq.PULL)
+        self._was_there = self._is_cut = False
+        try:
+            bind(self._socket, self._beats)
+        except BaseException:
+            self.hang_up()
+            raise
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Never blocks. What an engine that is gone did not read is lost with it."""
+        if not self._socket.closed:
+            sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames, copy=False))
+            sent.add_done_callback(_seen)
+
+    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
+        """The next message."""
+        frame = await self._socket.recv()
+        self._was_there = True
+        message: EngineInfo | Outputs | Fatal | FromInstance = _decoder.decode(frame)
+        return message
+
+    def started(self) -> None:
+        """From now on its silence means something, should it never say a word."""
+        if self._pulse is None:
+            self._pulse = Pulse([0], self.limit_s, time.monotonic())
+
+    def ready(self) -> None:
+        """From now on its silence means more."""
+        self.limit_s = self._timeout_s
+        if self._pulse is not None:
+            self._pulse.timeout_s = self.limit_s
+
+    @property
+    def cut(self) -> bool:
+        """Whether the connection has ended, after it was there. What was on its way may be lost: no other follows.
+
+        A PAIR that may queue without bound can send exactly while its peer, which has shown its key, is there: others
+        who connect and leave change nothing.
+        """
+        if not self._is_cut and not self._socket.closed:
+            there = bool(cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+            self._is_cut = self._was_there and not there
+            self._was_there |= there
+        return self._is_cut
+
+    def silent(self, now: float) -> bool:
+        """Whether nothing was heard for too long. Before `started`, one that has never sent a beat sends none."""
+        while True:
+            try:
+                self._beats.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if self._pulse is None:
+                self._pulse = Pulse([0], self.limit_s, now)
+            self._pulse.heard(0, now)
+        return self._pulse is not None and self._pulse.silent(now) is not None
+
+    def hang_up(self) -> None:
+        """Harmless when repeated."""
+        for socket in (self._socket, self._beats):
+            socket.close()
+        self._context.destroy(linger=0)
+
+
+def _seen(sent: asyncio.Future[Any]) -> None:
+    """Whether a message to an engine that is gone could be sent does not matter."""
+    if not sent.cancelled():
+        sent.exception()

@@ -1,0 +1,41 @@
+"""What has been said of a request so far, and when that is all: end token, stop token, length. Wherever its tokens are
+drawn, by a scheduler's iteration or by a run of several instances."""
+
+from __future__ import annotations
+
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.runtime.engine.protocol import Delta, FinishReason
+
+
+class Live:
+    """`told` tokens were said before. `room`: how many the model's context has for the output."""
+
+    __slots__ = ("_room", "_stops", "emitted", "first_scheduled_s", "params")
+
+    def __init__(self, params: SamplingParams, told: int, room: int, eos: tuple[int, ...]) -> None:
+        self.params = params
+        self._stops = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos)))
+        self._room = room
+        self.emitted = told
+        self.first_scheduled_s: float | None = None
+
+    def take(self, emitted: Emitted, now: float) -> Delta:
+        """What the client hears of a token that was drawn at `now`; `finish` is set where it is the last."""
+        stop = emitted.token in self._stops and self.emitted >= self.params.min_tokens
+        self.emitted += 0 if stop else 1
+        finish: FinishReason | None = None
+        if stop:
+            finish = "stop"
+        elif self.emitted >= min(self.params.max_tokens, self._room):
+            finish = "length"
+        logprobs = None if emitted.logprobs is None else (emitted.logprobs,)
+        return Delta(
+            id=emitted.request,
+            tokens=() if stop else (emitted.token,),
+            logprobs=() if stop and logprobs is not None else logprobs,
+            finish=finish,
+            stop_token=emitted.token if stop else None,
+            emitted_s=now,
+            first_scheduled_s=self.first_scheduled_s if self.emitted + stop == 1 else None,
+        )

@@ -1,0 +1,1 @@
+"""Carries out batches on a model: in one process, or over tensor-parallel, pipeline and KV-parallel ranks."""

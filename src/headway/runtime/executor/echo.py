@@ -1,0 +1,55 @@
+"""A wire to ranks that compute nothing and answer at once: to measure and test the control plane alone. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headway.kv.block_allocator import BlockTables
+from headway.perf.latency.layout import Layout
+from headway.runtime.executor.messages import Admit, Done, Plan, ToRank
+from headway.runtime.executor.plan_stream import StreamState
+from headway.runtime.executor.rank_layout import places
+from headway.runtime.executor.rank_transport import Frame
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+class EchoWire:
+    """Every rank reads its plans as a real one does, and reports token `token` for whatever yields one.
+
+    sent: bytes by kind of message, summed over ranks.
+    """
+
+    waits_on: tuple[Any, ...] = ("echo",)
+
+    def __init__(self, layout: Layout, token: int = 5) -> None:
+        self.sent: dict[str, int] = {}
+        self._token = token
+        self._places = places(layout)
+        self._states = [StreamState(BlockTables(0)) for _ in self._places]
+        self._answers: deque[tuple[int, list[bytes]]] = deque()
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """See `Wire.send`."""
+        message = _decoder.decode(frames[0])
+        kind = type(message).__name__.lower()
+        self.sent[kind] = self.sent.get(kind, 0) + sum(len(frame) for frame in frames)
+        if isinstance(message, Plan):
+            part = self._states[rank].part_of(message)
+            count = part.decodes.count + sum(chunk.last for chunk in part.prefills)
+            tokens = (self._token,) * count if self._places[rank].draws else ()
+            self._answers.append((rank, [_encoder.encode(Done(message.seq, 0.0, 0.001, tokens))]))
+        elif isinstance(message, Admit):
+            assert message.prompt_tokens > 0, "a request has a prompt"
+
+    def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
+        """See `Wire.receive`."""
+        return self._answers.popleft() if self._answers else None
+
+    def close(self) -> None:
+        """There is nobody to end."""

@@ -1,0 +1,176 @@
+"""Attention of one rank over requests whose keys lie in several KV groups (KVP, Medha §3.3).
+
+A request's rows are computed in one group, their owner. Layer by layer the owner sends their queries to every group
+that holds a shard of the request, the guests; each attends them over its shard, without mask because all of the shard
+is before the rows, and returns a partial answer in fp32; the owner merges these with its own by log-sum-exp. A group
+may own some requests of a batch and be the guest of others, also of a group that is its own guest.
+
+Why nothing waits for ever. Each layer has three steps on every rank of a batch, always in this order: (1) send own
+queries, (2) attend foreign ones and send the answers, (3) take the answers to one's own. Sends never block. A wait in
+step 2 is for a message of another rank's step 1 in the same batch, stage and layer; a wait in step 3 for one of step 2.
+Sums over tensor-parallel ranks come between steps 3 and 1 of the next layer, and rows from the stage before come before
+layer 0. So whatever a rank waits for comes earlier in the order (batch, stage, layer, step), and all ranks go through
+that order upwards: every group carries out its batches in the order in which the engine made them. The least step that
+somebody waits for is therefore always one that can be taken. Two ranks' messages keep their order, so that they need no
+labels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.runtime.attention.base import AttentionBackend, AttentionPlan, Segment
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import kernels
+from headway.runtime.attention.partial import Partials, Reading
+from headway.runtime.attention.primitive import merge
+from headway.runtime.attention.slots import cut_runs
+from headway.runtime.executor.rank_links import PeerLinks
+
+
+class Ask(NamedTuple):
+    """Rows of this batch that group `group` attends as well, in the order in which it expects them."""
+
+    group: int
+    segments: tuple[Segment, ...]
+
+
+class Visit(NamedTuple):
+    """So many rows of another group's request, to be attended over the slots `runs` of this group."""
+
+    owner: int
+    rows: int
+    runs: list[tuple[int, int]]
+
+
+class _Guest:
+    """What this rank does for one owner: all of its rows come in one message, all answers go in one."""
+
+    def __init__(self, owner: int, visits: Sequence[Visit], pool: KvPool) -> None:
+        self.owner = owner
+        readings = []
+        at = 0
+        for visit in visits:
+            readings.append(Reading(at, visit.rows, visit.runs, False))
+            at += visit.rows
+        self.rows = at
+        self.partials = Partials(readings, pool, kernels())
+
+
+class SharedPlan:
+    """One iteration of one rank. `own`: the plan of its own rows; it stores all, and attends those not shared.
+
+    `began_s`: when the first queries of others had come, for a rank without own rows.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        pool: KvPool,
+        own: AttentionPlan | None,
+        mine: Partials | None,
+        asks: Sequence[Ask],
+        guests: Sequence[_Guest],
+    ) -> None:
+        self.rows, self.pool = rows, pool
+        self.own, self.mine = own, mine
+        self.guests = guests
+        self.began_s = 0.0
+        self.queries: list[Callable[[], Tensor]] = []
+        self.answers: list[Callable[[], Tensor]] = []
+        device = pool.data.device
+        self.sent = [
+            (ask.group, torch.cat([torch.arange(s.start, s.start + s.tokens) for s in ask.segments]).to(device))
+            for ask in asks
+        ]
+        """(group, rows of the batch)."""
+        where: dict[int, tuple[Segment, list[tuple[int, int]]]] = {}
+        for index, ask in enumerate(asks):
+            at = 0
+            for segment in ask.segments:
+                where.setdefault(segment.start, (segment, []))[1].append((index, at))
+                at += segment.tokens
+        self.merges = list(where.values())
+        """(segment, where its rows are in the answers: (index of the group in `sent`, first row))."""
+
+
+class GroupAttention:
+    """`AttentionBackend` around another, for a rank of one of several KV groups. `q_heads`: this rank's."""
+
+    def __init__(self, inner: AttentionBackend, links: PeerLinks, q_heads: int) -> None:
+        self.inner = inner
+        self._links = links
+        self._q_heads = q_heads
+
+    def plan(self, segments: Sequence[Segment], pool: KvPool) -> AttentionPlan:
+        """See `AttentionBackend.plan`. For requests that lie in this group only."""
+        return self.inner.plan(segments, pool)
+
+    def share(
+        self, segments: Sequence[Segment], pool: KvPool, asks: Sequence[Ask], visits: Sequence[Visit]
+    ) -> SharedPlan:
+        """`plan` for an iteration in which other groups attend some of these rows, and this one some of theirs. Of
+        segments in `asks`, `past` is what this group holds. No segments: only visits, by `visit`."""
+        shared = {segment.start for ask in asks for segment in ask.segments}
+        own = mine = None
+        rows = 0
+        if segments:
+            rows = segments[-1].start + segments[-1].tokens
+            own = self.inner.plan([s._replace(shared=s.start in shared) for s in segments], pool)
+        if shared:
+            chosen = [s for s in segments if s.start in shared]
+            readings = [Reading(s.start, s.tokens, cut_runs(s.runs, 0, s.past + s.tokens), True) for s in chosen]
+            mine = Partials(readings, pool, kernels())
+        owners = sorted({visit.owner for visit in visits})
+        guests = [_Guest(owner, [visit for visit in visits if visit.owner == owner], pool) for owner in owners]
+        plan = SharedPlan(rows, pool, own, mine, asks, guests)
+        self._expect(plan, 0)
+        return plan
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `AttentionBackend.run`."""
+        if not isinstance(plan, SharedPlan):
+            return self.inner.run(layer, q, k, v, plan)
+        assert plan.own is not None
+        for group, rows in plan.sent:
+            self._links.send_to(group, q.index_select(0, rows))
+        out = self.inner.run(layer, q, k, v, plan.own)
+        mine = None if plan.mine is None else plan.mine.run(layer, q)
+        answers = self.visit(layer, plan)
+        if mine is not None:
+            told = [wait() for wait in answers]
+            for segment, places in plan.merges:
+                rows_here = slice(segment.start, segment.start + segment.tokens)
+                theirs = [told[index][at : at + segment.tokens] for index, at in places]
+                outs = [mine[0][rows_here], *(answer[..., :-1] for answer in theirs)]
+                lses = [mine[1][rows_here], *(answer[..., -1] for answer in theirs)]
+                out[rows_here] = merge(outs, lses)[0]
+        return out
+
+    def visit(self, layer: int, plan: SharedPlan) -> list[Callable[[], Tensor]]:
+        """Attend the rows of others and send the answers. Returns the waits for answers to this rank's own queries."""
+        queries, answers = plan.queries, plan.answers
+        self._expect(plan, layer + 1)
+        for guest, wait in zip(plan.guests, queries, strict=True):
+            query = wait()
+            plan.began_s = plan.began_s or time.monotonic()
+            out, lse = guest.partials.run(layer, query)
+            self._links.send_to(guest.owner, torch.cat((out, lse.unsqueeze(-1)), dim=-1))
+        return answers
+
+    def _expect(self, plan: SharedPlan, layer: int) -> None:
+        """Ask for a layer's messages, a layer ahead, so that they come as soon as they are sent."""
+        plan.queries, plan.answers = [], []
+        pool = plan.pool
+        if layer == pool.layers:
+            return
+        heads, dim, links = self._q_heads, pool.head_dim, self._links
+        for guest in plan.guests:
+            plan.queries.append(links.expect_from(guest.owner, (guest.rows, heads, dim), pool.dtype))
+        for group, rows in plan.sent:
+            plan.answers.append(links.expect_from(group, (len(rows), heads, dim + 1), torch.float32))

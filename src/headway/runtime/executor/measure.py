@@ -1,0 +1,117 @@
+"""Seconds of one rank's live code, each part where it stands alone: what a latency profile is made of.
+
+The worker must hold no requests: its pool is used as scratch (values are irrelevant). A forward pass sums over the
+tensor-parallel ranks, so all ranks are asked for the same at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from headway.core.errors import InvariantError
+from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.executor.group_attention import Ask, GroupAttention, Visit
+from headway.runtime.executor.worker import Worker
+
+
+def measure(worker: Worker, kind: str, first: int, second: int, repeats: int) -> float:
+    """The fastest of a few runs: whatever else the machine does can only add.
+
+    kind: "chunk", the attention of `first` tokens over `second` past ones; "decodes", of `first` requests with `second`
+    past tokens each; "forward", a chunk of `first` tokens without history through the layers, one row to the LM head.
+    "ask": what it adds to the attention of `first` rows that KV group `second` attends them as well, over one token;
+    the rank in that place there is told "visit" at the same time, which takes no seconds of its own.
+    """
+    if kind == "ask":
+        return _asking(worker, first, second, repeats)
+    if kind == "visit":
+        _fastest(_visiting(worker, first, second), repeats)
+        return 0.0
+    if kind == "forward":
+        return _fastest(_forward(worker, first), repeats)
+    if kind == "chunk":
+        return _fastest(_attention(worker, [Segment(0, first, second, ((0, second + first),))], first), repeats)
+    if kind == "decodes":
+        each = second + 1
+        segments = [Segment(i, 1, second, ((i * each, each),)) for i in range(first)]
+        return _fastest(_attention(worker, segments, first), repeats)
+    raise InvariantError(f"nobody knows how to measure {kind!r}")
+
+
+def _fastest(run: Callable[[], object], repeats: int) -> float:
+    """As many runs on every rank, and one before to warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _attention(
+    worker: Worker, segments: list[Segment], rows: int, plan: Callable[[], AttentionPlan] | None = None
+) -> Callable[[], None]:
+    """`plan`: how it is planned, where that is not the backend's plan of `segments`."""
+    decoder, pool = worker.decoder, worker.pool
+    config = decoder.config
+    q_heads, kv_heads = config.q_heads, config.kv_heads
+    qkv = torch.randn(rows, q_heads + 2 * kv_heads, config.head_dim).to(decoder.device, decoder.dtype)
+    q, k, v = qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
+
+    def run() -> None:
+        with torch.inference_mode():
+            planned = decoder.backend.plan(segments, pool) if plan is None else plan()
+            for layer in range(pool.layers):
+                decoder.backend.run(layer, q, k, v, planned)
+            if decoder.device.type == "cuda":
+                torch.cuda.synchronize(decoder.device)
+
+    return run
+
+
+def _asking(worker: Worker, rows: int, guest: int, repeats: int) -> float:
+    """Both are measured alike, so that all that sharing costs is in the difference: copies, messages, the guest's
+    plan, and the merge."""
+    backend = worker.decoder.backend
+    assert isinstance(backend, GroupAttention)
+    segment = Segment(0, rows, 0, ((0, rows),))
+    alone_s = _fastest(_attention(worker, [segment], rows), repeats)
+    shared = _attention(
+        worker, [segment], rows, lambda: backend.share([segment], worker.pool, [Ask(guest, (segment,))], ())
+    )
+    return max(0.0, _fastest(shared, repeats) - alone_s)
+
+
+def _visiting(worker: Worker, rows: int, owner: int) -> Callable[[], None]:
+    backend, pool = worker.decoder.backend, worker.pool
+    assert isinstance(backend, GroupAttention)
+
+    def run() -> None:
+        with torch.inference_mode():
+            plan = backend.share((), pool, (), [Visit(owner, rows, [(0, 1)])])
+            for layer in range(pool.layers):
+                backend.visit(layer, plan)
+
+    return run
+
+
+def _forward(worker: Worker, rows: int) -> Callable[[], None]:
+    decoder, pool = worker.decoder, worker.pool
+    config, shard = decoder.config, decoder.shard
+    tokens = torch.arange(rows) % config.vocab_size
+    positions = torch.arange(rows)
+    arrived = torch.randn(rows, config.hidden_size).to(decoder.device, decoder.dtype)
+
+    @torch.inference_mode()
+    def run() -> None:
+        plan = decoder.backend.plan([Segment(0, rows, 0, ((0, rows),))], pool)
+        hidden = decoder.embed(tokens) if shard.first else arrived.clone()
+        hidden = decoder.run_layers(hidden, decoder.rotary_table(positions), plan)
+        if shard.last:
+            decoder.head(hidden[-1:])
+
+    return run

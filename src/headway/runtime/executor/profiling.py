@@ -1,0 +1,151 @@
+"""How long this model takes on this machine and layout, by measuring the live code: what `headway profile` runs.
+
+Three families, each measured where it stands alone: attention of a chunk over a history (all layers, through the
+backend), attention of a group of decodes, and the rest of a forward pass by its rows. Every point is the fastest of a
+few runs. The whole grid costs up to `budget_s`; points that would not fit are left out, and the table's last slope
+goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from headway.perf.latency.tables import TableSource
+
+
+class Grid(NamedTuple):
+    """Which points are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past), and
+    rows that KV groups exchange."""
+
+    rows: tuple[int, ...]
+    chunks: tuple[int, ...]
+    pasts: tuple[int, ...]
+    decodes: tuple[tuple[int, int], ...]
+    exchanged: tuple[int, ...]
+    repeats: int
+
+
+QUICK = Grid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), (1, 16, 128), 3)
+FULL = Grid(
+    (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096),
+    (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
+    (0, 1024, 4096, 16384, 65536),
+    ((1, 128), (1, 4096), (4, 1024), (16, 256), (16, 1024), (64, 256)),
+    (1, 4, 16, 64, 256),
+    5,
+)
+
+
+class Measure(Protocol):
+    """Seconds of `kind` (see `runtime.executor.measure`), the least of `repeats` runs; of many ranks, those of the
+    slowest."""
+
+    def __call__(self, kind: str, first: int, second: int, repeats: int) -> float: ...
+
+
+def profile(
+    ask: Measure, slots: int, grid: Grid, budget_s: float, fingerprint: str, provenance: str, groups: int = 1
+) -> TableSource:
+    """Measure and compile. No requests must be there: the pool of `slots` tokens of each of the KV `groups` is used as
+    scratch."""
+    deadline = time.perf_counter() + budget_s
+    measure = _Patient(ask, grid.repeats)
+    chunks = []
+    longest = 0
+    share = deadline - 0.55 * budget_s
+    for c in grid.chunks:
+        points: list[tuple[int, float]] = []
+        for past in grid.pasts:
+            if past + c > slots or (len(points) >= 2 and time.perf_counter() > share):
+                break
+            points.append((past, measure("chunk", c, past)))
+            longest = max(longest, past)
+        if not points:
+            break
+        a, b = _line(points)
+        chunks.append((c, a, b))
+        if time.perf_counter() > share and len(chunks) >= 2:
+            break
+    decodes: list[tuple[int, int, float]] = []
+    for n, past in grid.decodes:
+        if n * (past + 1) <= slots and (len(decodes) < 2 or time.perf_counter() < deadline - 0.4 * budget_s):
+            decodes.append((n, n * (past + 1), measure("decodes", n, past)))
+    rows: list[tuple[int, float]] = []
+    for t in grid.rows:
+        if t > slots or (len(rows) >= 2 and time.perf_counter() > deadline):
+            break
+        seconds = measure("forward", t)
+        own = float(np.interp(t, [c for c, _, _ in chunks], [a for _, a, _ in chunks])) if t > 1 else 0.0
+        rows.append((t, max(seconds - own, 0.2 * seconds)))
+    fixed = max(0.0, rows[0][1] * 0.5)
+    return TableSource(
+        fingerprint=fingerprint,
+        provenance=provenance,
+        tokens=((0, fixed), *rows),
+        chunks=((0, 0.0, 0.0), *chunks),
+        decode=_decode_fit(decodes),
+        exchange=exchange(ask, slots, grid) if groups > 1 else None,
+        validated_past=longest,
+    )
+
+
+def exchange(ask: Measure, slots: int, grid: Grid) -> tuple[float, float]:
+    """(s an iteration, s a row and guest group) of `perf.latency.shard_exchange.Exchange`, over the links in use.
+    Takes some
+    tenths of a second: two processes have to run at the same moment, so more runs are disturbed than elsewhere. More
+    rows never take less: a point above a later one was disturbed, and is lowered to it."""
+    points: list[tuple[int, float]] = []
+    for rows in sorted(grid.exchanged, reverse=True):
+        if rows <= slots:
+            seconds = ask("exchange", rows, 0, 4 * grid.repeats)
+            points.append((rows, min(seconds, points[-1][1]) if points else seconds))
+    points = [(rows, seconds) for rows, seconds in reversed(points) if seconds > 0.0]
+    return _line(points) if points else (0.0, 0.0)
+
+
+class _Patient:
+    """Repeats what is short. What takes long is measured once (after a run to warm up): it varies less."""
+
+    def __init__(self, ask: Measure, repeats: int) -> None:
+        self._ask = ask
+        self._repeats = repeats
+        self._last: dict[str, float] = {}
+
+    def __call__(self, kind: str, first: int, second: int = 0) -> float:
+        repeats = self._repeats if self._last.get(kind, 0.0) <= 0.3 else 1
+        seconds = self._last[kind] = self._ask(kind, first, second, repeats)
+        return seconds
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """a + b * past with relative weights, both not below 0."""
+    if len(points) == 1:
+        return points[0][1], 0.0
+    past = np.array([p for p, _ in points], dtype=np.float64)
+    seconds = np.array([s for _, s in points])
+    design = np.stack([np.ones_like(past), past], axis=1) / seconds[:, None]
+    (a, b), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
+    if a < 0 or b < 0:
+        a, b = float(seconds[0]), max(0.0, float((seconds[-1] - seconds[0]) / max(past[-1] - past[0], 1.0)))
+    return float(a), float(b)
+
+
+def _decode_fit(points: list[tuple[int, int, float]]) -> tuple[float, float, float]:
+    """(fixed, per request, per KV token) with relative weights; terms that come out negative are dropped."""
+    if not points:
+        return 0.0, 0.0, 0.0
+    n = np.array([p[0] for p in points], dtype=np.float64)
+    kv = np.array([p[1] for p in points], dtype=np.float64)
+    seconds = np.array([p[2] for p in points])
+    columns = np.stack([np.ones_like(n), n, kv], axis=1) / seconds[:, None]
+    active = [1, 2] if len(points) < 4 else [0, 1, 2]
+    while active:
+        solution, *_ = np.linalg.lstsq(columns[:, active], np.ones_like(seconds), rcond=None)
+        if (solution >= 0).all():
+            terms = dict(zip(active, (float(x) for x in solution), strict=True))
+            return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
+        active.pop(int(np.argmin(solution)))
+    return 0.0, float(np.median(seconds / n)), 0.0

@@ -1,0 +1,211 @@
+"""A rank's process: joins the others, loads its share, serves. Started by `runtime.executor.rank_processes`, never
+by people."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from headway import __version__
+from headway.core.errors import ConfigError, HeadwayError
+from headway.core.structured_log import setup
+from headway.runtime.attention.base import make_backend
+from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, rendezvous
+from headway.runtime.executor.group_attention import GroupAttention
+from headway.runtime.executor.messages import (
+    ASIDE,
+    BEAT,
+    PROTOCOL,
+    Failed,
+    FromRank,
+    Hello,
+    Ready,
+    Stop,
+    ToRank,
+    Welcome,
+    Word,
+)
+from headway.runtime.executor.rank_config import RankConfig
+from headway.runtime.executor.rank_layout import place_of
+from headway.runtime.executor.rank_loop import Rank, failure
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.rank_transfer import KvRank
+from headway.runtime.launcher.heartbeat import PER_TIMEOUT, Heart
+from headway.runtime.launcher.secret import guard_client
+from headway.runtime.model.config import read_config
+from headway.runtime.model.fields import read_json
+from headway.runtime.model.loading import load_decoder, resolve_dtype
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ZmqChannel:
+    """`Channel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
+
+    def __init__(self, rank: int, endpoint: str, token: str | None) -> None:
+        self._context = zmq.Context()
+        self._endpoint, self._token = endpoint, token
+        self._socket = self._connected(b"%d" % rank)
+        self._heart: Heart | None = None
+        self._aside: zmq.Socket[Any] | None = None
+        self._aside_gate = threading.Lock()
+        self._closed = False
+
+    def live(self, rank: int, every_s: float) -> None:
+        """Begin to send beats, over a connection of their own."""
+        self._heart = Heart(lambda: self._connected(BEAT + b"%d" % rank), b"", every_s)
+
+    def _connected(self, name: bytes) -> zmq.Socket[Any]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, name)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if self._token is not None:
+            guard_client(socket, self._token)
+        socket.connect(self._endpoint)
+        return socket
+
+    def aside(self, rank: int) -> Callable[[bytes], None]:
+        """Sends frames over a connection of its own, from any thread; once the channel is closed they go nowhere."""
+
+        def send(frame: bytes) -> None:
+            with self._aside_gate:
+                if self._closed:
+                    return
+                if self._aside is None:
+                    self._aside = self._connected(ASIDE + b"%d" % rank)
+                self._aside.send(frame)
+
+        return send
+
+    def receive(self, wait: bool) -> list[memoryview] | None:
+        """See `Channel.receive`."""
+        try:
+            frames = self._socket.recv_multipart(0 if wait else zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return [memoryview(frame.buffer) for frame in frames]
+
+    def send(self, frame: bytes) -> None:
+        """See `Channel.send`."""
+        self._socket.send(frame)
+
+    def close(self) -> None:
+        """What was sent last still goes out."""
+        if self._heart is not None:
+            self._heart.stop()
+        with self._aside_gate:
+            self._closed = True
+            if self._aside is not None:
+                self._aside.close()
+        self._socket.close()
+        self._context.term()
+
+
+def main(rank: int, endpoint: str, settings: bytes) -> None:
+    """Serve until told to stop, or until the engine is gone. Never returns."""
+    _end_with_the_engine()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    config = msgspec.json.decode(settings, type=RankConfig)
+    owner = {} if config.instance is None else {"instance": config.instance}
+    setup(config.log_level, config.log_format, **owner, worker=rank)
+    torch.set_num_threads(config.threads)
+    channel = ZmqChannel(rank, endpoint, config.token)
+    channel.live(rank, config.timeout_s / PER_TIMEOUT)
+    code = 0
+    try:
+        _serve(rank, config, channel)
+    except HeadwayError as error:
+        channel.send(_encoder.encode(Failed(str(error), ours=True)))
+        code = 1
+    except BaseException as error:
+        logging.getLogger("headway.worker").exception("worker %d cannot go on", rank)
+        channel.send(_encoder.encode(failure(error)))
+        code = 1
+    channel.close()
+    os._exit(code)  # nobody waits for connections of ranks that may be gone
+
+
+def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
+    place = place_of(config.layout, rank)
+    store = None if rank else rendezvous(config.host, None, config.patience_s)
+    _say(channel, Hello(PROTOCOL, __version__, rank, os.getpid(), 0 if store is None else store.port))
+    frames = channel.receive(wait=True)
+    assert frames is not None
+    welcome = _decoder.decode(frames[0])
+    if isinstance(welcome, Stop):
+        return
+    assert isinstance(welcome, Welcome), f"the engine's first word is {welcome!r}"
+    store = store or rendezvous(config.host, welcome.store_port, config.patience_s)
+    choose_interface(config.host)
+    join(rank, config.layout.accelerators, store, config.patience_s)
+    path = Path(config.model) / "config.json"
+    shape = read_config(read_json(path), config.max_model_len, str(path))
+    device = torch.device(config.device(rank))
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(f"worker {rank} shall compute on {device}, and this host has {torch.cuda.device_count()}")
+        torch.cuda.set_device(device)
+    links = GlooLinks(place, shape.hidden_size, resolve_dtype(config.dtype, shape), device)
+    backend = make_backend(config.attention_backend)
+    group = links if config.tp > 1 else None
+    decoder = load_decoder(config.model, config.dtype, config.max_model_len, str(device), backend, place.shard, group)
+    if config.kvp > 1:
+        decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
+    worker = Worker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
+    held = decoder.weights.parameters * decoder.dtype.itemsize
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    kv = None
+    if config.peer is not None and device.type == "cpu":
+        aside = channel.aside(rank)
+        kv = KvRank(
+            worker,
+            shape,
+            config.eos,
+            config.block_tokens,
+            config.peer,
+            lambda body: _say(channel, Word(body)),
+            lambda body: aside(_encoder.encode(Word(body))),
+        )
+    address = None if kv is None else kv.address
+    _say(channel, Ready(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
+    Rank(worker, channel, kv).serve()
+    links.close()
+
+
+def _say(channel: ZmqChannel, message: FromRank) -> None:
+    channel.send(_encoder.encode(message))
+
+
+def _end_with_the_engine() -> None:
+    """The engine holds one end of a pipe for as long as it lives, however it ends. Its forkserver, our parent, ends
+    with it; then the system ends even a rank that is stopped and watches nothing."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,186 @@
+"""Ranks as processes: started by forkserver with torch preloaded, spoken to over ZeroMQ. No torch here.
+
+The forkserver imports once and each rank is a fork of it, so that ten ranks start nearly as quickly as one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from headway import __version__
+from headway.core.errors import ConfigError
+from headway.core.scratch_folder import ScratchFolder
+from headway.runtime.executor.messages import ASIDE, BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
+from headway.runtime.executor.rank_config import RankConfig
+from headway.runtime.executor.rank_transport import Frame, RankLostError
+from headway.runtime.launcher.heartbeat import Pulse
+from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.rank_launcher import end_words, launch
+from headway.runtime.launcher.remote_rank import RemoteProcess
+
+M = TypeVar("M", Hello, Ready)
+
+_GRACE_S = 3.0
+_LOOK_S = 0.5
+"""Time between two looks at who is silent."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+class ProcessWire:
+    """`Wire` to the ranks of `config.layout`, started at construction and ready after `start`. `hosts`: where those
+    ranks run that are not on this host.
+
+    Each rank sends a beat from a thread of its own: one that is hung or cut off is lost after `config.timeout_s`.
+    """
+
+    def __init__(self, config: RankConfig, hosts: Rendezvous | None = None) -> None:
+        self._folder = ScratchFolder("headway-ranks-")
+        self._directory = self._folder.path
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that was cut off may be back before that is noticed
+        if hosts is None:
+            endpoint = f"ipc://{self._directory}/ranks"
+            self._socket.bind(endpoint)
+        else:
+            endpoint = hosts.open(self._socket)
+        settings = msgspec.json.encode(config)
+        self.processes: list[ForkServerProcess | RemoteProcess] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        for rank in range(config.layout.accelerators):
+            remote = None if hosts is None else hosts.launch(rank, endpoint, settings)
+            process = launch(rank, endpoint, settings) if remote is None else remote
+            self.processes.append(process)
+            self._poller.register(process.sentinel, zmq.POLLIN)
+        self._timeout_s = config.timeout_s
+        self._pulse = Pulse(range(len(self.processes)), config.start_timeout_s, time.monotonic())
+
+    @property
+    def waits_on(self) -> tuple[Any, ...]:
+        """See `Wire.waits_on`."""
+        return (self._socket, *(process.sentinel for process in self.processes))
+
+    def start(self) -> list[Ready]:
+        """Wait until all ranks have met and loaded; what each has, by rank. ConfigError with a rank's own words."""
+        try:
+            hellos = self._gather(Hello)
+            for rank, hello in enumerate(hellos):
+                if (hello.protocol, hello.version) != (PROTOCOL, __version__):
+                    raise ConfigError(
+                        f"worker {rank} is of version {hello.version} (protocol {hello.protocol}), the engine of "
+                        f"{__version__} (protocol {PROTOCOL})"
+                    )
+            for rank in range(len(hellos)):
+                self.send(rank, (_encoder.encode(Welcome(hellos[0].store_port)),))
+            ready = self._gather(Ready)
+            if len({one.mark for one in ready}) > 1:
+                raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
+            self._pulse.timeout_s = self._timeout_s
+            return ready
+        except RankLostError as error:
+            self.close()
+            raise ConfigError(
+                f"{error} while starting (its log says more; out of memory ends with signal 9)"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """See `Wire.send`."""
+        try:
+            self._socket.send_multipart([b"%d" % rank, *frames], copy=False)
+        except zmq.ZMQError as error:
+            self.processes[rank].join(1.0)  # its connection ends a moment before it does
+            self._check_alive()
+            raise RankLostError(rank, f"cannot be reached ({error})") from error
+
+    def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
+        """See `Wire.receive`. What a rank said before it ended comes first."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                rank = int(name.removeprefix(BEAT).removeprefix(ASIDE))
+                self._pulse.heard(rank, time.monotonic())
+                if not name.startswith(BEAT):
+                    return rank, frames
+                continue
+            except zmq.Again:
+                self._check_silence()
+            left_s = _LOOK_S if until is None else max(0.0, min(_LOOK_S, until - time.monotonic()))
+            ready = dict(self._poller.poll(round(left_s * 1000.0)))
+            if self._socket not in ready:
+                self._check_alive()
+                if until is not None and time.monotonic() >= until:
+                    return None
+
+    def kill(self) -> None:
+        """See `Wire.kill`."""
+        for process in self.processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """See `Wire.close`."""
+        for rank, process in enumerate(self.processes):
+            if process.is_alive():
+                try:
+                    self._socket.send_multipart([b"%d" % rank, _encoder.encode(Stop())])
+                except zmq.ZMQError:
+                    process.kill()
+        until = time.monotonic() + _GRACE_S
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._socket.close()
+        self._context.destroy(linger=0)
+        self._folder.close()
+
+    def _check_alive(self) -> None:
+        for rank, process in enumerate(self.processes):
+            why = _ended(process)
+            if why is not None:
+                raise RankLostError(rank, why)
+
+    def _check_silence(self) -> None:
+        silent = self._pulse.silent(time.monotonic())
+        if silent is not None:
+            raise RankLostError(silent, f"was not heard of for {self._pulse.timeout_s:g} s: it hangs or is cut off")
+
+    def _gather(self, kind: type[M]) -> list[M]:
+        """One message of that kind from every rank, by rank."""
+        told: dict[int, M] = {}
+        while len(told) < len(self.processes):
+            message = self.receive(None)
+            assert message is not None
+            rank, frames = message
+            said = _decoder.decode(frames[0])
+            if isinstance(said, Failed):
+                raise ConfigError(said.error if said.ours else f"worker {rank} failed while starting: {said.error}")
+            if not isinstance(said, kind):
+                raise ConfigError(f"worker {rank} says {said!r} while starting")
+            told[rank] = said
+        return [told[rank] for rank in sorted(told)]
+
+
+def _ended(process: ForkServerProcess | RemoteProcess) -> str | None:
+    """Why a process is gone, in words that follow 'worker 3'; None while it is there."""
+    if isinstance(process, RemoteProcess):
+        return process.ended
+    return None if process.exitcode is None else f"has ended with {end_words(process.exitcode)}"

@@ -1,0 +1,65 @@
+"""The executor of a single process: runs each batch at once, in the caller's thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from headway.core.batch import Batch, KvOp
+from headway.core.executor import StepResult
+from headway.core.sampling import SamplingParams
+from headway.runtime.executor.thread_pinning import Team
+from headway.runtime.executor.worker import Worker
+
+
+class LocalExecutor:
+    """`Executor` over one `Worker`. `submit` blocks for the iteration; `result` never does."""
+
+    waits_on: tuple[Any, ...] = ()
+    accepts = True
+    free = None
+
+    def __init__(self, worker: Worker, team: Team | None = None) -> None:
+        self.worker, self._team = worker, team
+        self._done: deque[StepResult] = deque()
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: memoryview,
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:
+        self.worker.admit(request_id, prompt.nbytes // 4, prompt, params, output)
+
+    def submit(self, batch: Batch) -> None:
+        started = ended = time.monotonic()
+        part = batch.parts[0]
+        if self._team is not None:
+            self._team.begin(started)
+        try:
+            self.worker.replay(part.kv_ops)
+            emitted = self.worker.run(part)
+        finally:
+            ended = time.monotonic()
+            if self._team is not None:
+                self._team.end(ended)
+        self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
+
+    def replay(self, ops: tuple[KvOp, ...]) -> None:
+        """KV operations that were made since the last batch, ahead of the next one's."""
+        self.worker.replay(ops)
+
+    def result(self, timeout_s: float | None) -> StepResult | None:
+        return self._done.popleft() if self._done else None
+
+    def recover(self) -> None:
+        """Never called: what is lost here takes the engine with it."""
+
+    def forget(self, request_id: str) -> None:
+        self.worker.forget(request_id)
+
+    def close(self) -> None:
+        """Memory goes with the process."""

@@ -1,0 +1,272 @@
+"""One rank's share of a model: a batch in, sampled tokens out where this rank is the one that samples.
+
+It keeps its own copy of the block tables by replaying each batch's KV operations, so that nobody sends it a table. A
+single process is the rank that has everything and is linked to nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.errors import InvariantError
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.kv.block_allocator import BlockTables, Run
+from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.slots import cut_runs
+from headway.runtime.executor.group_attention import Ask, GroupAttention, Visit
+from headway.runtime.executor.plan_stream import Asks
+from headway.runtime.executor.rank_links import Links
+from headway.runtime.executor.request_tokens import Resident, sampler_of
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.sampling import sample
+
+
+class Worker:
+    """Holds the model, the KV pool and the tokens of the requests that were admitted.
+
+    `began_s` is when the last batch began to compute (CLOCK_MONOTONIC): all that it waited for had come. `leaving` is
+    told of each request whose blocks are about to be others'.
+    """
+
+    def __init__(
+        self, decoder: Decoder, kv_blocks: int, block_tokens: int, eos: tuple[int, ...], links: Links | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.pool = decoder.make_pool(kv_blocks * block_tokens)
+        self.tables = BlockTables(kv_blocks)
+        self.began_s = 0.0
+        self.leaving: Callable[[str], None] = _nobody
+        shard = decoder.shard
+        self._embeds, self._ends, self._draws = shard.first, shard.last, shard.last and shard.rank == 0
+        self._links = links
+        self._block = block_tokens
+        self._eos = eos
+        self._residents: dict[str, Resident] = {}
+        self._slots: dict[str, tuple[Run, ...]] = {}
+        self._bases: dict[str, int] = {}
+        self._group: tuple[int, list[Resident]] = (-1, [])
+        self._rows: deque[Callable[[], Tensor]] = deque()
+        self._drawn: deque[tuple[list[Resident], Callable[[], list[int]]]] = deque()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        prompt: memoryview | bytes | None,
+        params: SamplingParams | None,
+        output: tuple[int, ...] = (),
+    ) -> None:
+        """Keep of a request what this rank needs; costs what making its sampler costs, and no copy of the prompt."""
+        sampler = None
+        if self._draws and params is not None:
+            sampler = sampler_of(prompt, params, self.decoder.config.vocab_size, self._eos)
+        resident = Resident(prompt_tokens, prompt, sampler)
+        for token in output:
+            resident.count()
+            resident.append(token)
+        self._residents[request_id] = resident
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's tokens; its KV goes with the next batch's `free`."""
+        self._residents.pop(request_id, None)
+
+    def hear(self, request_id: str, known: int, tokens: tuple[int, ...]) -> None:
+        """Take in what other KV groups have generated of a request, of which `known` tokens were known before."""
+        if self._embeds and not self._draws:
+            while self._residents[request_id].behind:
+                self._hear_tokens()
+        self._residents[request_id].hear(known, tokens)
+
+    # -- block tables and cursors -------------------------------------------------------------------------------
+
+    def replay(self, ops: tuple[KvOp, ...]) -> list[tuple[Run, ...]]:
+        """Carry out a part's KV operations. Returns what each request then holds, as runs of blocks."""
+        held: list[tuple[Run, ...]] = []
+        for op in ops:
+            verb, request, blocks, start = op.verb, op.request, op.blocks, op.start
+            if verb == "rename":
+                self.tables.rename(op.before, request)
+                self._slots[request] = self._slots.pop(op.before)
+                held.append(self.tables.runs(request))
+                continue
+            if verb == "free":
+                self.leaving(request)
+                self.tables.free(request)
+                self._slots.pop(request, None)
+                self._bases.pop(request, None)
+                held.append(())
+                continue
+            if start:
+                self._bases[request] = start
+            self.tables.add(request, blocks)
+            runs = self.tables.runs(request)
+            if not runs:
+                raise InvariantError(f"a KV operation gave {request} no blocks")
+            self._slots[request] = self._slots_of(runs)
+            held.append(runs)
+        return held
+
+    def kv_sum(self, group: DecodeGroup) -> int:
+        """KV tokens that a group's next step reads here: the sum of its members' cursors, less what other KV groups
+        hold."""
+        known = sum(resident.known for resident in self._members(group))
+        return known - sum(map(self._base, group.members)) if self._bases else known
+
+    def skip(self, part: Part) -> None:
+        """Move cursors as `run` would; the part was run before, and its tokens are here or on their way."""
+        for resident in self._yielding(part):
+            resident.count()
+
+    def restore(self, tables: BlockTables, known: Mapping[str, int], bases: Mapping[str, int]) -> None:
+        """Take over block tables and cursors of a snapshot. Requests that it does not name are dropped. bases: the
+        first token held here, where it is not 0."""
+        self._bases = dict(bases)
+        self.tables = tables
+        self._slots = {name: self._slots_of(tables.runs(name)) for name in tables.owners()}
+        self._residents = {name: resident for name, resident in self._residents.items() if name in known}
+        for name, tokens in known.items():
+            self._residents[name].known = tokens
+        self._group = (-1, [])
+
+    # -- computing ----------------------------------------------------------------------------------------------
+
+    def expect(self, part: Part) -> None:
+        """Ask the stage before for the rows of a part that is going to be run. In order, and once each."""
+        if not self._embeds and part.tokens:
+            assert self._links is not None
+            self._rows.append(self._links.expect_rows(part.tokens))
+
+    @torch.inference_mode()
+    def run(self, part: Part, asks: Asks = ()) -> list[Emitted]:
+        """Compute one part and draw the tokens that it yields: decodes in group order, then finished prompts. Empty on
+        ranks that do not sample. Its KV operations have been replayed. asks: whose rows other KV groups attend too."""
+        if not part.tokens:
+            if part.assists:
+                self._visit(part)
+            return []
+        names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
+        decoding, yielding = self._members(part.decodes), self._yielding(part)
+        segments, positions, wanted = self._layout(part, decoding)
+        hidden = self._begin(part, decoding)
+        plan = self._plan(part, segments, asks)
+        hidden = self.decoder.run_layers(hidden, self.decoder.rotary_table(positions), plan)
+        if not self._ends:
+            assert self._links is not None
+            self._links.send_rows(hidden)
+        emitted: list[Emitted] = []
+        if wanted and self._ends:
+            whole = len(wanted) == hidden.shape[0]
+            logits = self.decoder.head(
+                hidden if whole else hidden.index_select(0, torch.tensor(wanted, device=hidden.device))
+            )
+            if logits is not None:
+                emitted = self._draw(names, yielding, logits)
+        for resident in yielding:
+            resident.count()
+        if wanted and self._embeds and not self._draws:
+            assert self._links is not None
+            self._drawn.append((yielding, self._links.expect_tokens(len(yielding))))
+        return emitted
+
+    def _layout(self, part: Part, decoding: list[Resident]) -> tuple[list[Segment], Tensor, list[int]]:
+        """Rows of the forward pass: decodes first, then chunks. (segments, positions, rows that yield a token)."""
+        positions = [resident.known - 1 for resident in decoding]
+        segments = [
+            Segment(row, 1, position - self._base(name), self._slots[name])
+            for row, (name, position) in enumerate(zip(part.decodes.members, positions, strict=True))
+        ]
+        wanted = list(range(len(positions)))
+        at = len(positions)
+        places = [torch.tensor(positions, dtype=torch.int64)] if positions else []
+        for chunk in part.prefills:
+            places.append(torch.arange(chunk.start, chunk.start + chunk.tokens))
+            segments.append(Segment(at, chunk.tokens, chunk.start - chunk.base, self._slots[chunk.request]))
+            at += chunk.tokens
+            if chunk.last:
+                wanted.append(at - 1)
+        return segments, places[0] if len(places) == 1 else torch.cat(places), wanted
+
+    def _plan(self, part: Part, segments: list[Segment], asks: Asks) -> AttentionPlan:
+        """What attention does in this part, together with other KV groups where requests lie in several."""
+        backend = self.decoder.backend
+        if not (asks or part.assists):
+            return backend.plan(segments, self.pool)
+        assert isinstance(backend, GroupAttention)
+        names = (*part.decodes.members, *(chunk.request for chunk in part.prefills))
+        rows = dict(zip(names, segments, strict=True))
+        asked = [Ask(group, tuple(rows[name] for name in requests)) for group, requests in asks]
+        return backend.share(segments, self.pool, asked, self._visits(part))
+
+    def _visits(self, part: Part) -> list[Visit]:
+        return [Visit(a.owner, a.rows, cut_runs(self._slots[a.request], 0, a.tokens)) for a in part.assists]
+
+    def _visit(self, part: Part) -> None:
+        """A part without rows of its own: attend those of other groups."""
+        backend = self.decoder.backend
+        assert isinstance(backend, GroupAttention)
+        plan = backend.share((), self.pool, (), self._visits(part))
+        for layer in range(self.pool.layers):
+            backend.visit(layer, plan)
+        self.began_s = plan.began_s
+
+    def _base(self, request_id: str) -> int:
+        """The first token of a request that is held here."""
+        return self._bases.get(request_id, 0)
+
+    def _begin(self, part: Part, decoding: list[Resident]) -> Tensor:
+        """The rows that enter this rank's first layer: embedded tokens, or what the stage before sends."""
+        if not self._embeds:
+            hidden = self._rows.popleft()()
+            self.began_s = time.monotonic()
+            return hidden
+        prompts = [(chunk, self._residents[chunk.request]) for chunk in part.prefills]
+        for resident in (*decoding, *(resident for _, resident in prompts)):
+            while resident.behind:
+                self._hear_tokens()
+        self.began_s = time.monotonic()
+        pieces = [torch.tensor([resident.last for resident in decoding], dtype=torch.int64)] if decoding else []
+        pieces += [resident.tokens(chunk.start, chunk.tokens) for chunk, resident in prompts]
+        return self.decoder.embed(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+
+    def _hear_tokens(self) -> None:
+        """Take in the oldest tokens that were drawn elsewhere."""
+        if not self._drawn:
+            raise InvariantError("a request waits for a token that nobody draws")
+        residents, wait = self._drawn.popleft()
+        for resident, token in zip(residents, wait(), strict=True):
+            resident.append(token)
+
+    def _draw(self, names: list[str], residents: list[Resident], logits: Tensor) -> list[Emitted]:
+        # A request that was aborted while its batch waited is still computed; its token goes nowhere.
+        samplers = [resident.sampler for resident in residents]
+        drawn = sample(logits, [s for s in samplers if s is not None], [resident.known for resident in residents])
+        if self._links is not None:
+            self._links.send_tokens([result.token for result in drawn])
+        for resident, result in zip(residents, drawn, strict=True):
+            resident.append(result.token)
+        return [Emitted(name, result.token, result.logprobs) for name, result in zip(names, drawn, strict=True)]
+
+    def _members(self, group: DecodeGroup) -> list[Resident]:
+        if group.epoch != self._group[0]:
+            self._group = (group.epoch, [self._residents[name] for name in group.members])
+        return self._group[1]
+
+    def _yielding(self, part: Part) -> list[Resident]:
+        last: list[Chunk] = [chunk for chunk in part.prefills if chunk.last]
+        return [*self._members(part.decodes), *(self._residents[chunk.request] for chunk in last)]
+
+    def _slots_of(self, runs: tuple[Run, ...]) -> tuple[Run, ...]:
+        return tuple((first * self._block, count * self._block) for first, count in runs)
+
+
+def _nobody(request: str) -> None:
+    """Nobody cares whose blocks are given to others."""

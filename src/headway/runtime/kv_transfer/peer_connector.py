@@ -1,0 +1,220 @@
+"""The connector `peers`: KV between instances, one-sided, through shared memory on one host and sockets between hosts.
+
+A sender pushes {request, piece, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
+them into the slots that were kept, and answers when a piece is whole. On one host the bytes are in the sender's arena
+(`arena`), copied there from its slots and from there to the receiver's. Nobody who computes takes part: what is written
+is read only after `Received`, and slots that are sent are copied out before they change.
+
+What is lost is known to somebody: a piece that was not answered when its connection ends is lost to its sender, one
+that was begun, to its receiver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+
+from headway.runtime.kv_transfer.body_notes import END, HERE, Note, decode, encode
+from headway.runtime.kv_transfer.connector import Finished, KvConnector, KvPart, KvPlace, Save
+from headway.runtime.kv_transfer.ends import named
+from headway.runtime.kv_transfer.peers import Line, PeerLostError, Peers, Place, Room, Ticket
+from headway.runtime.kv_transfer.receive_queue import Inbox
+from headway.runtime.kv_transfer.send_queue import Outlet, Packet, Way, packets_of
+
+
+class PeerConnector(KvConnector):
+    """See `KvConnector`. It is who takes what is pushed to these peers."""
+
+    def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
+        self._peers = peers
+        self._inbox = Inbox(ring, self._answer)
+        self._outlets: dict[int, Outlet] = {}
+        self._ways: dict[Save, tuple[Way, list[int]]] = {}
+        self._heres: dict[str, _Here] = {}
+        self._gate = threading.Lock()
+        self._unanswered: dict[Save, Way] = {}
+        peers.handle(self._handle)
+        peers.on_lost(self._lose)
+
+    def update_state_after_alloc(self, request: str, place: KvPlace) -> None:
+        self._inbox.open(request, place)
+
+    def get_num_new_matched_tokens(self, request: str) -> int | None:
+        return self._inbox.matched(request)
+
+    def forget(self, request: str) -> None:
+        self._inbox.close(request)
+        for outlet in self._outlets.values():
+            outlet.forget(request)
+        for save in [save for save in self._ways if save.request == request]:
+            del self._ways[save]
+        with self._gate:
+            for save in [save for save in self._unanswered if save.request == request]:
+                self._unanswered.pop(save).dead = True
+        here = self._heres.pop(request, None)
+        if here is not None:
+            here.close()
+
+    def save_kv_layer(self, save: Save, layer: int, part: KvPart) -> None:
+        way, messages = self._way(save)
+        packets = list(packets_of(save, way, layer, part))
+        messages[0] += len(packets)
+        self._outlet(save.to).add(packets)
+
+    def finish_save(self, save: Save) -> None:
+        way, messages = self._way(save)
+        del self._ways[save]
+        self._outlet(save.to).add([Packet(save.request, way, Note(save.piece, END, (messages[0], 0)))])
+
+    def wait_for_save(self, request: str) -> None:
+        for outlet in self._outlets.values():
+            outlet.copy(request)
+
+    def get_finished(self) -> Finished:
+        return Finished(*self._inbox.take())
+
+    def shutdown(self) -> None:
+        for outlet in self._outlets.values():
+            outlet.close()
+
+    # -- in the threads that read -------------------------------------------------------------------------------------
+
+    def _handle(self, source: int, request: str, said: bytes, length: int) -> Place | None:
+        try:
+            note = decode(said)
+        except msgspec.DecodeError as error:
+            self._inbox.fail(request, f"{named(source)} has sent what cannot be read: {error}")
+            return None
+        if note.layer != HERE:
+            return self._inbox.handle(source, request, note, length)
+        with self._gate:
+            self._unanswered.pop(Save(request, note.piece, source), None)
+        return None
+
+    def _answer(self, source: int, request: str, piece: int) -> None:
+        if source == self._peers.number:
+            with self._gate:
+                self._unanswered.pop(Save(request, piece, source), None)
+            return
+        with suppress(PeerLostError):  # then its sender has been told already
+            self._peers.push(source, request, encode(Note(piece, HERE, (0, 0))), ())
+
+    def _lose(self, instance: int, why: str) -> None:
+        """A connection has ended."""
+        self._inbox.lose(instance, why)
+        with self._gate:
+            saves = [save for save in self._unanswered if save.to == instance]
+            ways = [(save.request, self._unanswered.pop(save)) for save in saves]
+            lost = {request for request, way in ways if not way.dead}
+            for _, way in ways:
+                way.dead = True
+        for request in sorted(lost):
+            self._inbox.fail(request, why, instance)
+
+    # -- on the way out -----------------------------------------------------------------------------------------------
+
+    def _outlet(self, to: int) -> Outlet:
+        if to not in self._outlets:
+            self._outlets[to] = Outlet(f"KV to {to}", self._inbox.fail)
+        return self._outlets[to]
+
+    def _there(self, request: str, to: int) -> Way:
+        """To another end. Raises PeerLostError."""
+        return There(self._peers.line(request, (to,)), to)
+
+    def _way(self, save: Save) -> tuple[Way, list[int]]:
+        """How a movement travels, and how many messages it has had. One connection for all of it: what a cut one has
+        swallowed would be missing."""
+        if save not in self._ways:
+            way: Way
+            if save.to == self._peers.number:
+                way = self._heres.setdefault(save.request, _Here(self._inbox, save.to, save.request))
+            else:
+                try:
+                    way = self._there(save.request, save.to)
+                except PeerLostError as error:
+                    way = _Nowhere(str(error), save.to)
+            self._ways[save] = (way, [0])
+            with self._gate:
+                self._unanswered[save] = way
+        return self._ways[save]
+
+
+class There:
+    """To another instance."""
+
+    dead = False
+
+    def __init__(self, line: Line, to: int) -> None:
+        self._line, self._to = line, to
+
+    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+        """See `Way.room`."""
+        return self._line.room(self._to, size, again)
+
+    def push(self, note: bytes, room: Room) -> Ticket:
+        """See `Way.push`."""
+        return self._line.push_from(self._to, note, room)
+
+    def drop(self, room: Room) -> None:
+        """See `Way.drop`."""
+        self._line.drop(self._to, room)
+
+
+class _Own:
+    """Ways for which a body is put together in memory of its own."""
+
+    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+        """See `Way.room`."""
+        return Room(np.empty(size, dtype=np.uint8))
+
+    def drop(self, room: Room) -> None:
+        """See `Way.drop`."""
+
+
+class _Here(_Own):
+    """To this instance itself: it gathers KV of which it holds a part."""
+
+    dead = False
+
+    def __init__(self, inbox: Inbox, number: int, request: str) -> None:
+        self._inbox, self._number, self._request = inbox, number, request
+        self._gate = threading.Lock()
+
+    def push(self, note: bytes, room: Room) -> Ticket:
+        """See `Way.push`."""
+        ticket = Ticket()
+        with self._gate:
+            place = None
+            if not self.dead:
+                place = self._inbox.handle(self._number, self._request, decode(note), room.view.nbytes)
+            if place is not None:
+                if place.write is not None:
+                    place.write(room.view)
+                place.complete()
+        ticket.finish()
+        return ticket
+
+    def close(self) -> None:
+        """Nothing is written any more once this has returned."""
+        with self._gate:
+            self.dead = True
+
+
+class _Nowhere(_Own):
+    """To an instance that is not there."""
+
+    dead = False
+
+    def __init__(self, why: str, to: int) -> None:
+        self._why, self._to = why, to
+
+    def push(self, note: bytes, room: Room) -> Ticket:
+        """See `Way.push`."""
+        ticket = Ticket(self._to)
+        ticket.finish(self._why)
+        return ticket

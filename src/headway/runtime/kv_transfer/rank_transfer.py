@@ -1,0 +1,143 @@
+"""A rank's end of moving KV: it sends and receives its own heads, over peers of its own.
+
+What is asked for comes between plans, and within runs, in the rank's own thread. A piece of a request that is still
+computed follows chunk by chunk, or layer by layer of a run, as this rank computes it: nobody waits for the engine to
+say so. What has come is told at once, by a thread of its own, whatever the rank computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from headway.core.batch import Part
+from headway.runtime.executor.rank_config import RankPeer
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.connector import Save, make_connector
+from headway.runtime.kv_transfer.cut_connector import CutConnector
+from headway.runtime.kv_transfer.ends import end_of, heads_of
+from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.kv_transfer.pool_port import KvPort
+from headway.runtime.kv_transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room, There
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.sequence_parallel.rank_span_executor import RunRank
+from headway.runtime.sequence_parallel.span_executor import Runs
+from headway.runtime.sequence_parallel.span_messages import Cease, encode, to_rank
+
+_NO_LIFE = -1
+_NO_NAME = ""
+
+
+class KvRank:
+    """Of one tensor-parallel rank of an instance. `say` and `aside` send a message to the engine, the latter from any
+    thread. ConfigError for an address that it cannot have, and an unknown connector."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        config: DecoderConfig,
+        eos: tuple[int, ...],
+        block_tokens: int,
+        peer: RankPeer,
+        say: Callable[[bytes], None],
+        aside: Callable[[bytes], None],
+    ) -> None:
+        """config: the whole model's."""
+        self._worker, self._say, self._aside = worker, say, aside
+        shard = worker.decoder.shard
+        self._peers = Peers(
+            end_of(peer.number, shard.rank), peer.incarnation, peer.address(shard.rank), peer.secret.encode()
+        )
+        self._rung = threading.Event()
+        self._ends = False
+        inner = make_connector(peer.connector, self._peers, self._rung.set)
+        connector = CutConnector(inner, config.kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
+        heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
+        runs = Runs(worker, self._peers, eos, config)
+        self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)
+        self.runs = RunRank(runs, self._port, lambda word: say(encode(word)))
+        worker.leaving = self._leaving
+        self._names: dict[str, str] = {}
+        self._computed: dict[str, int] = {}
+        self._lives: dict[str, int] = {}
+        self._teller = threading.Thread(target=self._tell, name="kv aside", daemon=True)
+        self._teller.start()
+
+    @property
+    def address(self) -> str:
+        """Where other instances find this rank."""
+        return self._peers.address
+
+    def hear(self, body: bytes) -> None:
+        """The engine's word, in order with the plans that have been carried out."""
+        said = to_rank.decode(body)
+        if isinstance(said, Met):
+            self._peers.meet(said.peers)
+        elif isinstance(said, Room):
+            self._names[str(said.number)] = said.name
+            self._lives[said.name] = said.life
+            self._port.receive(said.name, said.tokens, self._worker.tables.runs(str(said.number)))
+            self._say(encode(Open(said.name, said.life)))
+        elif isinstance(said, Bring):
+            owner = str(said.number)
+            if said.number:
+                self._names[owner] = said.name
+            self._port.send(Save(said.name, said.piece, said.to), said.start, said.end)
+            self._port.layers_are_there(said.name)
+            self._advance(owner, self._computed.get(owner, 0))
+        elif isinstance(said, There):
+            self._advance(str(said.number), said.tokens)
+        elif isinstance(said, Drop):
+            if said.for_good:
+                self._peers.forget(said.name)
+            self._port.forget(said.name)
+            if not said.for_good:
+                self._peers.cease(said.name)
+            self.runs.forget(said.name)
+            self._lives.pop(said.name, None)
+            self._names = {owner: name for owner, name in self._names.items() if name != said.name}
+        else:
+            if isinstance(said, Cease) and said.number:
+                self._names[str(said.number)] = said.name
+            self.runs.hear(said)
+
+    def computed(self, part: Part) -> None:
+        """A part has been computed here: what it added may go."""
+        for chunk in part.prefills:
+            self._computed[chunk.request] = chunk.start + chunk.tokens
+            self._advance(chunk.request, chunk.start + chunk.tokens)
+
+    def close(self) -> None:
+        """Nothing comes or goes any more."""
+        self._ends = True
+        self._rung.set()
+        self._teller.join()
+        self._port.close()
+        self._peers.close()
+
+    def _advance(self, owner: str, tokens: int) -> None:
+        name = self._names.get(owner, _NO_NAME)
+        if tokens and name in self._port.sending():
+            self._port.tokens_are_there(name, tokens, self._worker.tables.runs(owner))
+
+    def _leaving(self, owner: str) -> None:
+        """A request's blocks are about to be others'."""
+        self._computed.pop(owner, None)
+        name = self._names.get(owner)
+        if name is not None:
+            self._port.settle(name)
+
+    def _tell(self) -> None:
+        while True:
+            self._rung.wait()
+            self._rung.clear()
+            if self._ends:
+                return
+            received, lost = self._port.finished()
+            words: list[FromRank] = []
+            for one in received:
+                life = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
+                words.append(Came(*one, whole=not self._port.awaits(one.request), life=life))
+            words += [Gone(*one) for one in lost]
+            for word in words:
+                self._aside(encode(word))

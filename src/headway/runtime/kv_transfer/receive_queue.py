@@ -1,0 +1,163 @@
+"""KV that comes: pushed messages written straight into the slots that were kept for them, by the thread that reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from headway.kv.slot_ranges import Slots, runs_of
+from headway.runtime.kv_transfer.body_notes import END, Note, lengthen
+from headway.runtime.kv_transfer.connector import KvPlace, Lost, Received
+from headway.runtime.kv_transfer.ends import named
+from headway.runtime.kv_transfer.packing import by_runs, scatter, spread
+from headway.runtime.kv_transfer.peers import Place
+
+_VIEWS = 64
+"""Places in memory above which a body that comes through a socket is read aside, and then spread."""
+
+
+class _Coming:
+    """A piece of which something has come."""
+
+    __slots__ = ("began_s", "messages")
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s, self.messages = began_s, 0
+
+
+class _Box:
+    """A request's place and what has come of it. `left`: layers, heads and tokens that have not, multiplied."""
+
+    def __init__(self, place: KvPlace) -> None:
+        self.place = place
+        self.slots = Slots(place.runs)
+        self.left = int(place.cache.shape[0]) * len(place.heads) * place.tokens
+        self.coming: dict[tuple[int, int], _Coming] = {}
+
+
+class Inbox:
+    """Of one instance or rank. In the thread that reads, `ring` is called when there is something to `take`, and
+    `answer(source, request, piece)` when a piece is whole."""
+
+    def __init__(self, ring: Callable[[], None], answer: Callable[[int, str, int], None]) -> None:
+        self._ring, self._answer = ring, answer
+        self._gate = threading.Lock()
+        self._boxes: dict[str, _Box] = {}
+        self._received: list[Received] = []
+        self._lost: list[Lost] = []
+
+    def open(self, request: str, place: KvPlace) -> None:
+        """From now on what comes of a request is kept."""
+        with self._gate:
+            self._boxes[request] = _Box(place)
+
+    def close(self, request: str) -> None:
+        """What still comes is dropped, but for a body that is being read: `Peers.forget` ends that."""
+        with self._gate:
+            self._boxes.pop(request, None)
+
+    def matched(self, request: str) -> int | None:
+        """See `KvConnector.get_num_new_matched_tokens`."""
+        with self._gate:
+            box = self._boxes.get(request)
+            if box is None:
+                return None
+            whole = int(box.place.cache.shape[0]) * len(box.place.heads)
+            return box.place.tokens - -(-box.left // whole)
+
+    def lose(self, source: int, why: str) -> None:
+        """What one instance had begun to send will not be whole."""
+        with self._gate:
+            for request, box in self._boxes.items():
+                if any(sender == source for _, sender in box.coming):
+                    self._lost.append(Lost(request, why, source))
+        self._ring()
+
+    def fail(self, request: str, why: str, end: int | None = None) -> None:
+        """Something of a request cannot be sent or received. See `Lost`."""
+        with self._gate:
+            self._lost.append(Lost(request, why, end))
+        self._ring()
+
+    def take(self) -> tuple[list[Received], list[Lost]]:
+        """What has come to its end since the last call."""
+        with self._gate:
+            received, self._received = self._received, []
+            lost, self._lost = self._lost, []
+        return received, lost
+
+    # -- in the thread that reads -------------------------------------------------------------------------------------
+
+    def handle(self, source: int, request: str, note: Note, length: int) -> Place | None:
+        """Where the body of a message goes; None: nobody wants it. See `peers.Handler`."""
+        now = time.monotonic()
+        with self._gate:
+            box = self._boxes.get(request)
+            if box is None:
+                return None
+            try:
+                return self._place(box, source, request, note, length, now)
+            except ValueError as error:
+                self._lost.append(Lost(request, f"{named(source)} has sent what cannot be kept: {error}"))
+        self._ring()
+        return None
+
+    def _place(self, box: _Box, source: int, request: str, note: Note, length: int, now: float) -> Place:
+        coming = box.coming.setdefault((note.piece, source), _Coming(now))
+        if note.layer == END:
+            return Place((), lambda: self._end(box, source, request, note))
+        place, positions = box.place, lengthen(note.tokens)
+        first, stop = note.heads
+        if first < place.heads.start or stop > place.heads.stop or first >= stop:
+            raise ValueError(f"KV heads {first} to {stop}, where {place.heads.start} to {place.heads.stop} are kept")
+        here = len(positions) and positions.min() >= 0 and positions.max() < place.tokens
+        if not 0 <= note.layer < len(place.cache) or not here:
+            raise ValueError(f"layer {note.layer}, tokens up to {positions.max(initial=-1)} of {place.tokens}")
+        heads = place.cache[note.layer, :, first - place.heads.start : stop - place.heads.start]
+        if length != heads.shape[0] * heads.shape[1] * len(positions) * heads.shape[3]:
+            raise ValueError(f"{length} bytes for {len(positions)} tokens of {stop - first} heads")
+        units = (stop - first) * len(positions)
+
+        def count() -> None:
+            coming.messages += 1
+            box.left -= units
+
+        slots = box.slots.of(positions)
+        found = runs_of(slots)
+        complete = self._counted(request, box, count)
+        if not by_runs(len(slots), len(found)):
+            return Place((), complete, lambda body: scatter(body, heads, slots))
+        views: list[memoryview] = []
+        if 2 * (stop - first) * len(found) <= _VIEWS:
+            views = [
+                heads[at][slot : slot + size].reshape(-1).data
+                for at in np.ndindex(2, stop - first)
+                for slot, size in found
+            ]
+        return Place(views, complete, lambda body: spread(body, heads, found))
+
+    def _counted(self, request: str, box: _Box, then: Callable[[], None]) -> Callable[[], None]:
+        """`then`, unless the request was forgotten meanwhile: its slots may be others' now."""
+
+        def complete() -> None:
+            with self._gate:
+                if self._boxes.get(request) is box:
+                    then()
+
+        return complete
+
+    def _end(self, box: _Box, source: int, request: str, note: Note) -> None:
+        with self._gate:
+            if self._boxes.get(request) is not box:
+                return
+            coming = box.coming.pop((note.piece, source))
+            if coming.messages == note.heads[0]:
+                self._received.append(Received(request, note.piece, source, coming.began_s, time.monotonic()))
+                self._answer(source, request, note.piece)
+            else:
+                why = f"{coming.messages} of {note.heads[0]} messages of {named(source)} have come"
+                self._lost.append(Lost(request, why))
+        self._ring()

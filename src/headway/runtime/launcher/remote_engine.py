@@ -1,0 +1,100 @@
+"""One incarnation of an engine process on another host, with the few things that a router asks of
+`runtime.engine.engine_child`.
+
+It connects straight back, to two ports of this host where nobody is heard but this one process, whose settings hold a
+key made for it alone (CURVE: encrypted, both ends authenticated); that others connect there and leave changes nothing.
+Its own connection is not made again once it has ended, because what was on its way may be lost: the process is then
+lost as a whole. What its host says of it comes by the rendezvous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.engine.clock_offsets import by_our_clock
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.engine_channel import EngineLine
+from headway.runtime.engine.protocol import EngineInfo, Fatal, Outputs, doors
+from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.remote_rank import RemoteProcess
+from headway.runtime.launcher.secret import guard_server, new_token
+
+_LOOK_S = 0.1
+_REPORT_S = 1.0
+"""How long its host may take to say how a process ended whose connection has."""
+
+
+class RemoteEngine:
+    """Started at construction, on the host of `number`, as soon as that is there."""
+
+    def __init__(self, config: EngineConfig, number: int, meeting: Rendezvous) -> None:
+        self._number, self._meeting = number, meeting
+        token, ports = new_token(), []
+
+        def bind(*sockets: zmq.Socket[Any]) -> None:
+            for socket in sockets:
+                guard_server(socket, token)
+                ports.append(socket.bind_to_random_port(f"tcp://{meeting.address}"))
+
+        self._line = EngineLine(config.worker_timeout_s, bind)
+        self.words: Fatal | None = None
+        """What it said of its own end."""
+        self.served = False
+        """Whether it has ever been ready."""
+        settings = msgspec.json.encode(msgspec.structs.replace(config, rdzv_token=token))
+        process = meeting.launch(number, doors(*(f"tcp://{meeting.address}:{port}" for port in ports)), settings)
+        assert process is not None, "of this host it would be a child"
+        self.process: RemoteProcess = process
+
+    @property
+    def ahead_s(self) -> float:
+        """To be added to its clock to have ours."""
+        return self._meeting.ahead_s(self._number)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it is gone because its host is, and that was waited for."""
+        return self.process.abandoned
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """See `EngineLine.send`."""
+        self._line.send(frames)
+
+    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
+        """The next message, its times by our clock."""
+        return by_our_clock(await self._line.receive(), self.ahead_s)
+
+    def ready(self) -> None:
+        """It has started: from now on its silence means more."""
+        self.served = True
+        self._line.ready()
+
+    async def gone(self) -> str:
+        """Returns when the process has ended, is cut off or hangs, or its host is lost: how, in words that follow 'the
+        process of instance 3'."""
+        cut_s: float | None = None
+        while self.process.ended is None:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            if self.process.pid is not None:
+                self._line.started()
+            if self._line.cut:
+                cut_s = now if cut_s is None else cut_s
+                if now - cut_s > _REPORT_S:
+                    return "was cut off: its connection has ended"
+            elif self._line.silent(now):
+                return f"was not heard of for {self._line.limit_s:g} s: it hangs, or is cut off"
+        await asyncio.sleep(2 * _LOOK_S)  # what it said last may still be on its way
+        return self.process.ended
+
+    def end(self, at_once: bool = False) -> None:
+        """Have it ended, whatever it is doing; not waited for. Harmless when repeated."""
+        self._line.hang_up()
+        self.process.kill()

@@ -1,0 +1,59 @@
+"""The token that the hosts of one instance share, made into ZeroMQ's CURVE keys. No torch.
+
+Connections are encrypted, and closed to whoever lacks the token: the serving socket's permanent key pair is made from
+it, and without that public key, which is never sent, a client cannot even begin CURVE's handshake (RFC 26/CurveZMQ).
+Every connection has keys of its own beside that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from headway.core.errors import ConfigError
+
+_LEAST = 16
+_PURPOSE = b"headway rendezvous 1\x00"
+_PEERS = b"headway peers 1\x00"
+
+
+def new_token() -> str:
+    """192 random bits, as text."""
+    return secrets.token_urlsafe(24)
+
+
+def check_token(token: str) -> str:
+    """The token, if it is one that cannot be guessed by trying; ConfigError otherwise."""
+    if len(token) < _LEAST:
+        raise ConfigError(f"the token that the hosts share must have at least {_LEAST} characters, not {len(token)}")
+    return token
+
+
+def peers_secret(token: str) -> str:
+    """What the instances of a cluster show each other (`runtime.kv_transfer.frames.greet`): from it the token does
+    not follow."""
+    return hashlib.sha256(_PEERS + token.encode()).hexdigest()
+
+
+def guard_server(socket: zmq.Socket[Any], token: str) -> None:
+    """Before `bind`: let in only who knows the token."""
+    secret = _server_secret(token)
+    socket.curve_secretkey = secret
+    socket.curve_publickey = zmq.curve_public(secret)
+    socket.curve_server = True
+
+
+def guard_client(socket: zmq.Socket[Any], token: str) -> None:
+    """Before `connect`: show that this end knows the token, and speak to nobody who does not."""
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = zmq.curve_public(_server_secret(token))
+
+
+def _server_secret(token: str) -> bytes:
+    if not zmq.has("curve"):
+        raise ConfigError("several hosts need a ZeroMQ with CURVE, which this one was built without")
+    return bytes(z85.encode(hashlib.sha256(_PURPOSE + token.encode()).digest()))

@@ -1,0 +1,116 @@
+"""The same decoder layer by the compiled kernels: six calls a layer instead of some thirty.
+
+Results are rounded to bf16 at the same places as the general path or fewer, so both agree within bf16's own error.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.runtime.attention.base import AttentionBackend, AttentionPlan
+from headway.runtime.attention.native import Kernels, kernels
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.linear import Linear
+from headway.runtime.model.rope import RotaryTable
+from headway.runtime.model.weights import DecoderWeights, LayerWeights
+
+
+class _Matrix(NamedTuple):
+    """Addresses and sizes of a linear layer; 0 for no bias."""
+
+    weight: int
+    bias: int
+    out: int
+    inputs: int
+
+
+class _Layer(NamedTuple):
+    attention_norm: int
+    qkv: _Matrix
+    out: _Matrix
+    mlp_norm: int
+    gate_up: _Matrix
+    down: _Matrix
+
+
+class CompiledLayers:
+    """Made once a decoder by `compiled_layers`; holds addresses into its weights, which the decoder keeps alive."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, native: Kernels) -> None:
+        self._config = config
+        self._kernels = native
+        self._layers = [_addresses(layer) for layer in weights.layers]
+        self._head = _matrix(weights.head) if weights.head and weights.head.panels is not None else None
+        self._final_norm = weights.final_norm.data_ptr() if weights.final_norm is not None else 0
+
+    def layer(
+        self, index: int, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, backend: AttentionBackend
+    ) -> None:
+        """One layer over hidden (T, hidden_size), contiguous, overwritten with its output."""
+        config, native, layer = self._config, self._kernels, self._layers[index]
+        eps, dim = config.rms_eps, config.head_dim
+        rows, at = hidden.shape[0], hidden.data_ptr()
+        turned = config.q_heads + config.kv_heads
+        heads = hidden.new_empty(rows, turned + config.kv_heads, dim)
+        first = heads.data_ptr()
+        weight, bias, out, inputs = layer.qkv
+        native.linear(at, layer.attention_norm, eps, 0, weight, bias, 0, first, rows, out, inputs)
+        cos, sin = rotary
+        native.rotate(first, cos.data_ptr(), sin.data_ptr(), rows, out, turned, dim, cos.shape[-1])
+        query, key, value = torch.split_with_sizes(heads, (config.q_heads, config.kv_heads, config.kv_heads), 1)
+        mixed = backend.run(index, query, key, value, plan).contiguous()
+        weight, bias, out, inputs = layer.out
+        native.linear(mixed.data_ptr(), 0, eps, 0, weight, bias, at, at, rows, out, inputs)
+        weight, bias, out, inputs = layer.gate_up
+        both = hidden.new_empty(rows, out)
+        native.linear(at, layer.mlp_norm, eps, 0, weight, bias, 0, both.data_ptr(), rows, out, inputs)
+        weight, bias, out, inputs = layer.down
+        native.linear(both.data_ptr(), 0, eps, 1, weight, bias, at, at, rows, out, inputs)
+
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """Logits of hidden (R, hidden_size) in fp32, or None where the head is not readable."""
+        if self._head is None:
+            return None
+        weight, bias, out, inputs = self._head
+        logits = hidden.new_empty(hidden.shape[0], out)
+        self._kernels.linear(
+            hidden.data_ptr(), self._final_norm, self._config.rms_eps, 0, weight, bias, 0, logits.data_ptr(),
+            hidden.shape[0], out, inputs,
+        )  # fmt: skip
+        return logits.float()
+
+
+def compiled_layers(config: DecoderConfig, weights: DecoderWeights) -> CompiledLayers | None:
+    """The fast path of a decoder, or None where its shapes or the machine do not allow one. Once, at construction.
+
+    It needs bf16 weights in panels, no head norms (Qwen3), and a rotation of a multiple of 32 dimensions.
+    """
+    native = kernels()
+    if native is None or config.qk_norm or config.rope.rotary_dim % 32:
+        return None
+    for layer in weights.layers:
+        if any(part.panels is None for part in (layer.qkv, layer.out, layer.gate_up, layer.down)):
+            return None
+        if layer.attention_norm.dtype != torch.bfloat16:
+            return None
+    return CompiledLayers(config, weights, native)
+
+
+def _addresses(layer: LayerWeights) -> _Layer:
+    return _Layer(
+        layer.attention_norm.data_ptr(),
+        _matrix(layer.qkv),
+        _matrix(layer.out),
+        layer.mlp_norm.data_ptr(),
+        _matrix(layer.gate_up),
+        _matrix(layer.down),
+    )
+
+
+def _matrix(linear: Linear) -> _Matrix:
+    assert linear.panels is not None
+    bias = 0 if linear.bias is None else linear.bias.data_ptr()
+    return _Matrix(linear.panels.data_ptr(), bias, linear.out_features, linear.in_features)

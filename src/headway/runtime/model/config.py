@@ -1,0 +1,189 @@
+"""What a decoder is, as data: everything in which the supported families differ. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.core.errors import CheckpointError, ConfigError
+from headway.runtime.model.family import FamilySpec, family_of
+from headway.runtime.model.fields import Fields
+from headway.runtime.model.rope_config import RopeConfig, read_rope
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """One decoder's shape and rules. Sizes in elements, lengths in tokens.
+
+    checkpoint_dtype: the type that the weights were saved in. max_model_len: the longest sequence (prompt and output)
+    that this instance serves; rotary frequencies are fixed from it. sliding_window None: every layer sees everything.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_size: int
+    rms_eps: float
+    rope: RopeConfig
+    max_positions: int
+    max_model_len: int
+    checkpoint_dtype: str = "float32"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    fused_checkpoint: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """The most that `max_model_len` may be: what the positions' encoding was made for."""
+        return longest_of(self.rope, self.max_positions)
+
+    def dtype_for(self, name: str) -> str:
+        """The type to compute in, "float32" or "bfloat16", from a setting ("auto": the checkpoint's own)."""
+        if name == "auto":
+            name = "bfloat16" if self.checkpoint_dtype == "bfloat16" else "float32"
+        return check_dtype(name)
+
+    def with_max_model_len(self, tokens: int) -> DecoderConfig:
+        """The same model serving up to `tokens`. Raises ConfigError beyond `longest`, CheckpointError beyond a window.
+
+        A window of attention that no sequence can outgrow changes nothing, so it is then exact to have none.
+        """
+        if tokens < 1 or tokens > self.longest:
+            raise ConfigError(
+                f"max_model_len {tokens} is not within 1..{self.longest}, what {self.architecture} with rope type "
+                f"'{self.rope.kind}' was made for"
+            )
+        if self.sliding_window is not None and tokens > self.sliding_window:
+            raise CheckpointError(
+                f"the model has 'sliding_window' {self.sliding_window}, which is not supported beyond that length: "
+                f"set max_model_len to at most {self.sliding_window} (asked: {tokens})"
+            )
+        return replace(self, max_model_len=tokens)
+
+
+def read_config(
+    data: Mapping[str, Any], max_model_len: int | None = None, origin: str = "config.json"
+) -> DecoderConfig:
+    """The decoder that a Hugging Face config.json describes, serving up to max_model_len (None: its own length).
+
+    Both spellings are read (`dtype` / `torch_dtype`, `rope_parameters` / `rope_theta` + `rope_scaling`). Raises
+    CheckpointError for what is unsupported (architecture, quantisation, activation, sliding windows shorter than
+    max_model_len) and for missing or misshapen fields.
+    """
+    fields = Fields(data, origin)
+    architecture = _architecture(data, origin)
+    family = family_of(architecture)
+    _refuse(data, origin)
+    hidden, q_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    kv_heads = fields.whole("num_key_value_heads", q_heads)
+    if q_heads % kv_heads:
+        raise CheckpointError(f"{origin}: {q_heads} query heads cannot share {kv_heads} KV heads evenly")
+    if not fields.has("head_dim") and hidden % q_heads:
+        raise CheckpointError(f"{origin}: hidden_size {hidden} is not a multiple of {q_heads} heads, and no head_dim")
+    head_dim = fields.whole("head_dim", hidden // q_heads)
+    max_positions = fields.whole("max_position_embeddings")
+    rope = read_rope(data, head_dim, max_positions, origin)
+    config = DecoderConfig(
+        architecture=architecture,
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden,
+        layers=fields.whole("num_hidden_layers"),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_size=fields.whole("intermediate_size"),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_positions=max_positions,
+        max_model_len=max_positions,
+        checkpoint_dtype=_dtype(data, origin),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=_bias(family.qkv_bias, fields, "attention_bias"),
+        out_bias=_bias(family.out_bias, fields, "attention_bias"),
+        mlp_bias=_bias(family.mlp_bias, fields, "mlp_bias"),
+        qk_norm=family.qk_norm,
+        fused_checkpoint=family.fused,
+        sliding_window=_window(family, fields),
+        eos_token_ids=_token_ids(data.get("eos_token_id"), origin),
+    )
+    return config.with_max_model_len(max_model_len or default_length(rope, max_positions))
+
+
+def longest_of(rope: RopeConfig, max_positions: int) -> int:
+    """The longest sequence that an encoding was made for, in tokens. `dynamic` stretches to any length."""
+    if rope.kind == "dynamic":
+        return 1 << 24
+    if rope.kind == "linear":
+        return int(max_positions * max(rope.factor, 1.0))
+    return default_length(rope, max_positions)
+
+
+def default_length(rope: RopeConfig, max_positions: int) -> int:
+    """The length to serve when none is asked for: what config.json states, or what its yarn factor extends that to."""
+    if rope.kind == "yarn":
+        return max(max_positions, int(rope.original_max * rope.factor))
+    return max_positions
+
+
+def _architecture(data: Mapping[str, Any], origin: str) -> str:
+    names = data.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError(f"{origin}: 'architectures' must name the model's class, not {names!r}")
+    return names[0]
+
+
+def _refuse(data: Mapping[str, Any], origin: str) -> None:
+    if data.get("quantization_config") is not None:
+        method = dict(data["quantization_config"]).get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{origin}: 'quantization_config' ({method}): quantised checkpoints are not supported; "
+            "use the float32, bfloat16 or float16 one"
+        )
+    activation = data.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise CheckpointError(f"{origin}: 'hidden_act' {activation!r} is not supported; supported is 'silu'")
+
+
+def check_dtype(name: str) -> str:
+    """The setting, if it is one. Raises ConfigError otherwise."""
+    if name not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"dtype '{name}' is not supported; supported are auto, float32, bfloat16")
+    return name
+
+
+def _dtype(data: Mapping[str, Any], origin: str) -> str:
+    name = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise CheckpointError(f"{origin}: dtype '{name}' is not supported; supported are {', '.join(_DTYPES)}")
+    return name
+
+
+def _bias(fixed: bool | None, fields: Fields, name: str) -> bool:
+    return fields.flag(name, False) if fixed is None else fixed
+
+
+def _window(family: FamilySpec, fields: Fields) -> int | None:
+    if not family.windowed or not fields.has("sliding_window"):
+        return None
+    if family.window_switch and not fields.flag("use_sliding_window", False):
+        return None
+    return fields.whole("sliding_window")
+
+
+def _token_ids(value: Any, origin: str) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) for item in ids):
+        raise CheckpointError(f"{origin}: 'eos_token_id' must be a token id or a list of them, not {value!r}")
+    return tuple(ids)

@@ -1,0 +1,83 @@
+"""A linear layer over weights that are laid out once, at load, for the processor that will read them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway.runtime.attention.native import Kernels, kernels
+
+PANEL = 16
+"""Columns of the result in a panel of `headway_linear`."""
+
+
+class Linear:
+    """y = x Wᵀ + b. `weight` (out, in) is taken over: keep no reference, or its memory is held twice.
+
+    On CPU the weight is laid out once: in panels for the compiled kernel where it runs (bf16), and else for oneDNN,
+    which would otherwise re-lay it at every call, half of the time at 1 to 64 rows.
+    """
+
+    __slots__ = ("_native", "_packed", "_weight", "bias", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = _kernels_for(weight)
+        self._packed = self._native is None and _onednn_packs(weight)
+        if self._native is not None:
+            weight = _panels(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 8) if self._packed else weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (rows, in), contiguous, in the weight's dtype; returns (rows, out)."""
+        if self._native is not None:
+            out = x.new_empty(x.shape[0], self.out_features)
+            bias = 0 if self.bias is None else self.bias.data_ptr()
+            self._native.linear(
+                x.contiguous().data_ptr(), 0, 0.0, 0, self._weight.data_ptr(), bias, 0, out.data_ptr(),
+                x.shape[0], self.out_features, self.in_features,
+            )  # fmt: skip
+            return out
+        if self._packed:
+            packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return packed
+        return functional.linear(x, self._weight, self.bias)
+
+    @property
+    def panels(self) -> Tensor | None:
+        """The weight as `headway_linear` reads it, where it is laid out so."""
+        return None if self._native is None else self._weight
+
+    def dense(self) -> Tensor:
+        """The weight (out, in), readable: unpacked into a copy where it was laid out otherwise."""
+        if self._native is not None:
+            return self._weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return self._weight.to_dense() if self._packed else self._weight
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in weight and bias."""
+        return self.out_features * (self.in_features + (self.bias is not None))
+
+
+def _kernels_for(weight: Tensor) -> Kernels | None:
+    """The compiled kernels, where they are the fastest for this weight: with AMX oneDNN's are."""
+    fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+    return kernels() if fits and not torch.cpu._is_amx_tile_supported() else None
+
+
+def _onednn_packs(weight: Tensor) -> bool:
+    """Whether oneDNN can lay this weight out here: it refuses bf16 on processors without AVX-512 (or AVX-NE-CONVERT)."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """(out, in) to (out / 16, in / 2, 16, 2), the last panel filled up with zeros."""
+    rows, inputs = weight.shape
+    if rows % PANEL:
+        weight = functional.pad(weight, (0, 0, 0, PANEL - rows % PANEL))
+    return weight.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()

@@ -1,0 +1,159 @@
+"""From a folder to a `Decoder`, or to one rank's part of it: check, cut, fuse, pack.
+
+Each weight is resident once when this is done, and a rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import CheckpointError
+from headway.runtime.attention.base import AttentionBackend
+from headway.runtime.model.checkpoint import Checkpoint
+from headway.runtime.model.config import DecoderConfig, read_config
+from headway.runtime.model.decoder import Decoder, TensorGroup
+from headway.runtime.model.fields import read_json
+from headway.runtime.model.linear import Linear
+from headway.runtime.model.shard import WHOLE, Shard
+from headway.runtime.model.weights import DecoderWeights, LayerWeights
+
+_Part = tuple[str, int, range]
+"""A tensor's name, its rows, and those of them that are wanted."""
+
+_NEVER_READ = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+
+
+def load_decoder(
+    path: str | Path,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    backend: AttentionBackend | None = None,
+    shard: Shard = WHOLE,
+    group: TensorGroup | None = None,
+) -> Decoder:
+    """Called once a process, at start-up. `shard` is the part to hold; `group` sums over the ranks that share its
+    layers. Reads config.json and safetensors (one file, or shards with an index).
+
+    dtype: "float32", "bfloat16" or "auto": the checkpoint's own, where float16 becomes float32, which is exact. Peak
+    memory is the weights plus one layer. Raises CheckpointError, naming file and tensor, for whatever does not fit, and
+    ConfigError for a dtype or max_model_len that cannot work.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such model folder")
+    data = read_json(folder / "config.json")
+    config = read_config(data, max_model_len, str(folder / "config.json"))
+    loader = _Loader(config, Checkpoint(folder), resolve_dtype(dtype, config), torch.device(device), shard)
+    weights = loader.load()
+    return Decoder(config, weights, backend, loader.checkpoint.fingerprint(data), shard, group)
+
+
+def resolve_dtype(name: str, config: DecoderConfig) -> torch.dtype:
+    """The type to compute in, from a setting and the checkpoint's own type."""
+    return torch.float32 if config.dtype_for(name) == "float32" else torch.bfloat16
+
+
+class _Loader:
+    """One load: knows the names and shapes that a family's checkpoint must have, and which slices a shard takes."""
+
+    def __init__(
+        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, shard: Shard
+    ) -> None:
+        self.config = config
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self.shard = shard
+        dim = config.head_dim
+        q, kv = shard.q_heads(config), shard.kv_heads(config)
+        self._q, self._kv = _scaled(q, dim), _scaled(kv, dim)
+        self._q_rows, self._kv_rows = config.q_heads * dim, config.kv_heads * dim
+        self._mlp = shard.mlp(config)
+
+    def load(self) -> DecoderWeights:
+        config, shard, checkpoint = self.config, self.shard, self.checkpoint
+        mine = shard.layers(config)
+        for index in (index for index in range(config.layers) if index not in mine):
+            checkpoint.leave(f"model.layers.{index}.")
+        layers = [self._layer(f"model.layers.{index}.") for index in mine]
+        vocabulary, hidden = config.vocab_size, config.hidden_size
+        words = shard.vocabulary(config)
+        tied = config.tie_embeddings and "lm_head.weight" not in checkpoint
+        embedding = head = norm = None
+        if shard.first:
+            embedding = self._stacked([("model.embed_tokens.weight", vocabulary, words)], hidden)
+        if shard.last:
+            name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            head = Linear(self._stacked([(name, vocabulary, words)], hidden))
+            norm = self._plain("model.norm.weight", (hidden,))
+        for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+            if shard.stages > 1:
+                checkpoint.leave(name)
+        checkpoint.check_all_taken(_NEVER_READ)
+        return DecoderWeights(layers, embedding, norm, head)
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config = self.config
+        hidden, mlp = config.hidden_size, config.mlp_size
+        attention, feed = f"{prefix}self_attn.", f"{prefix}mlp."
+        q_rows, kv_rows = self._q_rows, self._kv_rows
+        qkv = [("q_proj", q_rows, self._q), ("k_proj", kv_rows, self._kv), ("v_proj", kv_rows, self._kv)]
+        gate_up = [("gate_proj", mlp, self._mlp), ("up_proj", mlp, self._mlp)]
+        if config.fused_checkpoint:
+            whole = q_rows + 2 * kv_rows
+            parts = (self._q, _moved(self._kv, q_rows), _moved(self._kv, q_rows + kv_rows))
+            qkv = [("qkv_proj", whole, part) for part in parts]
+            gate_up = [("gate_up_proj", 2 * mlp, part) for part in (self._mlp, _moved(self._mlp, mlp))]
+        head_norm = (config.head_dim,)
+        return LayerWeights(
+            attention_norm=self._plain(f"{prefix}input_layernorm.weight", (hidden,)),
+            qkv=self._by_rows(attention, qkv, hidden, config.qkv_bias),
+            out=self._by_columns(f"{attention}o_proj", (hidden, q_rows), self._q, config.out_bias),
+            mlp_norm=self._plain(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+            gate_up=self._by_rows(feed, gate_up, hidden, config.mlp_bias),
+            down=self._by_columns(f"{feed}down_proj", (hidden, mlp), self._mlp, config.mlp_bias),
+            q_norm=self._plain(f"{attention}q_norm.weight", head_norm) if config.qk_norm else None,
+            k_norm=self._plain(f"{attention}k_norm.weight", head_norm) if config.qk_norm else None,
+        )
+
+    def _by_rows(self, prefix: str, parts: list[_Part], inputs: int, biased: bool) -> Linear:
+        """A layer whose outputs are cut: this rank's rows of the named tensors, stacked."""
+        weight = self._stacked([(f"{prefix}{name}.weight", rows, mine) for name, rows, mine in parts], inputs)
+        bias = None
+        if biased:
+            bias = self._stacked([(f"{prefix}{name}.bias", rows, mine) for name, rows, mine in parts], None)
+        return Linear(weight, bias)
+
+    def _by_columns(self, name: str, shape: tuple[int, int], mine: range, biased: bool) -> Linear:
+        """A layer whose inputs are cut. The ranks' results are summed, so the bias is rank 0's alone."""
+        weight = torch.empty((shape[0], len(mine)), dtype=self.dtype, device=self.device)
+        weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=mine))
+        if not biased or self.shard.rank:
+            self.checkpoint.leave(f"{name}.bias")
+            return Linear(weight)
+        return Linear(weight, self._plain(f"{name}.bias", shape[:1]))
+
+    def _stacked(self, parts: list[_Part], inputs: int | None) -> Tensor:
+        """Rows of the named tensors under each other, in one new tensor. inputs None: vectors."""
+        tail = () if inputs is None else (inputs,)
+        fused = torch.empty((sum(len(mine) for _, _, mine in parts), *tail), dtype=self.dtype, device=self.device)
+        targets = torch.split(fused, [len(mine) for _, _, mine in parts])
+        for target, (name, rows, mine) in zip(targets, parts, strict=True):
+            target.copy_(self.checkpoint.take(name, (rows, *tail), rows=mine))
+        return fused
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        copy = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return copy.copy_(self.checkpoint.take(name, shape))
+
+
+def _scaled(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+def _moved(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)

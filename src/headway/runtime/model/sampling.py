@@ -1,0 +1,99 @@
+"""From logits to tokens. What a request gets depends on its own row, settings, seed and position, not on its batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.core.sampling import SamplingParams, TokenLogprobs
+from headway.runtime.model.sampler_state import SamplerState, make_state
+
+__all__ = ["Sampled", "SamplerState", "draw", "make_state", "sample", "uniform"]
+
+_NUCLEUS_LOOKS = (256, 8192)
+
+
+class Sampled(NamedTuple):
+    """One drawn token, and its log-probabilities if the request asked for them."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, states: Sequence[SamplerState], positions: Sequence[int]) -> list[Sampled]:
+    """Called once an iteration. logits: (R, vocab) fp32, left untouched; one state and position for each row.
+
+    positions: the index in its sequence of the token that is being drawn. A batch in which nobody asks for more than
+    the most likely token costs one argmax. Ties go to the lowest token id.
+    """
+    best = logits.argmax(dim=-1).tolist()
+    if all(state.simple for state in states):
+        return [Sampled(token, None) for token in best]
+    logits = logits.cpu()
+    sampled = []
+    for row, state, position, token in zip(logits, states, positions, best, strict=True):
+        if not state.simple:
+            edited = state.edited(row) if state.edits else row
+            if state.greedy:
+                token = int(edited.argmax()) if state.edits else token
+            else:
+                token = draw(edited, state.params, uniform(state.seed, position))
+        count = state.params.logprobs
+        sampled.append(Sampled(token, None if count is None else _report(row, token, count)))
+    return sampled
+
+
+def draw(row: Tensor, params: SamplingParams, chance: float) -> int:
+    """Invert the cumulative distribution of one row (vocab,) at `chance` in [0, 1).
+
+    Order: temperature, min_p, top-k, top-p, each renormalised. Tokens that tie with the last one kept are kept too, and
+    the distribution is walked in token order, so the result is a function of the values alone. A row without a finite
+    maximum (everything withheld, or a broken model) gives its argmax.
+    """
+    peak = float(row.max())
+    if not math.isfinite(peak):
+        return int(row.argmax())
+    scaled = (row - peak) / params.temperature
+    if params.min_p > 0:
+        scaled = scaled.masked_fill(scaled < math.log(params.min_p), -math.inf)
+    if 0 < params.top_k < scaled.numel():
+        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -math.inf)
+    weights = torch.exp(scaled)
+    if params.top_p < 1:
+        weights = weights.masked_fill(weights < _nucleus_edge(weights, params.top_p), 0.0)
+    walked = torch.cumsum(weights, dim=0, dtype=torch.float64)
+    token = int(torch.searchsorted(walked, chance * float(walked[-1]), right=True))
+    return token if token < row.numel() else int(weights.nonzero()[-1])
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that belongs to a seed and a position: Philox keyed by the one, counting by the other."""
+    bits = np.random.Philox(key=seed & (2**64 - 1), counter=position).random_raw()
+    return float(int(bits) >> 11) * 2.0**-53
+
+
+def _nucleus_edge(weights: Tensor, top_p: float) -> Tensor:
+    """The least weight in the smallest set of heaviest tokens with `top_p` of the total. Sorts all only if it must."""
+    target = top_p * float(weights.sum(dtype=torch.float64))
+    for count in (*_NUCLEUS_LOOKS, weights.numel()):
+        heaviest = weights.topk(min(count, weights.numel())).values
+        reached = torch.cumsum(heaviest, dim=0, dtype=torch.float64) >= target
+        if bool(reached[-1]):
+            return heaviest[int(reached.to(torch.int8).argmax())]
+    return heaviest[-1]
+
+
+def _report(row: Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log-probabilities under the model's own distribution: of the drawn token, and of the `count` most likely."""
+    total = float(torch.logsumexp(row, dim=0))
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        values, ids = row.topk(min(count, row.numel()))
+        top = tuple((index, value - total) for index, value in zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(row[token]) - total, top)

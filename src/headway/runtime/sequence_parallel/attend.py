@@ -1,0 +1,137 @@
+"""Carrying out attention over several ranks: keys that go round a ring, or rows that go to the keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from headway.runtime.attention.primitive import attend, merge_into
+from headway.runtime.sequence_parallel.cover import Block
+from headway.runtime.sequence_parallel.steps import Attend, AttendInPlace
+from headway.runtime.sequence_parallel.transport import Lane, Transport
+
+_PAIRS = 1 << 22
+"""Rows times keys between two looks: some tens of ms of a core, and far more than what a call costs."""
+
+
+def go_round(
+    transport: Transport, step: Attend, query: Tensor, block: Tensor, look: Callable[[], None] = lambda: None
+) -> Tensor:
+    """The attention of query (q_heads, rows, d) over every member's keys. Returns the same shape and type.
+
+    block: this member's own keys and values, (2, kv_heads, keys, d), history first. look: called every so often.
+    """
+    answer = _Answer(query)
+    for at in step.steps:
+        sends, receives = [], []
+        arriving = block
+        if at.arriving >= 0:
+            _, kv_heads, _, dim = block.shape
+            arriving = block.new_empty(2, kv_heads, at.arriving_keys, dim)
+            if at.keys:
+                block = block.contiguous()
+                sends.append((step.behind, block))
+            if at.arriving_keys:
+                receives.append((step.before, arriving))
+        wait = transport.exchange(sends, receives, Lane.RING)
+        for part in at.blocks:
+            for slice_ in _sliced(part):
+                answer.add(slice_, block)
+                look()
+        wait()
+        block = arriving
+    return answer.out.to(query.dtype)
+
+
+def visit(transport: Transport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
+    """The attention of query (q_heads, rows, d) over every member's keys, which stay: rows go out, partial answers come
+    back. Returns the same shape and type. block: this member's own keys and values, (2, kv_heads, keys, d).
+    """
+    heads, rows, dim = query.shape
+    own = next(guest for guest in step.guests if guest.rank == transport.rank)
+    others = [guest for guest in step.guests if guest.rank != transport.rank]
+    guests = [guest for guest in others if guest.blocks]
+    hosts = [guest.rank for guest in others if guest.seen]
+    asked = [query.new_empty(heads, guest.rows, dim) for guest in guests]
+    sent = query.contiguous()
+    wait = transport.exchange(
+        [(rank, sent) for rank in hosts], [(guest.rank, q) for guest, q in zip(guests, asked, strict=True)], Lane.RING
+    )
+    answer = _Answer(query)
+    for part in own.blocks:
+        answer.add(part, block)
+    wait()
+    told = []
+    for guest, q in zip(guests, asked, strict=True):
+        partial = _Answer(q)
+        for part in guest.blocks:
+            partial.add(part, block)
+        told.append((guest.rank, partial.packed()))
+    came = [(rank, torch.empty((rows, heads, dim + 1), device=query.device)) for rank in hosts]
+    transport.exchange(told, came, Lane.RING)()
+    for _, partial_answer in came:
+        answer.join(partial_answer)
+    return answer.out.to(query.dtype)
+
+
+def _sliced(part: Block) -> Iterator[Block]:
+    """A block of many keys as several; one with a mask stays whole."""
+    keys = max(1024, _PAIRS // max(1, part.row_end - part.row))
+    if part.causal or part.key_end - part.key <= keys:
+        yield part
+        return
+    for first in range(part.key, part.key_end, keys):
+        yield part._replace(key=first, key_end=min(first + keys, part.key_end))
+
+
+class _Answer:
+    """Partial answers of all rows, merged as they come. `out` (heads, rows, d) lies row by row in memory."""
+
+    def __init__(self, query: Tensor) -> None:
+        heads, rows, dim = query.shape
+        self._query = query
+        self.out = torch.empty((rows, heads, dim), dtype=torch.float32, device=query.device).transpose(0, 1)
+        self._lse = torch.full((heads, rows), -math.inf, dtype=torch.float32, device=query.device)
+        self._answered: list[tuple[int, int]] = []
+
+    def add(self, part: Block, block: Tensor) -> None:
+        rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
+        k, v = block[:, :, keys]
+        out, lse = attend(self._query[:, rows], k, v, part.causal, dtype=torch.float32)
+        fresh = self._fresh(part.row, part.row_end)
+        if fresh == [(part.row, part.row_end)]:
+            self.out[:, rows], self._lse[:, rows] = out, lse
+            return
+        for first, end in fresh:
+            self.out[:, first:end] = 0.0
+        merge_into(self.out[:, rows], self._lse[:, rows], out, lse)
+
+    def packed(self) -> Tensor:
+        """All of it as one matrix, (rows, heads, d + 1), the last column being the log-sum-exp."""
+        for first, end in self._fresh(0, self.out.shape[1]):
+            self.out[:, first:end] = 0.0
+        return torch.cat([self.out.transpose(0, 1), self._lse.t().unsqueeze(-1)], dim=-1)
+
+    def join(self, packed: Tensor) -> None:
+        """Another's answer of the same rows, each of which has one here."""
+        merge_into(self.out, self._lse, packed[..., :-1].transpose(0, 1), packed[..., -1].t())
+
+    def _fresh(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The rows of a range that have no answer yet; they have one from now on."""
+        gaps, at, joined = [], first, (first, end)
+        others = []
+        for low, high in self._answered:  # ascending
+            if high < first or low > end:
+                others.append((low, high))
+                continue
+            if low > at:
+                gaps.append((at, low))
+            at = max(at, high)
+            joined = (min(joined[0], low), max(joined[1], high))
+        if at < end:
+            gaps.append((at, end))
+        self._answered = sorted([*others, joined])
+        return gaps

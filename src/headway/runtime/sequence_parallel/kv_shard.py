@@ -1,0 +1,143 @@
+"""One rank's keys and values of one prompt: slots of a pool, in the order of a layout's positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.slots import cut_runs
+from headway.runtime.sequence_parallel.layout import KvMove
+from headway.runtime.sequence_parallel.tokens import Positions
+from headway.runtime.sequence_parallel.transport import Lane, Transport
+
+Runs = Sequence[tuple[int, int]]
+_Index = slice | Tensor
+
+
+class KvShard:
+    """`runs` of a pool, as a request owns them: (first slot, count), in order. One run is read without copying."""
+
+    def __init__(self, pool: KvPool, runs: Runs) -> None:
+        self.pool = pool
+        self.runs = tuple(runs)
+        self.capacity = sum(count for _, count in self.runs)
+
+    def extend(self, runs: Runs) -> None:
+        """More slots, behind those that are there. Adjacent runs are joined, so that they are read without copying."""
+        joined = list(self.runs)
+        for first, count in runs:
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = (joined[-1][0], joined[-1][1] + count)
+            else:
+                joined.append((first, count))
+        self.runs = tuple(joined)
+        self.capacity += sum(count for _, count in runs)
+
+    def block(self, layer: int, tokens: int) -> Tensor:
+        """Keys and values of the first `tokens` slots, (2, kv_heads, tokens, head_dim); a view where it can be."""
+        planes = self.pool.data[layer]
+        parts = [planes[:, :, first : first + count] for first, count in cut_runs(self.runs, 0, tokens)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else planes[:, :, :0]
+
+    def store(self, layer: int, at: int, k: Tensor, v: Tensor) -> None:
+        """Keep k and v, (tokens, kv_heads, head_dim), from slot `at` on."""
+        row = 0
+        for first, count in cut_runs(self.runs, at, at + k.shape[0]):
+            for plane, fresh in enumerate((k, v)):
+                self.pool.data[layer, plane, :, first : first + count].copy_(fresh[row : row + count].transpose(0, 1))
+            row += count
+
+    def index(self, slots: Positions) -> _Index:
+        """Slots of the shard as an index of the pool's slots."""
+        if len(self.runs) > 1:
+            slots = np.concatenate([np.arange(first, first + count) for first, count in self.runs])[slots]
+        elif self.runs:
+            slots = slots + self.runs[0][0]
+        if np.all(np.diff(slots) == 1):
+            return slice(int(slots[0]), int(slots[-1]) + 1)
+        return torch.from_numpy(slots)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        pool = self.pool
+        return KvPool.bytes_per_token(1, pool.kv_heads, pool.head_dim, pool.dtype)
+
+
+class KvMoves:
+    """The moves that concern one rank, from one shard to another or within one; carried out layer by layer.
+
+    What leaves is copied when a layer is started, what arrives is written when it is finished, so that slots may be
+    used again in place.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        moves: Sequence[KvMove],
+        source: tuple[KvShard, range] | None,
+        target: tuple[KvShard, range] | None,
+    ) -> None:
+        """source, target: the shards with the KV heads that they hold; None where this rank holds nothing."""
+        self._transport = transport
+        self._source, self._target = source, target
+        rank = transport.rank
+        stays = source is not None and target is not None and source[0] is target[0]
+        self._out: list[tuple[int, range, _Index]] = []
+        self._in: list[tuple[int, range, _Index, int]] = []
+        for move in moves:
+            if stays and move.source == move.target and np.array_equal(move.from_slots, move.to_slots):
+                continue
+            if move.source == rank:
+                assert source is not None, "a rank sends what it does not hold"
+                heads = _moved(move.heads, -source[1].start)
+                self._out.append((move.target, heads, source[0].index(move.from_slots)))
+            if move.target == rank:
+                assert target is not None, "a rank gets what it does not hold"
+                heads = _moved(move.heads, -target[1].start)
+                self._in.append((move.source, heads, target[0].index(move.to_slots), len(move.to_slots)))
+
+    def __bool__(self) -> bool:
+        return bool(self._out or self._in)
+
+    def start(self, layer: int) -> Callable[[], None]:
+        """Begin one layer; the result finishes it."""
+        rank = self._transport.rank
+        out = [(peer, self._taken(layer, heads, index)) for peer, heads, index in self._out]
+        own = [data for peer, data in out if peer == rank]
+        into = [
+            (peer, own.pop(0) if peer == rank else self._room(len(heads), tokens))
+            for peer, heads, _, tokens in self._in
+        ]
+        wait = self._transport.exchange(
+            [(peer, data) for peer, data in out if peer != rank],
+            [(peer, data) for peer, data in into if peer != rank],
+            Lane.HISTORY,
+        )
+
+        def finish() -> None:
+            wait()
+            for (_, heads, index, _), (_, data) in zip(self._in, into, strict=True):
+                assert self._target is not None
+                self._target[0].pool.data[layer][:, heads.start : heads.stop, index] = data
+
+        return finish
+
+    def _taken(self, layer: int, heads: range, index: _Index) -> Tensor:
+        assert self._source is not None
+        taken = self._source[0].pool.data[layer][:, heads.start : heads.stop, index]
+        return taken.clone(memory_format=torch.contiguous_format) if isinstance(index, slice) else taken
+
+    def _room(self, heads: int, tokens: int) -> Tensor:
+        shard = self._target or self._source
+        assert shard is not None
+        pool = shard[0].pool
+        return torch.empty((2, heads, tokens, pool.head_dim), dtype=pool.dtype, device=pool.data.device)
+
+
+def _moved(heads: range, by: int) -> range:
+    return range(heads.start + by, heads.stop + by)

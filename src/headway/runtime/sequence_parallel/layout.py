@@ -1,0 +1,269 @@
+"""Who holds which heads of which tokens' keys and values, and what must move from one such layout to another.
+
+Re-balancing onto a larger group (Tetris §4.1), another strategy's cut, and hand-over to a decode instance of another TP
+degree are all the same: two layouts and the moves between them. Pure data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.shard import Shard
+from headway.runtime.sequence_parallel.group import ChunkSpec
+from headway.runtime.sequence_parallel.tokens import Positions, share
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank holds: KV heads `heads` of the tokens `positions`, in the order of its slots."""
+
+    heads: range
+    positions: Positions
+
+
+KvLayout = Mapping[int, Held]
+"""By rank. A rank that is absent holds nothing."""
+
+EMPTY: KvLayout = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class KvMove:
+    """Keys and values of `heads`, from slots of rank `source` to as many of rank `target`. Both may be one rank."""
+
+    source: int
+    target: int
+    heads: range
+    from_slots: Positions
+    to_slots: Positions
+
+
+def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """Where history goes before a chunk: even over the ring's members, cut over each member's ranks by heads.
+
+    As little moves as can be: a member keeps the first of the tokens that its ranks hold, up to its share, and what is
+    over fills the shares that are short. History needs no placement order, every row sees all of it (Tetris §4.1).
+    Where only `spec.keepers` keep KV, theirs are the shares.
+    Raises ConfigError unless the group includes all ranks that hold something, as the paper demands, and unless they
+    hold exactly the tokens before the chunk.
+    """
+    ranks = spec.group.ranks
+    _include(held, ranks)
+    past = 1 + max((int(one.positions.max()) for one in held.values() if len(one.positions)), default=-1)
+    if past != spec.start:
+        raise ConfigError(f"chunk start {spec.start}: KV is held up to token {past}")
+    if not spec.keepers and _even(held, spec, config, past):
+        return {rank: held[rank] for rank in ranks}
+    free = np.ones(past, dtype=bool)
+    sizes = _sizes(spec, past)
+    shares: list[Positions] = []
+    for member, size in enumerate(sizes):
+        own = _union([held[rank].positions for rank in _ranks(spec, member) if rank in held])
+        kept = own[free[own]][:size]
+        free[kept] = False
+        shares.append(kept)
+    everyone = _union([held[rank].positions for rank in ranks if rank in held])
+    over, taken = everyone[free[everyone]], 0
+    layout = {}
+    for member, size in enumerate(sizes):
+        short = size - len(shares[member])
+        positions = np.concatenate([shares[member], over[taken : taken + short]])
+        taken += short
+        for index in range(member * spec.width, (member + 1) * spec.width):
+            layout[ranks[index]] = Held(spec.heads(index).kv_heads(config), positions)
+    return layout
+
+
+def _sizes(spec: ChunkSpec, tokens: int) -> list[int]:
+    """How many of so many tokens each member is to have."""
+    keep = _keep(spec)
+    edges = {member: share(tokens, len(keep), at) for at, member in enumerate(keep)}
+    return [end - first for first, end in (edges.get(member, (0, 0)) for member in range(spec.members))]
+
+
+def _keep(spec: ChunkSpec) -> list[int]:
+    """Members that keep KV."""
+    first_ranks = spec.group.ranks[:: spec.width]
+    return [member for member, rank in enumerate(first_ranks) if not spec.keepers or rank in spec.keepers]
+
+
+def _even(held: KvLayout, spec: ChunkSpec, config: DecoderConfig, past: int) -> bool:
+    """Whether everybody has its share already: no token is twice on the ring then, as there are as many places as
+    tokens."""
+    for index, rank in enumerate(spec.group.ranks):
+        member, part = divmod(index, spec.width)
+        first, end = share(past, spec.members, member)
+        one = held.get(rank)
+        if one is None or len(one.positions) != end - first or one.heads != spec.heads(index).kv_heads(config):
+            return False
+        if part and not np.array_equal(one.positions, held[spec.group.ranks[index - part]].positions):
+            return False
+    return True
+
+
+def fits(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> bool:
+    """Whether a chunk can be computed where KV lies: its ranks hold the heads that they attend with, and each token is
+    with one member. KV that is cut by heads (Ulysses) does not fit a ring, nor the other way round."""
+    ranks = spec.group.ranks
+    past = sum(len(held[rank].positions) for rank in ranks[:: spec.width] if rank in held)
+    own = (spec.heads(index).kv_heads(config) for index in range(len(ranks)))
+    return past == spec.start and all(
+        held[rank].heads == heads for rank, heads in zip(ranks, own, strict=True) if rank in held
+    )
+
+
+def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """The same, of KV that fits the chunk: nothing moves, and who holds nothing of it goes on so."""
+    nothing = np.empty(0, dtype=np.int64)
+    return {
+        rank: held.get(rank) or Held(spec.heads(index).kv_heads(config), nothing)
+        for index, rank in enumerate(spec.group.ranks)
+    }
+
+
+def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """Where history that fits goes before a chunk that only `spec.keepers` keep KV of: what they have stays, and what
+    the others have fills those of them that have least, so that they are as even as that allows."""
+    history, width = dict(stayed(held, spec, config)), spec.width
+    first_ranks = spec.group.ranks[::width]
+    keep = _keep(spec)
+    over = _union([history[rank].positions for rank in first_ranks if rank not in spec.keepers])
+    counts = _levelled([len(history[first_ranks[member]].positions) for member in keep], len(over))
+    gone = np.empty(0, dtype=np.int64)
+    taken = 0
+    for member in range(spec.members):
+        more = gone
+        if member in keep:
+            own = len(history[first_ranks[member]].positions)
+            more = over[taken : taken + counts[keep.index(member)] - own]
+            taken += len(more)
+        for rank in _ranks(spec, member):
+            one = history[rank]
+            history[rank] = Held(one.heads, np.concatenate([one.positions, more]) if member in keep else gone)
+    return history
+
+
+def _levelled(counts: Sequence[int], more: int) -> list[int]:
+    """`more` things dealt out so that those who have least have as much as each other."""
+    filled = list(counts)
+    low = sorted(range(len(counts)), key=lambda i: (counts[i], i))
+    while counts[low[-1]] * len(low) > sum(counts[i] for i in low) + more:
+        low.pop()
+    total = sum(counts[i] for i in low) + more
+    for at, i in enumerate(low):
+        first, end = share(total, len(low), at)
+        filled[i] = end - first
+    return filled
+
+
+def history_of(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
+    """Where KV of earlier chunks is to be while a chunk is computed: one in place has it laid out anew only where it
+    does not fit. Raises ConfigError as `balanced`."""
+    _include(held, spec.group.ranks)
+    if spec.in_place and fits(held, spec, config):
+        return (packed if spec.keepers else stayed)(held, spec, config)
+    return balanced(held, spec, config)
+
+
+def _include(held: KvLayout, ranks: Sequence[int]) -> None:
+    if missing := sorted({rank for rank, one in held.items() if len(one.positions)} - set(ranks)):
+        raise ConfigError(f"group.ranks {ranks}: must include ranks {missing}, which hold KV of earlier chunks")
+
+
+def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> KvLayout:
+    """The layout after a chunk: each member's tokens (`fresh`) behind its share of history."""
+    layout = {}
+    for index, rank in enumerate(spec.group.ranks):
+        one = history[rank]
+        layout[rank] = Held(one.heads, np.concatenate([one.positions, fresh[index // spec.width]]))
+    return layout
+
+
+def gathered(ranks: Sequence[int], tokens: int, config: DecoderConfig) -> KvLayout:
+    """All tokens in order on one instance, its ranks being tensor-parallel: what decode reads."""
+    everything = np.arange(tokens, dtype=np.int64)
+    return {r: Held(Shard(i, len(ranks)).kv_heads(config), everything) for i, r in enumerate(ranks)}
+
+
+def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:
+    """What makes `after` of `before`, everything that `after` holds included, by target, then source.
+
+    A target takes from itself what it has; where a head is on several ranks, targets begin with different ones. Moves
+    that change nothing (same rank, same slots) are included: whoever carries them out knows whether storage stays.
+    """
+    edges = sorted(
+        {edge for held in (before, after) for one in held.values() for edge in (one.heads[0], one.heads[-1] + 1)}
+    )
+    classes = [range(*pair) for pair in pairwise(edges)]
+    tokens = 1 + max((int(one.positions.max()) for one in before.values() if len(one.positions)), default=-1)
+    slots = {rank: _slots(one.positions, tokens) for rank, one in before.items()}
+    found: dict[tuple[int, int], list[tuple[range, Positions, Positions]]] = {}
+    for target, wanted in after.items():
+        for heads in classes:
+            if heads[0] not in wanted.heads or not len(wanted.positions):
+                continue
+            missing = np.ones(len(wanted.positions), dtype=bool)
+            for source in _sources(target, heads[0], before):
+                at = slots[source][wanted.positions]
+                got = np.flatnonzero(missing & (at >= 0))
+                if len(got):
+                    missing[got] = False
+                    found.setdefault((target, source), []).append((heads, at[got], got))
+            if missing.any():
+                raise ConfigError(f"nobody holds KV of token {wanted.positions[missing][0]}, head {heads[0]}")
+    return tuple(
+        KvMove(source, target, heads, from_slots, to_slots)
+        for (target, source), parts in sorted(found.items(), key=lambda item: item[0])
+        for heads, from_slots, to_slots in _joined(parts)
+    )
+
+
+def _joined(
+    parts: Sequence[tuple[range, Positions, Positions]],
+) -> Iterator[tuple[range, Positions, Positions]]:
+    """Neighbouring heads whose tokens move alike, as one."""
+    open_part = None
+    for heads, from_slots, to_slots in parts:
+        if open_part and open_part[0].stop == heads.start and np.array_equal(open_part[2], to_slots):
+            open_part = (range(open_part[0].start, heads.stop), from_slots, to_slots)
+            continue
+        if open_part:
+            yield open_part
+        open_part = (heads, from_slots, to_slots)
+    if open_part:
+        yield open_part
+
+
+def _sources(target: int, head: int, held: KvLayout) -> list[int]:
+    """Ranks with that head: the target itself first, then the others from a start that differs between targets."""
+    ranks = sorted(rank for rank, one in held.items() if head in one.heads)
+    first = ranks.index(target) if target in ranks else target % max(1, len(ranks))
+    return ranks[first:] + ranks[:first]
+
+
+def _slots(positions: Positions, tokens: int) -> Positions:
+    slots = np.full(tokens, -1, dtype=np.int64)
+    slots[positions] = np.arange(len(positions))
+    return slots
+
+
+def _union(parts: Sequence[Positions]) -> Positions:
+    """Each position once, in order of first appearance."""
+    if not parts:
+        return np.empty(0, dtype=np.int64)
+    if all(part is parts[0] for part in parts):
+        return parts[0]
+    joined = np.concatenate(parts)
+    _, first = np.unique(joined, return_index=True)
+    return joined[np.sort(first)]
+
+
+def _ranks(spec: ChunkSpec, member: int) -> tuple[int, ...]:
+    return spec.group.ranks[member * spec.width : (member + 1) * spec.width]

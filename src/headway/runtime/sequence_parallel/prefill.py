@@ -1,0 +1,271 @@
+"""One rank's part in the prefill of one prompt, chunk by chunk, on groups that grow: what an instance's worker calls.
+
+For each chunk `begin`, then `run` until it says that the layers are done, then `finish`; all ranks of the chunk's group
+make the same calls with the same arguments. At the end `hand_over` brings the KV to where decode reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import ConfigError, InvariantError
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.decoder import Decoder
+from headway.runtime.sequence_parallel.chunk import LOGITS, ChunkPlan, RankPlan
+from headway.runtime.sequence_parallel.executor import StepExecutor
+from headway.runtime.sequence_parallel.group import ChunkSpec
+from headway.runtime.sequence_parallel.kv_shard import KvMoves, KvShard
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, moves
+from headway.runtime.sequence_parallel.saved import Saved
+from headway.runtime.sequence_parallel.steps import ROWS
+from headway.runtime.sequence_parallel.transport import Lane, Transport
+
+Storage = Callable[[int, int], KvShard]
+"""(KV heads, tokens) to a place for them: how a worker gives slots of its own pool, leased by its ledger."""
+
+
+class SequencePrefill:
+    """Made once a prompt on every rank that will take part, and again after a loss: nothing else is kept.
+
+    config: the whole model's. storage: where KV is kept, asked once a chunk at most, when the heads are others than
+    before or the room is too small; it may give the place that it gave before, extended. By default pools of this
+    prompt alone.
+    """
+
+    def __init__(
+        self, decoder: Decoder, config: DecoderConfig, transport: Transport, storage: Storage | None = None
+    ) -> None:
+        self._decoder, self._config, self._transport = decoder, config, transport
+        self._storage = storage or self._own_pool
+        self._held: KvLayout = EMPTY
+        self._shard: KvShard | None = None
+        self._chunk: ChunkPlan | None = None
+        self._layer = 0
+        self._asked = False
+
+    @property
+    def held(self) -> KvLayout:
+        """Who holds the KV of the chunks that are finished."""
+        return self._held
+
+    @property
+    def after(self) -> KvLayout | None:
+        """Who will hold what once the chunk under way is finished, and does in its finished layers. None: there is no
+        such chunk."""
+        return None if self._chunk is None else self._chunk.after
+
+    def travel(self, transport: Transport) -> None:
+        """Between chunks: the next one goes over other connections. The rank is the same."""
+        if self._chunk is not None or transport.rank != self._transport.rank:
+            raise InvariantError("a chunk under way goes on over the connections that it began with")
+        self._transport = transport
+
+    def adopt(self, held: KvLayout, shard: KvShard | None) -> None:
+        """Before the first chunk: KV that is there already, a cached prefix say, and this rank's part of it."""
+        if self._chunk is not None or self._held:
+            raise InvariantError("KV is adopted after the first chunk began")
+        self._held, self._shard = held, shard
+
+    @torch.inference_mode()
+    def begin(
+        self,
+        spec: ChunkSpec,
+        tokens: Sequence[int] | Tensor,
+        wanted: Sequence[int] | None = None,
+        held: KvLayout | None = None,
+    ) -> None:
+        """Take up a chunk. tokens: the chunk's, `spec.tokens` of them. wanted: positions whose logits `finish` gives
+        (None: the last; maybe none). held: the layout so far, for a rank that joins; other ranks know it.
+
+        Raises ConfigError for a group or strategy that does not fit the model, the ranks or the KV that is there, and
+        InvariantError while another chunk is under way.
+        """
+        if self._chunk is not None:
+            raise InvariantError("a chunk begins before the one before it is finished")
+        if len(tokens) != spec.tokens:
+            raise ConfigError(f"tokens: {len(tokens)} given for chunk [{spec.start}, {spec.end})")
+        rank = self._transport.rank
+        if rank not in spec.group.ranks:
+            raise ConfigError(f"group.ranks {spec.group.ranks}: rank {rank} is not one of them")
+        shard = self._decoder.shard
+        if (shard.rank, shard.ranks) != (spec.group.ranks.index(rank) % spec.group.tp, spec.group.tp):
+            raise ConfigError(f"group.tp {spec.group.tp}: rank {rank} holds slice {shard.rank} of {shard.ranks}")
+        chunk = ChunkPlan(spec, self._held if held is None else held, self._config, wanted)
+        self._plan: RankPlan = chunk.rank(rank)
+        source = self._shard
+        own = chunk.after[rank]
+        if source is None or source.pool.kv_heads != len(own.heads) or source.capacity < len(own.positions):
+            self._shard = self._storage(len(own.heads), len(own.positions))
+        assert self._shard is not None
+        before = chunk.before.get(rank)
+        history = KvMoves(
+            self._transport,
+            chunk.moves(),
+            None if source is None or before is None else (source, before.heads),
+            (self._shard, own.heads),
+        )
+        self._executor = StepExecutor(
+            self._decoder, self._config, self._transport, self._shard, history, torch.as_tensor(tokens), spec.start
+        )
+        self._before, self._source, self._chunk, self._layer = before, source, chunk, 0
+        self._entered = self._asked = False
+
+    @torch.inference_mode()
+    def run(
+        self,
+        until: int | None = None,
+        pause: Callable[[], bool] | None = None,
+        behind: Callable[[int], None] | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> bool:
+        """Go on from where the chunk stands. True when all layers are done, False when it was paused before one.
+
+        until: the layer to stop before, the same on all ranks. pause: in a chunk that is `preemptible`, asked on the
+        group's first rank before each layer; when it says yes, every rank stops behind that layer. Its answer travels
+        while the layer is computed (a rank that is alone is asked behind it). behind: called behind each layer, with
+        its number: its KV is all in place. look: called within a layer, every so often; what it raises ends the chunk.
+        """
+        layers = self._config.layers
+        self._under_way()
+        executor, plan = self._executor, self._plan
+        if look is not None:
+            executor.look = look
+        if not self._entered:
+            executor.run(plan.enter, 0)
+            self._entered = True
+        stop = layers if until is None else min(until, layers)
+        if self._layer < stop:
+            executor.run(plan.fetch, self._layer)
+        while self._layer < stop:
+            asked = self._ask(pause) if self.preemptible else None
+            executor.run(plan.layer, self._layer)
+            self._layer += 1
+            if behind is not None:
+                behind(self._layer - 1)
+            self._asked = asked is not None and asked()
+            if self._asked and self._layer < layers:
+                break
+        executor.settle()
+        return self._layer == layers
+
+    @torch.inference_mode()
+    def finish(self) -> Tensor | None:
+        """After the last layer: the logits of the wanted positions, (wanted, vocab) fp32, on the group's first rank,
+        where there are any."""
+        chunk = self._under_way()
+        if self._layer < self._config.layers or not self._entered:
+            raise InvariantError(f"a chunk is finished at layer {self._layer} of {self._config.layers}")
+        self._executor.run(self._plan.leave, self._layer)
+        logits = self._executor.registers.pop(LOGITS) if self._plan.answers else None
+        self._held, self._chunk = chunk.after, None
+        self._executor.registers.clear()
+        del self._executor, self._source
+        return logits
+
+    @property
+    def shard(self) -> KvShard | None:
+        """Where this rank's KV is. A place that `storage` gave before this one is free once a chunk is finished."""
+        return self._shard
+
+    @property
+    def preemptible(self) -> bool:
+        """Whether the chunk under way may be paused by its first rank."""
+        return self._under_way().spec.preemptible
+
+    @property
+    def asked(self) -> bool:
+        """Whether a pause was asked for in the layer that ended last: of a chunk's last one, for what follows it."""
+        return self._asked
+
+    @property
+    def layer(self) -> int:
+        """The layer at which `run` goes on."""
+        return self._layer
+
+    @property
+    def saved(self) -> Saved:
+        """What this rank keeps of the chunk under way while it is paused, and of the chunks before it."""
+        chunk, rank = self._under_way(), self._transport.rank
+        layers, done, moved = self._config.layers, self._layer, self._executor.moved_layers
+        after = len(chunk.after[rank].positions)
+        history = len(chunk.history[rank].positions)
+        before = 0 if self._before is None else len(self._before.positions)
+        assert self._shard is not None
+        own = self._shard.token_bytes
+        old = own if self._source is None else self._source.token_bytes
+        rows = self._executor.registers.get(ROWS)
+        return Saved(
+            kv_bytes=own * (done * after + (moved - done) * history) + old * (layers - moved) * before,
+            kv_bytes_at_end=own * layers * after,
+            activation_bytes=0 if rows is None else rows.numel() * rows.element_size(),
+        )
+
+    def hand_over(self, to: KvLayout, target: KvShard | None) -> None:
+        """Bring all KV to where `to` says (`layout.gathered`: in token order on one instance), layer by layer.
+
+        Called by every rank that holds some and every rank that gets some; the latter give the place, of
+        `to[rank].heads` KV heads. Ranks that were in no chunk call the function `hand_over` with the layout instead.
+        """
+        if self._chunk is not None:
+            raise InvariantError("KV is handed over before its chunk is finished")
+        hand_over(self._transport, self._held, to, self._shard, target, self._config.layers)
+
+    def _own_pool(self, kv_heads: int, tokens: int) -> KvShard:
+        """Room for the longest prompt: a pool's memory is taken when it is written."""
+        decoder, config = self._decoder, self._config
+        slots = max(tokens, config.max_model_len)
+        pool = KvPool(config.layers, kv_heads, slots, config.head_dim, decoder.dtype, decoder.device)
+        return KvShard(pool, [(0, slots)])
+
+    def _ask(self, pause: Callable[[], bool] | None) -> Callable[[], bool]:
+        """The first rank's answer, told to all while they compute. One that is alone is asked when they have."""
+        first, *others = self._under_way().spec.group.ranks
+        if not others:
+            return lambda: pause is not None and pause()
+        if self._transport.rank == first:
+            said = torch.tensor([1 if pause is not None and pause() else 0], dtype=torch.int32)
+            wait = self._transport.exchange([(rank, said) for rank in others], [], Lane.PAUSE)
+        else:
+            said = torch.zeros(1, dtype=torch.int32)
+            wait = self._transport.exchange([], [(first, said)], Lane.PAUSE)
+
+        def answer() -> bool:
+            wait()
+            return bool(said)
+
+        return answer
+
+    def _under_way(self) -> ChunkPlan:
+        if self._chunk is None:
+            raise InvariantError("no chunk is under way")
+        return self._chunk
+
+
+@torch.inference_mode()
+def hand_over(
+    transport: Transport, held: KvLayout, to: KvLayout, source: KvShard | None, target: KvShard | None, layers: int
+) -> None:
+    """See `SequencePrefill.hand_over`. One layer is under way while the one before it is written."""
+    rank = transport.rank
+    if rank in to and (target is None or target.pool.kv_heads != len(to[rank].heads)):
+        raise ConfigError(f"target: rank {rank} needs a place with {len(to[rank].heads)} KV heads")
+    if target is not None and rank in to and target.capacity < len(to[rank].positions):
+        raise ConfigError(f"target: {target.capacity} slots for {len(to[rank].positions)} tokens")
+    todo = KvMoves(
+        transport,
+        moves(held, to),
+        None if source is None or rank not in held else (source, held[rank].heads),
+        None if target is None or rank not in to else (target, to[rank].heads),
+    )
+    finish: Callable[[], None] | None = None
+    for layer in range(layers):
+        behind = todo.start(layer)
+        if finish is not None:
+            finish()
+        finish = behind
+    if finish is not None:
+        finish()

@@ -1,0 +1,173 @@
+"""A rank's part in runs, as its engine tells it: computed in the rank's own thread, which goes on hearing meanwhile.
+
+A run is computed from inside the rank's loop, and calls back into it: within layers for what concerns KV, a pause or an
+end (`glance`), and where all ranks of the instance stand at the same point, for plans as well (`turn`): while room is
+awaited, and behind a layer where the engine asks for that. Ranks would wait for each other for ever otherwise, one in
+a layer of the run and one in a batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headway.core.errors import HeadwayError
+from headway.runtime.kv_transfer.peers import PeerLostError
+from headway.runtime.kv_transfer.pool_port import KvPort
+from headway.runtime.sequence_parallel.span_executor import Runs
+from headway.runtime.sequence_parallel.span_messages import (
+    Begin,
+    Begun,
+    Broken,
+    Cease,
+    Edge,
+    Ended,
+    Finish,
+    Given,
+    Go,
+    Halted,
+    Hold,
+    Keep,
+    RunFromRank,
+    RunToRank,
+    Through,
+    Want,
+)
+
+log = logging.getLogger("headway.worker")
+
+
+class Loop(Protocol):
+    """The rank's loop (`runtime.executor.rank_loop`), as it may be called from inside a run."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rank was told to end."""
+
+    def turn(self) -> None:
+        """Take the next message, or carry out the next plan; waits for one."""
+
+    def glance(self) -> None:
+        """Take what has come, and carry out what computes nothing."""
+
+
+class _OverError(Exception):
+    """Nobody wants the run under way any more."""
+
+
+class RunRank:
+    """Companion of `Runs` at one rank. say: a word to the engine. `loop` is set before anything is heard."""
+
+    loop: Loop
+
+    def __init__(self, runs: Runs, port: KvPort, say: Callable[[RunFromRank], None]) -> None:
+        self._runs, self._port, self._say = runs, port, say
+        self._name = ""
+        self._hold = self._on = False
+        self.over = False
+        """Whether nobody wants the run under way any more: it ends before anything else is heard."""
+        self._given: list[Sequence[tuple[int, int]]] = []
+
+    def hear(self, said: RunToRank) -> None:
+        """The engine's word. What it says of a request that was forgotten is ignored."""
+        name = said.name
+        if isinstance(said, Keep):
+            self._runs.admit(name, memoryview(said.prompt), said.params, said.output)
+        elif name not in self._runs:
+            return
+        elif isinstance(said, Begin):
+            self._carry_out(name, lambda: self._begin(said))
+        elif isinstance(said, Go):
+            self._carry_out(name, lambda: self._go(said))
+        elif isinstance(said, Finish):
+            self._carry_out(name, lambda: self._finish(said))
+        elif isinstance(said, Cease):
+            self.forget(name)
+        elif name != self._name:  # the run had come to an edge, or its end, by itself
+            return
+        elif isinstance(said, Given):
+            self._given.append(said.slots)
+        elif isinstance(said, Hold):
+            self._hold = True
+        else:
+            self._on = True
+
+    def forget(self, name: str) -> None:
+        """Drop a request; a run of it that is under way ends as soon as this has returned to it."""
+        self.over = self.over or name == self._name
+        self._runs.forget(name)
+
+    def _carry_out(self, name: str, body: Callable[[], None]) -> None:
+        self._name = name
+        try:
+            body()
+        except _OverError:
+            pass
+        except PeerLostError as error:
+            self._say(Broken(name, str(error), error.end))
+        except HeadwayError as error:
+            self._say(Broken(name, str(error), None))
+        except Exception as error:
+            log.exception("a run of %s failed", name)
+            self._say(Broken(name, f"it failed: {error}", None))
+        finally:
+            self._name, self.over = "", False
+
+    def _begin(self, said: Begin) -> None:
+        name = said.name
+
+        def room(tokens: int, anew: bool) -> Sequence[tuple[int, int]]:
+            self._given.clear()
+            self._say(Want(name, tokens, anew))
+            while not self._given:
+                self._turn()
+            return self._given.pop()
+
+        self._port.settle(name)
+        self._runs.begin(name, said.run, said.before, said.preemptible, said.drawn, room, self._look)
+        self._say(Begun(name))
+
+    def _go(self, said: Go) -> None:
+        name, self._hold = said.name, said.hold
+
+        def behind(layers: int) -> None:
+            self._port.layers_are_there(name)
+            if not said.edges:
+                self._look()
+                return
+            self._on = False
+            self._say(Edge(name, layers))
+            while not self._on:
+                self._turn()
+
+        def pause() -> bool:
+            self._look()
+            return self._hold
+
+        if self._runs.go(name, pause, behind):
+            self._say(Through(name))
+            return
+        tokens, layer, saved = self._runs.saved(name)
+        self._say(Halted(name, tokens, layer, saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end))
+
+    def _finish(self, said: Finish) -> None:
+        name = said.name
+        emitted, moved = self._runs.finish(name, said.draw)
+        if moved:  # from the place before, which will be others'
+            self._port.settle(name)
+        self._port.layers_are_there(name)
+        self._say(Ended(name, emitted, moved, self._runs.whole_tokens(name)))
+
+    def _look(self) -> None:
+        self.loop.glance()
+        self._check()
+        self._runs.check(self._name)
+
+    def _turn(self) -> None:
+        self.loop.turn()
+        self._check()
+
+    def _check(self) -> None:
+        if self.over or self.loop.stopped:
+            raise _OverError

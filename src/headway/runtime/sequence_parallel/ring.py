@@ -1,0 +1,44 @@
+"""Ring attention as data: at which step a member attends to whose keys, under which blocks, and what it passes on.
+
+Every member begins with its own keys and passes on what it has just begun to attend to (Liu et al. 2023), history
+included (Tetris §5). A member's keys travel as one block: its share of history, then its tokens of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway.runtime.sequence_parallel.cover import Block, cover
+from headway.runtime.sequence_parallel.tokens import Positions
+
+
+class RingStep(NamedTuple):
+    """Attend to the keys of member `source` (as many as `keys`) while they go to the next member, and those of member
+    `arriving` (`arriving_keys`) come from the one before; -1 in the last step. Nothing travels where there are no keys.
+    """
+
+    source: int
+    keys: int
+    arriving: int
+    arriving_keys: int
+    blocks: tuple[Block, ...]
+
+
+def ring(member: int, fresh: Sequence[Positions], past: Sequence[int]) -> tuple[RingStep, ...]:
+    """The steps of one member. fresh: every member's tokens of the chunk; past: every member's share of history."""
+    members = len(fresh)
+    steps = []
+    for step in range(members):
+        source, arriving = (member - step) % members, (member - step - 1) % members
+        last = step == members - 1
+        steps.append(
+            RingStep(
+                source,
+                past[source] + len(fresh[source]),
+                -1 if last else arriving,
+                0 if last else past[arriving] + len(fresh[arriving]),
+                cover(fresh[member], fresh[source], past[source]),
+            )
+        )
+    return tuple(steps)

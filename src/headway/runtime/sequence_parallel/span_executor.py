@@ -1,0 +1,335 @@
+"""An instance's part in runs: prompts that are computed by several instances together, KV in this one's own pool.
+
+Ranks of a run's group are ends (`runtime.kv_transfer.ends`): the instances themselves, or all tensor-parallel ranks
+of each. What
+a run needs of others is in `runtime.sequence_parallel`; here is where its rows' keys and values are kept, how its
+tensors
+travel, and how its first token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headway.core.errors import ConfigError, InvariantError
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.core.span import Run
+from headway.runtime.attention.slots import cut_runs
+from headway.runtime.executor.request_tokens import Resident, sampler_of
+from headway.runtime.executor.worker import Worker
+from headway.runtime.kv_transfer.ends import end_of, instance_of
+from headway.runtime.kv_transfer.peers import Line, Peers, Ticket
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.sampling import sample
+from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
+from headway.runtime.sequence_parallel.kv_shard import KvShard
+from headway.runtime.sequence_parallel.layout import KvLayout
+from headway.runtime.sequence_parallel.pieces import layout_after, pieces
+from headway.runtime.sequence_parallel.prefill import SequencePrefill
+from headway.runtime.sequence_parallel.saved import Saved
+from headway.runtime.sequence_parallel.tokens import Order
+from headway.runtime.sequence_parallel.transport import Lane
+
+Room = Callable[[int, bool], Sequence[tuple[int, int]]]
+"""(tokens, anew) to slots of the pool for so many tokens, as runs: in the place that the request has, made larger, or
+in another one. It may wait, and raises where there is none."""
+
+
+def chunks_of(run: Run, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
+    """What a run's group of instances of `tp` ranks each computes, in order: the same for all who know the run.
+    `striped` is placed so, tokens that are decoded in place on the first, everything else in zigzag, which for one
+    member is the order of tokens."""
+    order: Order = "first" if run.in_place else "striped" if run.strategy.attn == "striped" else "zigzag"
+    group = SpGroup(_ends(run.group, tp), tp, None if run.node is None else run.node * tp)
+    keepers = _ends(run.keepers, tp)
+    spec = ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place, keepers)
+    return pieces(spec, run.rows)
+
+
+def _ends(instances: Sequence[int], tp: int) -> tuple[int, ...]:
+    return tuple(end_of(instance, rank) for instance in instances for rank in range(tp))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """KV of a request that is here: the places of `layout`'s tokens for this instance are the slots of `shard`, in
+    order. `layers`: of how many layers all of it is there; `whole`: at least the tokens before this one are in all."""
+
+    layout: KvLayout
+    shard: KvShard
+    layers: int
+    whole: int
+
+
+class Runs:
+    """Companion of a worker: an instance's only process, or one tensor-parallel rank of it. Requests are named as in
+    messages; unknown ones must not be asked for.
+
+    Nothing here waits for ever: a peer that is gone raises PeerLostError, `look` may end any wait. After an error the
+    request must be forgotten.
+    """
+
+    def __init__(self, worker: Worker, peers: Peers, eos: tuple[int, ...], config: DecoderConfig | None = None) -> None:
+        """config: the whole model's; None: the worker has all of it."""
+        self._worker, self._peers, self._eos = worker, peers, eos
+        self._config, self._tp = config or worker.decoder.config, worker.decoder.shard.ranks
+        self._parts: dict[str, _Part] = {}
+
+    def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
+        """Keep a request's tokens, `output` being what it has said already."""
+        sampler = sampler_of(prompt, params, self._worker.decoder.config.vocab_size, self._eos)
+        resident = Resident(prompt.nbytes // 4, prompt, sampler)
+        for token in output:
+            resident.count()
+            resident.append(token)
+        self._parts[name] = _Part(self._worker, self._config, resident)
+
+    def begin(
+        self,
+        name: str,
+        run: Run,
+        before: Sequence[Run],
+        preemptible: bool,
+        drawn: tuple[int, ...],
+        room: Room,
+        look: Callable[[], None],
+    ) -> None:
+        """Take up a run. `before`: those that were computed before it, in order. drawn: tokens that end with the run's
+        last, of which some may have been drawn elsewhere. `look` is called every so often while others are waited for,
+        and within layers; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
+        group or the KV that is here."""
+        part, tp = self._parts[name], self._tp
+        self._peers.line(name, run.group)  # who is not there any more
+        for instance in run.group:
+            if (ranks := self._peers.ranks_of(instance)) != tp:
+                raise ConfigError(f"group {run.group}: instance {instance} is {ranks} processes, and this one is {tp}")
+        if tp > 1 and run.strategy.attn == "ulysses":
+            raise ConfigError("attn: ulysses is for instances of one process; of others each rank keeps its own heads")
+        chunks = chunks_of(run, preemptible, tp)
+        line = self._peers.line(name, chunks[0].group.ranks)
+        earlier = [chunks_of(one, tp=tp) for one in before]
+        part.begin(chunks, earlier, drawn, _PeerTransport(self._peers.number, line, look), room)
+
+    def go(
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+    ) -> bool:
+        """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer of each
+        piece, with the number of its layers that are done. beside: it is to be called behind all of them, as others
+        compute meanwhile; here it always is."""
+        return self._parts[name].go(pause, lambda layer: behind(layer + 1))
+
+    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+        """After the last layer. draw: the prompt ends here; the group's first instance gets the token. True: another
+        place than before holds the KV now, and the old one is free."""
+        part = self._parts[name]
+        logits = part.prefill.finish()
+        emitted = None
+        if draw and logits is not None:
+            emitted = part.draw(name, logits)
+        return emitted, part.settle()
+
+    def saved(self, name: str) -> tuple[int, int, Saved]:
+        """Where a run is paused: the tokens of the prompt before its piece, the layer; and what is kept here."""
+        return self._parts[name].saved()
+
+    def kept(self, name: str) -> Kept | None:
+        """Where KV of a request lies here; None: there is none."""
+        part = self._parts.get(name)
+        return None if part is None else part.kept(self._worker.pool.layers)
+
+    def whole(self, name: str, tokens: int) -> bool:
+        """Whether KV of the request's first `tokens` tokens is all here, in their order."""
+        return self.whole_tokens(name) == tokens
+
+    def whole_tokens(self, name: str) -> int:
+        """Of how many of the request's first tokens KV is all here, in their order, and of no others; 0: of none."""
+        part = self._parts.get(name)
+        return 0 if part is None else part.whole_tokens(instance_of(self._peers.number), self._peers.number)
+
+    def check(self, name: str) -> None:
+        """Raise PeerLostError when somebody in the group of the run under way is gone."""
+        transport = self._parts[name].transport
+        if transport is not None:
+            transport.check()
+
+    def forget(self, name: str) -> None:
+        """Drop a request. Its places may be given to others once `peers.forget` has returned too."""
+        self._parts.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+
+class _Part:
+    """One request."""
+
+    def __init__(self, worker: Worker, config: DecoderConfig, resident: Resident) -> None:
+        self._worker, self._resident = worker, resident
+        self._prefill: SequencePrefill | None = None
+        self._shard: KvShard | None = None
+        self._moved = False
+        self._room: Room | None = None
+        self._slots = self._own = 0
+        self._config = config
+        self._chunks: deque[ChunkSpec] = deque()
+        """Of the run under way, from the one that is computed on; `_own`: tokens that this instance has at the end of a
+        run of several. `_moves`: KV of earlier runs is on its way."""
+        self._moves = False
+        self.transport: _PeerTransport | None = None
+
+    @property
+    def prefill(self) -> SequencePrefill:
+        assert self._prefill is not None
+        return self._prefill
+
+    def begin(
+        self,
+        chunks: Sequence[ChunkSpec],
+        before: Sequence[Sequence[ChunkSpec]],
+        drawn: tuple[int, ...],
+        transport: _PeerTransport,
+        room: Room,
+    ) -> None:
+        self.transport, self._room = transport, room
+        if self._prefill is None:
+            self._prefill = SequencePrefill(self._worker.decoder, self._config, transport, self._place)
+        self._prefill.travel(transport)
+        held = self._prefill.held
+        if not held:
+            for one in before:
+                held = layout_after(one, held, self._config)
+        own = held.get(transport.rank)
+        if self._shard is None and own is not None and len(own.positions):  # a scheduler has left it
+            self._prefill.adopt(held, self._place(len(own.heads), len(own.positions)))
+        resident, start, end = self._resident, chunks[0].start, chunks[-1].end
+        if drawn and resident.known >= end - len(drawn):
+            resident.hear(end - len(drawn), drawn)
+        if resident.known < end:
+            raise ConfigError(f"run [{start}, {end}): {resident.known} tokens are known here")
+        self._own = 0
+        if len(chunks) > 1 and transport.rank in chunks[0].group.ranks:
+            at_end = layout_after(chunks, held, self._config)[transport.rank]
+            self._own = len(at_end.positions)
+            shard = self._shard
+            if shard is not None and shard.pool.kv_heads == len(at_end.heads) and shard.capacity < self._own:
+                self._place(len(at_end.heads), self._own)  # the first chunk may fit what is there, and a later one not
+        self._chunks = deque(chunks)
+        self._moves = True
+        self._take_up(held)
+
+    def _take_up(self, held: KvLayout) -> None:
+        """The first chunk that is left. Logits are those of the run's last token."""
+        spec = self._chunks[0]
+        wanted = None if len(self._chunks) == 1 else ()
+        self.prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), wanted, held)
+
+    def go(self, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
+        """See `Runs.go`. A pause that was asked for in the last layer of a chunk is one before the next chunk."""
+        prefill, transport = self.prefill, self.transport
+        assert transport is not None
+        while prefill.run(pause=pause, behind=behind, look=transport.look):
+            if len(self._chunks) == 1:
+                return True
+            asked = prefill.asked
+            prefill.finish()
+            self._chunks.popleft()
+            self._moves = False
+            self._take_up(prefill.held)
+            if asked:
+                return False
+        return False
+
+    def saved(self) -> tuple[int, int, Saved]:
+        """See `Runs.saved`."""
+        saved, shard = self.prefill.saved, self._shard
+        assert shard is not None
+        at_end = max(saved.kv_bytes_at_end, shard.token_bytes * self._config.layers * self._own)
+        return self._chunks[0].start, self.prefill.layer, msgspec.structs.replace(saved, kv_bytes_at_end=at_end)
+
+    def _place(self, heads: int, tokens: int) -> KvShard:
+        """Slots of the pool for so many heads of a run's tokens: the place that is there, made larger, unless its heads
+        are others. Fewer heads of more tokens take a token's slot together."""
+        pool = self._worker.pool
+        fold = pool.kv_heads // heads
+        slots = -(-max(tokens, self._own) // fold)
+        assert self._room is not None
+        shard = self._shard
+        anew = shard is None or shard.pool.kv_heads != heads
+        runs = self._room(slots, self._shard is not None and anew)
+        if shard is None or anew:
+            self._moved = self._shard is not None
+            shard = self._shard = KvShard(pool if fold == 1 else pool.narrowed(heads), ())
+            self._slots = 0
+        there = sum(count for _, count in runs)
+        fresh = cut_runs(runs, self._slots, there)
+        self._slots = there
+        shard.extend(pool.narrow_runs(heads, fresh))
+        return shard
+
+    def settle(self) -> bool:
+        moved, self._moved = self._moved, False
+        return moved
+
+    def draw(self, name: str, logits: Tensor) -> Emitted:
+        resident = self._resident
+        if resident.sampler is None:
+            raise InvariantError(f"{name} has no sampler here")
+        (drawn,) = sample(logits, [resident.sampler], [resident.known])
+        resident.count()
+        resident.append(drawn.token)
+        return Emitted(name, drawn.token, drawn.logprobs)
+
+    def kept(self, layers: int) -> Kept | None:
+        prefill = self._prefill
+        if prefill is None or self._shard is None:
+            return None
+        after = prefill.after
+        if after is None:
+            return Kept(prefill.held, self._shard, layers, 0)
+        return Kept(after, self._shard, prefill.layer, 0 if self._moves else self._chunks[0].start)
+
+    def whole_tokens(self, instance: int, end: int) -> int:
+        prefill = self._prefill
+        if prefill is None or prefill.after is not None or set(map(instance_of, prefill.held)) != {instance}:
+            return 0
+        held = prefill.held[end]
+        whole = len(held.heads) == self._worker.pool.kv_heads
+        return len(held.positions) if whole and bool((held.positions[1:] > held.positions[:-1]).all()) else 0
+
+
+class _PeerTransport:
+    """`Transport` over the sockets between instances, for one run."""
+
+    def __init__(self, rank: int, line: Line, look: Callable[[], None]) -> None:
+        self.rank, self.look = rank, look
+        self._line = line
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
+    ) -> Callable[[], None]:
+        """See `Transport.exchange`."""
+        line = self._line
+        tickets: list[Ticket] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
+        tickets += [line.send(rank, lane, (_bytes(tensor),)) for rank, tensor in sends]
+
+        def wait() -> None:
+            for ticket in tickets:
+                ticket.wait(self.look)
+
+        return wait
+
+    def check(self) -> None:
+        """Raise PeerLostError when one of the others is gone."""
+        self._line.check()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,142 @@
+"""What an engine and its ranks say to each other of runs (`runtime.executor.messages.Aside`, `Word`), beside
+`rank_notes`.
+
+All is of one request, by its name. The engine says a thing to all ranks and waits for a word of each; of several
+requests it speaks in turn. A prompt is told once; nothing else grows with a context, but slots by their runs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.core.executor import Emitted
+from headway.core.sampling import SamplingParams
+from headway.core.span import Run
+from headway.runtime.kv_transfer import rank_notes
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+    """A request of which runs may be computed (`Runs.admit`). prompt: token ids, int32, little-endian."""
+
+    name: str
+    prompt: bytes
+    params: SamplingParams
+    output: tuple[int, ...]
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """Take up a run (`Runs.begin`). Answered by `Want`, as often as there is, then `Begun`."""
+
+    name: str
+    run: Run
+    before: tuple[Run, ...]
+    preemptible: bool
+    drawn: tuple[int, ...]
+
+
+class Given(msgspec.Struct, frozen=True, array_like=True, tag="given"):
+    """The slots of a place that was wanted, as runs."""
+
+    name: str
+    slots: tuple[tuple[int, int], ...]
+
+
+class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
+    """Compute, from where the run stands. hold: it is to pause at once. edges: stop behind each layer, for what the
+    engine has submitted until it says `On`. Answered by `Edge`, then by `Through` or `Halted`."""
+
+    name: str
+    hold: bool
+    edges: bool
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
+    """Pause at the next layer edge. Of use to the first rank of a run's group."""
+
+    name: str
+
+
+class On(msgspec.Struct, frozen=True, array_like=True, tag="on"):
+    """Go on behind an `Edge`."""
+
+    name: str
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
+    """See `Runs.finish`. Answered by `Ended`."""
+
+    name: str
+    draw: bool
+
+
+class Cease(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
+    """No run of a request is of interest any more: the one under way ends. What moves of its KV goes on moving: from
+    the blocks of its `number`, if they have become its own (`NOBODY`: they have not)."""
+
+    name: str
+    number: int
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+    """Room is needed (`runs.Room`)."""
+
+    name: str
+    tokens: int
+    anew: bool
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
+    """A run can go."""
+
+    name: str
+
+
+class Edge(msgspec.Struct, frozen=True, array_like=True, tag="edge"):
+    """So many layers of a run's piece are done."""
+
+    name: str
+    layers: int
+
+
+class Halted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
+    """A run is paused (`Runs.saved`); bytes of this rank."""
+
+    name: str
+    tokens: int
+    layer: int
+    kv_bytes: int
+    activation_bytes: int
+    kv_bytes_at_end: int
+
+
+class Through(msgspec.Struct, frozen=True, array_like=True, tag="through"):
+    """All layers of a run are done."""
+
+    name: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """A run is done (`Runs.finish`). whole: see `Runs.whole_tokens`."""
+
+    name: str
+    emitted: Emitted | None
+    moved: bool
+    whole: int
+
+
+class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
+    """A run cannot be completed here: for want of the peer `end`, unless that is None."""
+
+    name: str
+    why: str
+    end: int | None
+
+
+RunToRank = Keep | Begin | Given | Go | Hold | On | Finish | Cease
+RunFromRank = Want | Begun | Edge | Halted | Through | Ended | Broken
+ToRank = rank_notes.ToRank | RunToRank
+FromRank = rank_notes.FromRank | RunFromRank
+
+encode = msgspec.msgpack.Encoder().encode
+to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -1,0 +1,189 @@
+"""From a checked job to an answer, streamed or whole: the part that both endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.serving.active_tasks import Ongoing, cut_off
+from headway.serving.body_fields import Fields
+from headway.serving.context import Context, context
+from headway.serving.errors import ApiError, as_api_error, json_response
+from headway.serving.generation import Piece, generate
+from headway.serving.generation_job import Asker, Job
+from headway.serving.generation_record import GenerationRecord
+from headway.serving.identity import engine_id
+from headway.serving.journaled_request import Kind, Ticket
+from headway.serving.logprobs import Scored
+from headway.serving.merge import cancel_all, merged
+from headway.serving.prompts import PromptReader
+from headway.serving.sse import DONE, SseResponse, client_gone, event
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, complete."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    finish: str = "stop"
+    stop_reason: str | int | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Append the next piece."""
+        self.text.append(piece.text)
+        self.tokens.extend(piece.tokens)
+        self.scored.extend(piece.scored)
+        if piece.finish is not None:
+            self.finish, self.stop_reason = piece.finish, piece.stop_reason
+
+
+class Format(Protocol):
+    """How one endpoint words its answers. One object per request."""
+
+    job: Job
+    kind: Kind
+
+    def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        """The stream's objects for one piece of choice `index`."""
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last object of a stream that reports usage."""
+
+    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+        """The whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What every object of an answer repeats."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def of(cls, prefix: str, request_id: str, model: str) -> Header:
+        """Stamped now."""
+        return cls(f"{prefix}-{request_id}", int(time.time()), model)
+
+    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """An object of the API around `choices`."""
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more
+        }  # fmt: skip
+
+
+Parser = Callable[[Fields, Asker, PromptReader], Job]
+MakeFormat = Callable[[Job, Context, str], Format]
+
+
+async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Response:
+    """Admit, parse, run, answer. Raises what the exception handlers turn into the error object."""
+    server = context(request)
+    request_id: str = request.scope["headway.id"]
+    with ExitStack() as held:
+        try:
+            held.enter_context(server.admitted())
+            job = await server.parse(request, parse)
+        except Exception as error:
+            server.metrics.rejected(as_api_error(error).status)
+            raise
+        records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
+        request.scope["headway.log"]["records"] = records
+        form = make_format(job, server, request_id)
+        ticket = None if server.journal is None else Ticket.of(server.journal, request_id, form.kind, job)
+        if ticket is not None:
+            held.callback(_end, server, ticket, records)
+        pieces = run_job(server, job, request_id, records, ticket)
+        if job.stream:
+            release = held.pop_all()
+            return SseResponse(_events(form, pieces, records), server.settings, server.ongoing, release.close)
+        answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)), server.ongoing)
+        response = json_response(form.whole(answers, usage(job, records)))
+        response.background = BackgroundTask(_close, held.pop_all())  # once it is sent
+        return response
+
+
+async def _close(held: ExitStack) -> None:
+    """On the event loop, where all that it holds belongs."""
+    held.close()
+
+
+def _end(server: Context, ticket: Ticket, records: Sequence[GenerationRecord]) -> None:
+    """The client has its answer, or has left; unless the next server shall answer."""
+    if not is_left(server, records):
+        ticket.end()
+
+
+def is_left(server: Context, records: Sequence[GenerationRecord]) -> bool:
+    """Whether the engine was given up before every prompt had its answer: the request is left to the next server.
+
+    An engine that ends after it was drained has answered all, though not all of that may have been sent yet.
+    """
+    return server.engine.state == "lost" and any(record.reason not in ("stop", "length") for record in records)
+
+
+def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:
+    """Token counts over all choices."""
+    output = sum(record.output_tokens for record in records)
+    prompt = job.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def run_job(
+    server: Context, job: Job, request_id: str, records: Sequence[GenerationRecord], ticket: Ticket | None
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all prompts, as they come, each with its prompt's index."""
+    return merged(
+        [
+            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record, ticket, index)
+            for index, (prompt, record) in enumerate(zip(job.prompts, records, strict=True))
+        ]
+    )
+
+
+async def _events(
+    form: Format, pieces: AsyncGenerator[tuple[int, Piece], None], records: Sequence[GenerationRecord]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            yield b"".join(event(chunk) for chunk in form.chunks(index, piece))
+    if form.job.include_usage:
+        yield event(form.usage_chunk(usage(form.job, records)))
+    yield DONE
+
+
+async def _collect(pieces: AsyncGenerator[tuple[int, Piece], None], count: int) -> list[Answer]:
+    answers = [Answer() for _ in range(count)]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            answers[index].add(piece)
+    return answers
+
+
+async def _unless_client_leaves(
+    request: Request, work: Coroutine[Any, Any, list[Answer]], ongoing: Ongoing
+) -> list[Answer]:
+    """Run `work`; when the client leaves first, cancel it (which aborts in the engine)."""
+    task = ongoing.begin(work)
+    watcher = asyncio.create_task(client_gone(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.cancelled():
+            raise cut_off()
+        if task.done():
+            return task.result()
+        request.scope["headway.log"]["client"] = "gone"
+        raise ApiError(499, "the client left")
+    finally:
+        await cancel_all([task, watcher])

@@ -1,0 +1,99 @@
+"""The application: endpoints, error handlers and lifespan, around one engine, one tokenizer and one set of settings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from headway.core.errors import HeadwayError
+from headway.runtime.engine.protocol import EngineClient
+from headway.serving import instances, operations, tokens
+from headway.serving import recovered_requests as resumed
+from headway.serving.answer import answer
+from headway.serving.auth_middleware import Gate
+from headway.serving.body import BodyReader
+from headway.serving.chat import ChatFormat, parse_chat
+from headway.serving.completions import CompletionFormat, parse_completion
+from headway.serving.context import Context
+from headway.serving.docs_page import DOCS_HEADERS, docs_page
+from headway.serving.errors import ApiError, as_api_error, error_response
+from headway.serving.journal import Journal
+from headway.serving.metrics import Metrics
+from headway.serving.schema import body_schema
+from headway.serving.settings import ServerSettings
+from headway.serving.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None, openapi_extra=body_schema("completions"), summary="Continue text")
+async def completions(request: Request) -> Response:
+    """Text or token ids in, text (and token ids) out; streamed with `stream: true`."""
+    return await answer(request, parse_completion, CompletionFormat)
+
+
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=body_schema("chat"), summary="Answer a chat")
+async def chat_completions(request: Request) -> Response:
+    """Messages in, the assistant's next message out; streamed with `stream: true`."""
+    return await answer(request, parse_chat, ChatFormat)
+
+
+def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The ASGI application. Its lifespan starts the engine (if `settings.start_engine`) and closes it at the end.
+
+    An engine that cannot start makes the lifespan fail with its own ConfigError. The parts are in `app.state.headway`
+    (a `Context`), for `run.serve` and for tests.
+    """
+    served_as = settings.served_model_name[0] if settings.served_model_name else None
+    server = Context(engine, tokenizer, settings, BodyReader(settings), Metrics(engine, served_as))
+    if settings.journal is not None:
+        server.journal = Journal(Path(settings.journal))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            if settings.start_engine:
+                await server.start_engine()
+                if server.journal is not None:
+                    resumed.take_up(server)
+            yield
+        finally:
+            if server.journal is not None:
+                server.journal.close()
+            resumed.let_go(server)
+            server.bodies.close()
+            await engine.close()
+
+    app = FastAPI(
+        title="Headway", version=operations.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.headway = server
+    app.add_middleware(Gate, api_key=settings.api_key)
+    app.add_exception_handler(HeadwayError, _on_headway_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    for each in (router, operations.router, tokens.router, resumed.router, instances.router):
+        app.include_router(each)
+    app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
+    return app
+
+
+async def _show_docs(request: Request) -> Response:
+    """All endpoints on one page that loads nothing from anywhere."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
+
+
+async def _on_headway_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in the same words as all other errors."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return error_response(ApiError(error.status_code, what, headers=dict(error.headers or {})))

@@ -1,0 +1,75 @@
+"""The first thing a request meets and the last to see its answer: id, authorisation, log line, uncaught errors.
+
+A plain ASGI wrapper and no framework middleware, so that streams pass through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.serving.active_tasks import cut_off
+from headway.serving.errors import ApiError, as_api_error, error_response
+from headway.serving.identity import request_id
+from headway.serving.logging import log_request
+
+log = logging.getLogger("headway.server")
+
+PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+
+
+class Gate:
+    """Wraps the application. Without `api_key` everybody may pass; health and metrics are always open."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode() if api_key is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(reversed(scope["headers"]))  # the first of several wins
+        ident = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
+        notes: dict[str, Any] = {}
+        scope["headway.id"], scope["headway.log"] = ident, notes
+        began, status = time.monotonic(), 0
+
+        async def stamped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", ident.encode())]}
+            await send(message)
+
+        try:
+            if self._may_pass(scope["path"], headers.get(b"authorization", b"")):
+                await self._app(scope, receive, stamped)
+            else:
+                refusal = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
+                await error_response(refusal)(scope, receive, stamped)
+        except asyncio.CancelledError:  # the server's end came before the answer's
+            if status:
+                raise
+            await error_response(as_api_error(cut_off()))(scope, receive, stamped)
+        except Exception as error:
+            log.exception("request failed", extra={"fields": {"request_id": ident, "path": scope["path"]}})
+            if status:
+                raise
+            await error_response(as_api_error(error))(scope, receive, stamped)
+        finally:
+            took = time.monotonic() - began
+            log_request(
+                ident, scope["method"], scope["path"], status, took, notes.get("records", ()), notes.get("client")
+            )
+
+    def _may_pass(self, path: str, given: bytes) -> bool:
+        if self._expected is None or not path.startswith(PROTECTED):
+            return True
+        return hmac.compare_digest(given, self._expected)

@@ -1,0 +1,99 @@
+"""Getting a request's bytes in: bounded in size, in time, and in total over all requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from headway.core.errors import OverloadedError
+from headway.serving.errors import ApiError
+from headway.serving.settings import ServerSettings
+
+T = TypeVar("T")
+
+INLINE_BYTES = 8 << 10
+"""Bodies up to this size are parsed on the event loop: a thread would cost more than it saves."""
+
+SHORT_BYTES = 256 << 10
+"""Bodies above this size have threads of their own: a chat does not queue behind a document's tokenisation."""
+
+
+class BodyReader:
+    """Reads and parses bodies. One per server; it owns the threads that parse and tokenise the large ones."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._held = 0
+        self._short = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-short")
+        self._long = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-long")
+
+    async def parse(self, request: Request, parse: Callable[[bytearray, float], T]) -> T:
+        """The body, parsed by `parse(body, received_s)`: at once when small, in a worker thread otherwise.
+
+        Raises ApiError 413 above the size limit (without reading on), 408 when the body does not arrive in time, 415
+        for compressed bodies, and OverloadedError when all bodies together are too large.
+        """
+        with self._reserve() as hold:
+            body = await self._read(request, hold)
+            received_s = time.monotonic()
+            if len(body) <= INLINE_BYTES:
+                return parse(body, received_s)
+            threads = self._short if len(body) <= SHORT_BYTES else self._long
+            return await asyncio.get_running_loop().run_in_executor(threads, parse, body, received_s)
+
+    def close(self) -> None:
+        """End the threads; parses that have begun run to their end."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _reserve(self) -> Iterator[Callable[[int], None]]:
+        mine = 0
+
+        def hold(size: int) -> None:
+            nonlocal mine
+            if self._held + size > self._settings.max_buffered_bytes:
+                raise OverloadedError("too many large request bodies are being read at this time; try again")
+            self._held += size
+            mine += size
+
+        try:
+            yield hold
+        finally:
+            self._held -= mine
+
+    async def _read(self, request: Request, hold: Callable[[int], None]) -> bytearray:
+        limit = self._settings.max_body_bytes
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ApiError(415, f"content-encoding {encoding[:40]!r} is not supported; send the JSON uncompressed")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > limit:
+                        raise _too_large(limit)
+                    hold(len(chunk))
+                    body += chunk
+        except TimeoutError:
+            waited = self._settings.body_timeout_s
+            raise ApiError(408, f"the request body did not arrive within {waited:g} s", headers=_CLOSE) from None
+        except ClientDisconnect:
+            raise ApiError(499, "the client left before its request had arrived") from None
+        return body
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {limit} bytes (max_body_bytes)", headers=_CLOSE)

@@ -1,0 +1,78 @@
+"""/v1/completions: parsing and wording. A batch of prompts is answered as choices 0, 1, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway.serving.answer import Answer, Header
+from headway.serving.body_fields import Fields
+from headway.serving.context import Context
+from headway.serving.generation import Piece
+from headway.serving.generation_job import Asker, Job, build_job, read_model, refuse_unsupported
+from headway.serving.journaled_request import Kind
+from headway.serving.logprobs import Scored, completion_logprobs
+from headway.serving.prompts import PromptReader
+from headway.serving.sampling_fields import MAX_LOGPROBS, read_sampling
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def parse_completion(fields: Fields, asker: Asker, prompts: PromptReader) -> Job:
+    """Raises RequestError or ApiError that names the field at fault."""
+    model = read_model(fields, asker.models)
+    refuse_unsupported(fields)
+    fields.refuse("echo", (False,), "the prompt is not repeated in the answer")
+    fields.refuse("suffix", ("",), "text is only continued at its end")
+    params = read_sampling(
+        fields,
+        max_tokens=fields.integer("max_tokens", 1, 2**31 - 1) or DEFAULT_MAX_TOKENS,
+        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
+        vocab_size=asker.info.vocab_size,
+    )
+    return build_job(fields, asker, model, prompts.read(fields), params, "max_tokens")
+
+
+class CompletionFormat:
+    """Objects of type `text_completion`."""
+
+    kind: Kind = "completion"
+
+    def __init__(self, job: Job, server: Context, request_id: str) -> None:
+        self.job = job
+        self._tokenizer = server.tokenizer
+        self._header = Header.of("cmpl", request_id, job.model)
+        self._null_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
+
+    def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        """One object a piece."""
+        choice = self._choice(index, piece.text, piece.scored, piece.finish, piece.stop_reason, piece.tokens)
+        return (self._header.object("text_completion", [choice], **self._null_usage),)
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """No choices, only usage."""
+        return self._header.object("text_completion", [], usage=usage)
+
+    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+        """All choices in order."""
+        choices = [
+            self._choice(index, "".join(one.text), one.scored, one.finish, one.stop_reason, one.tokens)
+            for index, one in enumerate(answers)
+        ]
+        return self._header.object("text_completion", choices, usage=usage)
+
+    def _choice(
+        self, index: int, text: str, scored: Sequence[Scored], finish: str | None, reason: str | int | None,
+        tokens: Sequence[int],
+    ) -> dict[str, Any]:  # fmt: skip
+        wanted = self.job.params.logprobs is not None
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": completion_logprobs(scored, self._tokenizer) if wanted else None,
+            "finish_reason": finish,
+            "stop_reason": reason,
+        }
+        if self.job.text.return_token_ids:
+            choice["token_ids"] = tokens
+        return choice

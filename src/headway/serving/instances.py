@@ -1,0 +1,77 @@
+"""Endpoints for those who run a cluster: its instances, one more, one less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.runtime.cluster.cluster_report import Instances
+from headway.serving.context import context
+from headway.serving.errors import ApiError, json_response
+
+router = APIRouter()
+
+_LARGEST_BODY = 4096
+
+
+class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pool: int = 0
+
+
+@router.get("/v1/cluster", response_model=None, summary="The instances of the cluster, their state and load")
+async def show(request: Request) -> Response:
+    """404 where one engine serves alone."""
+    return json_response(_cluster(request).report())
+
+
+@router.get("/v1/cluster/instances/{number}", response_model=None, summary="One instance")
+async def show_one(request: Request) -> Response:
+    """Its state and load."""
+    number = _number(request)
+    for report in _cluster(request).report().instances:
+        if report.id == number:
+            return json_response(report)
+    raise ApiError(404, f"there is no instance {number}")
+
+
+@router.post("/v1/cluster/instances", response_model=None, summary="One more instance")
+async def join(request: Request) -> Response:
+    """`{"pool": 0}`: one like those of the cluster file's first pool. 202: it is starting, and gets work when ready."""
+    cluster = _cluster(request)
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_BODY:
+            raise ApiError(413, f"a body of more than {_LARGEST_BODY} bytes names no pool")
+    try:
+        asked = msgspec.json.decode(body or b"{}", type=_Join)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f'{error}: send {{"pool": 0}}', "pool") from None
+    return json_response(cluster.join(asked.pool), 202)
+
+
+@router.delete("/v1/cluster/instances/{number}", response_model=None, summary="Drain an instance, then end it")
+async def leave(request: Request) -> Response:
+    """202: it takes nothing new, and leaves the list when all that is there has ended."""
+    cluster, number = _cluster(request), _number(request)
+    if all(report.id != number for report in cluster.report().instances):
+        raise ApiError(404, f"there is no instance {number}")
+    return json_response(cluster.leave(number), 202)
+
+
+def _cluster(request: Request) -> Instances:
+    engine: Any = context(request).engine
+    if not isinstance(engine, Instances):
+        raise ApiError(404, "this server has one engine and no cluster: `headway cluster` has")
+    return engine
+
+
+def _number(request: Request) -> int:
+    text: str = request.path_params["number"]
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or text != str(int(text)):
+        raise ApiError(404, f"there is no instance {text[:40]!r}: instances have numbers")
+    return int(text)

@@ -1,0 +1,34 @@
+"""`headway bench`: open-loop load, and `headway bench convoy`. The CLI registers this; heavy imports wait for `run`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from types import FrameType
+
+from headway.serving.load import convoy_command, load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the load run, and the sub-command `convoy` with its own."""
+    load.add_arguments(parser)
+    commands = parser.add_subparsers(dest="bench_command", metavar="convoy", required=False)
+    convoy = commands.add_parser("convoy", help="one long prompt and a beat of short ones: who waits for whom?")
+    convoy_command.add_arguments(convoy)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what was asked for; the exit status."""
+    end_like_ctrl_c()
+    if args.bench_command == "convoy":
+        return convoy_command.run(args)
+    return load.run(args)
+
+
+def end_like_ctrl_c() -> None:
+    """Let SIGTERM end this command as Ctrl-C does, through every `finally`, so that no server outlives it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)

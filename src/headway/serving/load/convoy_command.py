@@ -1,0 +1,162 @@
+"""`headway bench convoy`: a server per policy, one after another, the convoy on each, numbers and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from headway.core.errors import ConfigError
+from headway.serving.load.arguments import tokens
+from headway.serving.load.client import Endpoint
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, Prompts, random_prompts
+from headway.serving.load.convoy_json import convoy_json
+from headway.serving.load.endpoint import first_model
+from headway.serving.load.policies import PolicySpec, parse_policies
+from headway.serving.load.prompts import SAFE_VOCAB, vocab_size_of
+from headway.serving.load.served import Served, measure, report, serve_and_measure
+from headway.serving.load.server_process import SERVE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `headway bench convoy`."""
+    where = parser.add_argument_group("what to measure")
+    where.add_argument(
+        "--model",
+        help="checkpoint folder to serve; with --url, the model name to ask for",
+    )
+    where.add_argument(
+        "--url",
+        help="measure the server that runs there instead of starting one per policy",
+    )
+    where.add_argument(
+        "--policies",
+        default="lars,fcfs",
+        help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)",
+    )
+    where.add_argument(
+        "--max-model-len",
+        type=tokens,
+        help="for the servers (default: what the long prompt needs)",
+    )
+    where.add_argument(
+        "--server-args",
+        default="",
+        help="further arguments for `headway serve`, as one string",
+    )
+    where.add_argument("--server-command", help="start this instead of `headway serve`")
+    where.add_argument("--label", default="as-served", help="with --url: what to call its policy (default %(default)s)")
+    where.add_argument("--api-key", help="sent as a bearer token")
+    load = parser.add_argument_group("the load")
+    load.add_argument(
+        "--long-tokens",
+        type=tokens,
+        default=32768,
+        help="length of the long prompt (default %(default)s)",
+    )
+    load.add_argument(
+        "--long-output",
+        type=tokens,
+        default=1,
+        help="tokens it is to generate (default %(default)s)",
+    )
+    load.add_argument(
+        "--short-tokens",
+        type=tokens,
+        default=200,
+        help="length of a short prompt (default %(default)s)",
+    )
+    load.add_argument(
+        "--short-output",
+        type=tokens,
+        default=16,
+        help="tokens a short generates (default %(default)s)",
+    )
+    load.add_argument(
+        "--short-interval",
+        type=float,
+        default=1.0,
+        help="seconds between shorts (default %(default)s)",
+    )
+    load.add_argument(
+        "--warmup",
+        type=int,
+        default=5,
+        help="shorts sent beforehand, then a long one (default %(default)s)",
+    )
+    load.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        help="convoys per server, pooled (default %(default)s)",
+    )
+    load.add_argument(
+        "--max-seconds", type=float, default=600.0, help="send no shorts after that (default %(default)s)"
+    )
+    load.add_argument(
+        "--vocab-size",
+        type=int,
+        help="draw prompt ids below this (default: the checkpoint's, else 256)",
+    )
+    load.add_argument("--seed", type=int, default=0, help="decides every prompt (default %(default)s)")
+    load.add_argument(
+        "--timeout",
+        type=float,
+        default=3600.0,
+        help="seconds for one request (default %(default)s)",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; 0 when every request was answered, 1 when a short was not."""
+    plan = _plan(args)
+    specs = parse_policies(args.policies)
+    if args.url:
+        results = [(PolicySpec(args.label, "as-served"), _measure_url(args, plan))]
+    elif not args.model:
+        raise ConfigError("name a checkpoint folder with --model, or a running server with --url")
+    else:
+        need = max(plan.long_tokens + plan.long_output, plan.short_tokens + plan.short_output)
+        server = Served(
+            model=args.model,
+            max_model_len=args.max_model_len or need,
+            arguments=tuple(shlex.split(args.server_args)),
+            command=tuple(shlex.split(args.server_command)) if args.server_command else SERVE,
+            api_key=args.api_key,
+            timeout_s=args.timeout,
+        )
+        results = [(spec, serve_and_measure(server, spec, plan, _prompts(args, plan))) for spec in specs]
+    return report(convoy_json(Path(args.model or "").name, plan, results), args.json, args.plot)
+
+
+def _plan(args: argparse.Namespace) -> ConvoyPlan:
+    if args.repeat < 1 or args.warmup < 0:
+        raise ConfigError("--repeat must be at least 1 and --warmup at least 0")
+    if not args.short_interval > 0:
+        raise ConfigError(f"--short-interval is {args.short_interval}; it must be above 0 seconds")
+    return ConvoyPlan(
+        long_tokens=args.long_tokens,
+        long_output=args.long_output,
+        short_tokens=args.short_tokens,
+        short_output=args.short_output,
+        short_interval_s=args.short_interval,
+        warmup=args.warmup,
+        repeat=args.repeat,
+        max_s=args.max_seconds,
+        seed=args.seed,
+    )
+
+
+def _prompts(args: argparse.Namespace, plan: ConvoyPlan) -> Prompts:
+    """Random prompts within the model's vocabulary."""
+    return random_prompts(plan, args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB)
+
+
+def _measure_url(args: argparse.Namespace, plan: ConvoyPlan) -> ConvoyRun:
+    named = args.model is not None and not Path(args.model).is_dir()
+    model = args.model if named else str(first_model(args.url, args.api_key)["id"])
+    endpoint = Endpoint(base_url=args.url, model=model, api_key=args.api_key, timeout_s=args.timeout)
+    return measure(endpoint, plan, _prompts(args, plan))

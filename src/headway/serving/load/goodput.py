@@ -1,0 +1,45 @@
+"""Objectives on the command line: `ttft:500 tbt:100 long.ttft:30000`, in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headway.core.errors import ConfigError
+from headway.sim.metrics import NO_TARGETS, SloTargets
+
+_FIELDS = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "e2el": "e2e_s"}
+
+
+class Goodput:
+    """Objectives by class. What names no class holds for every class, unless the class has its own value."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        self._given: dict[str, SloTargets] = {}
+        for item in items:
+            left, colon, milliseconds = item.partition(":")
+            klass, _, name = left.rpartition(".")
+            try:
+                value = float(milliseconds)
+            except ValueError:
+                value = -1.0
+            if not colon or name not in _FIELDS or not 0 < value < float("inf"):
+                raise ConfigError(
+                    f"--goodput {item!r}: write [CLASS.]METRIC:MILLISECONDS, METRIC one of {', '.join(_FIELDS)}"
+                )
+            base = self._given.get(klass, NO_TARGETS)
+            self._given[klass] = replace(base, **{_FIELDS[name]: value / 1000})
+
+    def of(self, klass: str) -> SloTargets:
+        """The objectives of a request of this class."""
+        common, own = self._given.get("", NO_TARGETS), self._given.get(klass, NO_TARGETS)
+        names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
+        return SloTargets(**{n: getattr(common, n) if getattr(own, n) is None else getattr(own, n) for n in names})
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Class (`*` for all) → objective → seconds."""
+        names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
+        return {
+            klass or "*": {n: getattr(slo, n) for n in names if getattr(slo, n) is not None}
+            for klass, slo in self._given.items()
+        }

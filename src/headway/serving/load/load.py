@@ -1,0 +1,130 @@
+"""`headway bench`: open-loop load on any OpenAI endpoint, a table per class, JSON and plots."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the load run, those of the workload among them."""
+    from headway.serving.load import load_workload
+
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--url", "--base-url", dest="url", default="http://127.0.0.1:8000", help="the server (default %(default)s)"
+    )
+    where.add_argument("--model", help="model name, or checkpoint folder (default: the first of /v1/models)")
+    where.add_argument("--api-key", help="sent as a bearer token")
+    where.add_argument(
+        "--vocab-size", type=int, help="draw prompt ids below this (default: the checkpoint's, else 256)"
+    )
+    where.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="for one request (default %(default)s)"
+    )
+    where.add_argument(
+        "--plain-openai", action="store_true", help="send nothing beyond OpenAI's API: no ignore_eos, min_tokens"
+    )
+    load_workload.add_arguments(parser)
+    judge = parser.add_argument_group("what to report")
+    judge.add_argument(
+        "--goodput", nargs="+", default=[], metavar="[CLASS.]METRIC:MS", help="objectives: ttft, tbt, tpot, e2e"
+    )
+    judge.add_argument("--send-slo", action="store_true", help="tell the server the objectives too, by header")
+    judge.add_argument(
+        "--seed", type=int, default=0, help="decides lengths, arrivals and prompts (default %(default)s)"
+    )
+    judge.add_argument("--json", type=Path, metavar="FILE", help="write results and one row a request there")
+    judge.add_argument("--plot", type=Path, metavar="FILE", help="draw CDFs and waits there (.png or .svg)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the load; 0 only if every request was answered."""
+    import numpy as np
+
+    from headway.serving.load.client import Endpoint
+    from headway.serving.load.endpoint import first_model
+    from headway.serving.load.goodput import Goodput
+    from headway.serving.load.load_jobs import jobs
+    from headway.serving.load.load_workload import workload
+    from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
+    from headway.sim.report.console import say
+    from headway.sim.report.units import tokens
+
+    goodput = Goodput(args.goodput)
+    if args.send_slo and not args.goodput:
+        raise ConfigError("--send-slo has nothing to send; give objectives with --goodput")
+    requests, description = workload(args, np.random.default_rng((args.seed, 0)))
+    folder = args.model is not None and Path(args.model).is_dir()
+    model = args.model if args.model is not None and not folder else str(first_model(args.url, args.api_key)["id"])
+    vocab_size = args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB
+    longest = max(request.prompt_tokens for request in requests)
+    pool = PromptPool(np.random.default_rng((args.seed, 1)), vocab_size, longest)
+    endpoint = Endpoint(
+        base_url=args.url,
+        model=model,
+        api_key=args.api_key,
+        timeout_s=args.timeout,
+        extensions=not args.plain_openai,
+        send_slo=args.send_slo,
+    )
+    total = sum(request.prompt_tokens for request in requests)
+    say(
+        f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s to [bold]{model}[/bold]: "
+        f"{tokens(total)} prompt tokens (longest {tokens(longest)}), ids below {vocab_size}"
+    )
+    made = jobs(requests, pool, goodput, share_prefixes=args.share_prefixes)
+    result = asyncio.run(_with_progress(endpoint, made, len(requests)))
+    return _report(args, model, description, goodput.to_json(), result)
+
+
+async def _with_progress(endpoint: Any, made: Any, count: int) -> Any:
+    from headway.serving.load.client import Client
+    from headway.serving.load.open_loop import run_open_loop
+    from headway.sim.report.progress import LoadProgress
+
+    async with Client(endpoint) as client:
+        with LoadProgress(count) as progress:
+            return await run_open_loop(client, made, progress.sent, lambda record: progress.done(record.ok))
+
+
+def _report(
+    args: argparse.Namespace, model: str, description: dict[str, Any], goodput: dict[str, Any], result: Any
+) -> int:
+    from headway.serving.load.load_json import load_json, send_lag
+    from headway.sim.metrics import summarise
+    from headway.sim.report.console import say, show
+    from headway.sim.report.load_table import error_table, load_table, rates_line
+    from headway.sim.report.units import duration
+
+    summary = summarise(result.records)
+    show(load_table(summary))
+    show(rates_line(summary, judged=bool(goodput)))
+    lag = send_lag(result.records)
+    if (lag["p99"] or 0.0) > 0.01:
+        say(f"[yellow]this client sent late: p99 {duration(lag['p99'])}, included in every latency[/yellow]")
+    failed = summary.total.requests - summary.total.ok
+    if failed:
+        show(error_table(result.records))
+    if result.interrupted:
+        say("[yellow]interrupted: the figures are of what had been done by then[/yellow]")
+    if args.json is not None:
+        data = load_json(
+            model=model, workload=description, goodput=goodput, seed=args.seed,
+            summary=summary, records=result.records, interrupted=result.interrupted,
+        )  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(data, indent=1) + "\n")
+        say(f"wrote {args.json}")
+    if args.plot is not None:
+        from headway.sim.report.load_plot import load_figure
+        from headway.sim.report.style import save
+
+        for written in save(load_figure(result.records), args.plot):
+            say(f"wrote {written}")
+    return 1 if failed or result.interrupted else 0

@@ -1,0 +1,168 @@
+"""Which requests a load run sends, and when: from a trace, a preset, or two length distributions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.serving.load.arguments import tokens
+from headway.sim.workload import Trace, TraceRequest, transforms
+from headway.sim.workload.arrivals import arrivals
+from headway.sim.workload.presets import PRESETS, Preset, preset, simple
+from headway.sim.workload.readers import FORMATS, read_trace
+from headway.sim.workload.specs import parse_lengths
+
+DEFAULT_REQUESTS = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that decide the workload."""
+    what = parser.add_argument_group("which requests")
+    what.add_argument(
+        "--trace", metavar="FILE[:FORMAT]", help=f"replay a trace ({', '.join(FORMATS)}; recognised if not named)"
+    )
+    what.add_argument("--slice", metavar="FROM:TO", help="part of the trace: requests (100:400) or seconds (60s:120s)")
+    what.add_argument("--preset", metavar="NAME", help=f"a named mix: {', '.join(PRESETS)}")
+    what.add_argument(
+        "--input", metavar="SPEC", default="lognormal:median=500,p90=2000", help="prompt lengths (default %(default)s)"
+    )
+    what.add_argument(
+        "--output", metavar="SPEC", default="lognormal:median=64,p90=256", help="output lengths (default %(default)s)"
+    )
+    what.add_argument(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help=f"at most so many (default: the whole trace, or {DEFAULT_REQUESTS})",
+    )
+    what.add_argument("--duration", type=float, metavar="S", help="only those that arrive within so many seconds")
+    what.add_argument("--max-prompt-tokens", type=tokens, metavar="N", help="cut longer prompts to this")
+    what.add_argument("--max-output-tokens", type=tokens, metavar="N", help="cut longer outputs to this")
+    what.add_argument("--prompt-scale", type=float, default=1.0, metavar="F", help="multiply prompt lengths")
+    what.add_argument("--output-scale", type=float, default=1.0, metavar="F", help="multiply output lengths")
+    what.add_argument(
+        "--long-threshold",
+        type=tokens,
+        default=8192,
+        metavar="N",
+        help="longer prompts are class long (default %(default)s)",
+    )
+    what.add_argument(
+        "--share-prefixes", action="store_true", help="prompts of a session share what the trace says was cached"
+    )
+    when = parser.add_argument_group("when they arrive")
+    when.add_argument(
+        "--arrivals", choices=("trace", "poisson", "gamma", "constant"), help="default: the trace's, else poisson"
+    )
+    when.add_argument(
+        "--rate", type=float, metavar="R", help="requests per second; a trace's own times are stretched to it"
+    )
+    when.add_argument(
+        "--cv", type=float, default=2.0, help="coefficient of variation of gamma arrivals (default %(default)s)"
+    )
+    when.add_argument("--rescale", type=float, metavar="F", help="multiply a trace's times: 2 halves its rate")
+    when.add_argument(
+        "--spread-batches", action="store_true", help="spread requests with equal stamps up to the next stamp"
+    )
+    when.add_argument(
+        "--session-rate",
+        type=float,
+        default=0.1,
+        metavar="R",
+        help="sessions started per second, for agent traces (default %(default)s)",
+    )
+
+
+def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
+    """The requests, by arrival from 0, each with a class; and how they came about, for the JSON."""
+    for name in (
+        "num_requests",
+        "duration",
+        "max_prompt_tokens",
+        "max_output_tokens",
+        "rate",
+        "rescale",
+        "session_rate",
+        "prompt_scale",
+        "output_scale",
+    ):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    requests, source = _from_trace(args, rng) if args.trace else _drawn(args, rng)
+    requests = transforms.scale_lengths(requests, args.prompt_scale, args.output_scale)
+    requests = transforms.clip_lengths(requests, args.max_prompt_tokens, args.max_output_tokens)
+    if args.duration is not None:
+        requests = [request for request in requests if request.arrival_s < args.duration]
+    requests = transforms.classify(requests[: args.num_requests], args.long_threshold)
+    if not requests:
+        raise ConfigError("no request is left after slicing and cutting the workload")
+    settings = (
+        "max_prompt_tokens",
+        "max_output_tokens",
+        "prompt_scale",
+        "output_scale",
+        "long_threshold",
+        "share_prefixes",
+    )
+    return requests, {**source, **{name: getattr(args, name) for name in settings}}
+
+
+def _drawn(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
+    if args.arrivals == "trace":
+        raise ConfigError("--arrivals trace needs a --trace")
+    rate, kind = args.rate or 1.0, args.arrivals or "poisson"
+    mix: Preset = (
+        preset(args.preset) if args.preset else simple(parse_lengths(args.input), parse_lengths(args.output, "output"))
+    )
+    count = args.num_requests or (round(args.duration * rate * 2) + 50 if args.duration else DEFAULT_REQUESTS)
+    requests = mix.draw(rng, arrivals(kind, rate, args.cv), count)
+    lengths = (
+        {"preset": args.preset, "fitted": mix.fitted} if args.preset else {"input": args.input, "output": args.output}
+    )
+    return requests, {**lengths, "arrivals": kind, "rate_rps": rate, "cv": args.cv if kind == "gamma" else None}
+
+
+def _from_trace(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
+    if args.preset:
+        raise ConfigError("--trace and --preset exclude each other")
+    file, colon, format_name = args.trace.rpartition(":")
+    trace = read_trace(file, format_name) if colon and not Path(args.trace).exists() else read_trace(args.trace)
+    kind = args.arrivals or ("trace" if trace.has_arrivals else "poisson")
+    requests = _placed(args, trace, rng)
+    if kind == "trace":
+        if not trace.has_arrivals:
+            raise ConfigError(f"{trace.name} holds no arrival times; use --arrivals poisson --rate R")
+        if args.spread_batches:
+            requests = transforms.spread_batches(requests, rng)
+        if args.rate is not None:
+            requests = transforms.rescale_to_rate(requests, args.rate)
+    else:
+        rate = args.rate or _mean_rate(requests) or 1.0
+        requests = transforms.with_arrivals(requests, arrivals(kind, rate, args.cv), rng)
+    if args.rescale is not None:
+        requests = transforms.rescale_time(requests, args.rescale)
+    names = ("slice", "rate", "rescale", "spread_batches")
+    source = {
+        "trace": trace.name,
+        "format": trace.format,
+        "arrivals": kind,
+        **{name: getattr(args, name) for name in names},
+    }
+    return requests, {**source, "session_rate": args.session_rate if trace.session_clock else None}
+
+
+def _placed(args: argparse.Namespace, trace: Trace, rng: np.random.Generator) -> list[TraceRequest]:
+    requests = list(trace.requests)
+    if trace.session_clock:
+        requests = transforms.start_sessions(requests, args.session_rate, rng)
+    return transforms.slice_by(requests, args.slice) if args.slice else requests
+
+
+def _mean_rate(requests: list[TraceRequest]) -> float | None:
+    span_s = requests[-1].arrival_s if requests else 0.0
+    return (len(requests) - 1) / span_s if span_s > 0 else None

@@ -1,0 +1,38 @@
+"""Where and with what a measurement was taken, for the JSON beside it. Nothing that identifies a user or a path."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+from headway.core.cpu_affinity import CORES
+from headway.perf.hardware.processor import processor_name
+
+
+def machine() -> dict[str, object]:
+    """Processor, usable cores and memory of this machine (the client's: a remote server's is not known)."""
+    return {
+        "cpu": processor_name(),
+        "cores": len(CORES),
+        "memory_gib": _memory_gib(),
+        "system": platform.system(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's, ours and torch's version; read from metadata, so that nothing heavy is imported."""
+    found = {"python": platform.python_version()}
+    for name in ("headway", "torch", "aiohttp"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None

@@ -1,0 +1,70 @@
+"""Open loop: every request leaves when it is due, however many are still open. Nothing is dropped on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from headway.serving.load.client import Client, Job
+from headway.sim.metrics import RequestRecord
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Records in the order of the jobs, one a job; `interrupted` when the run was stopped before its end."""
+
+    records: list[RequestRecord]
+    interrupted: bool = False
+
+
+async def run_open_loop(
+    client: Client,
+    jobs: Iterable[Job],
+    on_sent: Callable[[], None] = lambda: None,
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> LoadResult:
+    """Send each job at its `due_s`, ascending, on the client's clock (which starts at zero here).
+
+    Jobs are taken from the iterator one ahead of their time, so that long prompts are not all held at once. When the
+    task is cancelled (Ctrl-C), open requests are closed and recorded as cancelled, those not yet sent as not sent.
+    """
+    client.restart_clock()
+    tasks: list[asyncio.Task[RequestRecord]] = []
+    source = iter(jobs)
+    unsent: list[RequestRecord] = []
+    interrupted = False
+
+    async def follow(job: Job) -> RequestRecord:
+        record = await client.send(job)
+        on_done(record)
+        return record
+
+    job: Job | None = None
+    try:
+        for job in source:
+            await asyncio.sleep(max(0.0, job.due_s - client.now()))
+            tasks.append(asyncio.create_task(follow(job)))
+            job = None
+            on_sent()
+        await asyncio.wait(tasks) if tasks else None
+    except asyncio.CancelledError:
+        interrupted = True
+        unsent = [_not_sent(left) for left in ([job] if job is not None else [])]
+        unsent += [_not_sent(left) for left in source]
+        await asyncio.sleep(0)  # a task must have begun for its cancellation to end in a record
+        for task in tasks:
+            task.cancel()
+    records = list(await asyncio.gather(*tasks)) + unsent
+    return LoadResult(records, interrupted)
+
+
+def _not_sent(job: Job) -> RequestRecord:
+    return RequestRecord(
+        id=job.id,
+        klass=job.klass,
+        arrival_s=job.due_s,
+        prompt_tokens=job.prompt_tokens,
+        slo=job.slo,
+        error="not sent: the run was stopped",
+    )

@@ -1,0 +1,78 @@
+"""A convoy against a server that we start, and what is reported of it; shared by `bench convoy` and the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.serving.load.client import Endpoint
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, ConvoyRunner, Prompts
+from headway.serving.load.endpoint import first_model
+from headway.serving.load.policies import PolicySpec
+from headway.serving.load.server_process import SERVE, ServerProcess
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Which server to start, policy apart: checkpoint folder, longest context, further arguments, command line."""
+
+    model: str
+    max_model_len: int
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = SERVE
+    api_key: str | None = None
+    timeout_s: float | None = 3600.0
+
+
+def serve_and_measure(served: Served, spec: PolicySpec, plan: ConvoyPlan, prompts: Prompts) -> ConvoyRun:
+    """Start a server with this policy, measure, and end it. Errors carry the server's last words."""
+    from headway.sim.report.console import say
+
+    say(f"[bold]{spec.label}[/bold]: starting a server")
+    arguments = [
+        served.model,
+        "--max-model-len",
+        str(served.max_model_len),
+        *spec.server_arguments(),
+        *served.arguments,
+    ]
+    with ServerProcess(arguments, command=served.command) as server:
+        say(f"  ready after {server.start_s:.1f} s")
+        endpoint = Endpoint(
+            base_url=server.url,
+            model=str(first_model(server.url, served.api_key)["id"]),
+            api_key=served.api_key,
+            timeout_s=served.timeout_s,
+        )
+        return measure(endpoint, plan, prompts)
+
+
+def measure(endpoint: Endpoint, plan: ConvoyPlan, prompts: Prompts) -> ConvoyRun:
+    """Run the plan against this endpoint, telling the terminal how it goes."""
+    from headway.sim.report.console import say
+
+    return asyncio.run(ConvoyRunner(endpoint, plan, prompts, say=lambda line: say(f"  {line}")).run())
+
+
+def report(
+    data: dict[str, Any], json_file: Path | None, plot_file: Path | None, titles: list[str] | None = None
+) -> int:
+    """Print the table of a convoy's JSON; write it and its picture where asked. Returns 1 if a short failed, else 0."""
+    from headway.sim.report.console import say, show
+    from headway.sim.report.convoy_table import convoy_table
+
+    show(convoy_table(data))
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
+        say(f"wrote {json_file}")
+    if plot_file is not None:
+        from headway.sim.report.convoy_plot import convoy_figure
+        from headway.sim.report.style import save
+
+        for written in save(convoy_figure(data, titles), plot_file):
+            say(f"wrote {written}")
+    return 1 if any(run["short"]["failed"] for run in data["runs"]) else 0

@@ -1,0 +1,30 @@
+"""The log line of a request (`core.structured_log`). Prompts and answers are never logged, only their sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from headway.serving.generation_record import GenerationRecord
+
+log = logging.getLogger("headway.server")
+
+
+def log_request(
+    request_id: str, method: str, path: str, status: int, duration_s: float, records: Sequence[GenerationRecord],
+    client: str | None,
+) -> None:  # fmt: skip
+    """One line for a finished HTTP request. Probes of health and metrics are worth a debug line only."""
+    fields: dict[str, Any] = {"request_id": request_id, "method": method, "path": path, "status": status}
+    fields["duration_s"] = round(duration_s, 6)
+    if client is not None:
+        fields["client"] = client
+    if records:
+        first = [record.ttft_s for record in records if record.ttft_s is not None]
+        fields["prompt_tokens"] = sum(record.prompt_tokens for record in records)
+        fields["output_tokens"] = sum(record.output_tokens for record in records)
+        fields["ttft_s"] = round(min(first), 6) if first else None
+        fields["finish_reason"] = ",".join(str(record.reason) for record in records)
+    quiet = path in ("/health", "/ready", "/metrics")
+    log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})

@@ -1,0 +1,67 @@
+"""Log-probabilities in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.core.sampling import TokenLogprobs
+from headway.serving.tokenizer import Tokenizer
+
+_LOWEST = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One shown token: its log-probabilities, and where its text begins in the answer (characters)."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+def completion_logprobs(scored: Sequence[Scored], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Completions: parallel arrays; the alternatives as an object of token text to log-probability."""
+    return {
+        "tokens": [_label(item.token, tokenizer) for item in scored],
+        "token_logprobs": [_finite(item.logprobs.logprob) for item in scored],
+        "top_logprobs": [
+            {_label(token, tokenizer): _finite(value) for token, value in item.logprobs.top} for item in scored
+        ],
+        "text_offset": [item.offset for item in scored],
+    }
+
+
+def chat_logprobs(scored: Sequence[Scored], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Chat: one entry a token with its bytes, alternatives likewise."""
+    content = []
+    for item in scored:
+        entry = _entry(item.token, item.logprobs.logprob, tokenizer)
+        entry["top_logprobs"] = [_entry(token, value, tokenizer) for token, value in item.logprobs.top]
+        content.append(entry)
+    return {"content": content}
+
+
+def _entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": _label(token, tokenizer),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token)),
+    }
+
+
+def _label(token: int, tokenizer: Tokenizer) -> str:
+    """The token's text; without a tokenizer its id. Bytes that are no text alone are shown escaped, never lost."""
+    if not tokenizer.has_text:
+        return f"token_id:{token}"
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity; a token that was impossible shows as -9999."""
+    return max(_LOWEST, value)

@@ -1,0 +1,59 @@
+"""Chat messages, checked and brought to the plain form that chat templates read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.core.errors import RequestError
+from headway.serving.body_fields import Fields, kind
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """`messages` as {"role", "content": text}; `developer` is another word for `system`. Only text is supported."""
+    value = fields.get("messages")
+    if not isinstance(value, list) or not value:
+        raise RequestError("'messages' is required: a non-empty array of messages", "messages")
+    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"'{name}' must be an object, not {kind(value)}", name)
+    role = value.get("role")
+    if role in ("tool", "function"):
+        raise RequestError(f"'{name}.role' {role!r} is not supported: tools do not exist here", f"{name}.role")
+    if role not in _ROLES:
+        shown = repr(role[:40]) if isinstance(role, str) else kind(role)
+        raise RequestError(f"'{name}.role' must be one of {', '.join(_ROLES)} (got {shown})", f"{name}.role")
+    for unsupported in ("tool_calls", "function_call", "audio"):
+        if value.get(unsupported):
+            raise RequestError(f"'{name}.{unsupported}' is not supported", f"{name}.{unsupported}")
+    message = {"role": "system" if role == "developer" else role, "content": _content(value, role, f"{name}.content")}
+    if isinstance(value.get("name"), str):
+        message["name"] = value["name"]
+    return message
+
+
+def _content(message: dict[str, Any], role: str, name: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise RequestError(f"'{name}' must be text or an array of text parts, not {kind(content)}", name)
+    return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, name: str) -> str:
+    if not isinstance(part, dict):
+        raise RequestError(f"'{name}' must be an object, not {kind(part)}", name)
+    if part.get("type") != "text":
+        shown = str(part.get("type"))[:40]
+        raise RequestError(f"'{name}' has type {shown!r}; only 'text' is supported, no images, audio or files", name)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"'{name}.text' must be a string, not {kind(text)}", f"{name}.text")
+    return text

@@ -1,0 +1,211 @@
+"""Prometheus metrics, each defined once and shown under two names: `headway_...`, and `vllm:...` for what reads that.
+
+Dashboards and routers in the field know the `vllm:` names; `ALIASES` lists which of ours they may have. Nothing here is
+global: a server has its own registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headway.core.errors import UnavailableError
+from headway.runtime.cluster.cluster_report import Instances
+from headway.runtime.engine.protocol import EngineClient
+from headway.serving.generation_record import GenerationRecord
+from headway.serving.instance_metrics import InstanceCollector
+
+PREFIX = "headway_"
+ALIAS_PREFIX = "vllm:"
+ALIASES = frozenset(
+    {
+        "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info",
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "prompt_tokens", "generation_tokens", "request_success", "num_preemptions",
+    }
+)  # fmt: skip
+"""Metric families (a counter's without its `_total`) that are shown under `vllm:` as well."""
+
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40)
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From reception to the first output token.", _LONG),
+    "inter_token_latency_seconds": ("Between two output tokens.", _SHORT),
+    "request_time_per_output_token_seconds": ("A request's mean time per output token after the first.", _SHORT),
+    "e2e_request_latency_seconds": ("From reception to the end.", _LONG),
+    "request_queue_time_seconds": ("From reception to first being scheduled.", _LONG),
+    "request_prefill_time_seconds": ("From first being scheduled to the first output token.", _LONG),
+    "request_decode_time_seconds": ("From the first output token to the last.", _LONG),
+}
+_ENGINE_COUNTERS = {
+    "num_preemptions": ("Requests put back by the engine.", "preemptions_total"),
+    "recomputed_tokens": ("Tokens computed again after a preemption.", "recomputed_tokens_total"),
+    "prefill_tokens_computed": ("Prompt tokens computed.", "prefill_tokens_total"),
+    "recoveries": ("Times that workers were lost and started again.", "recoveries_total"),
+    "recovery_seconds": ("Time from losses being noticed until new workers were ready.", "recovery_s_total"),
+    "lost_tokens": ("Tokens in the KV of lost workers, which are computed again.", "lost_tokens_total"),
+    "engine_restarts": ("Times that the engine process was lost and started again.", "engine_restarts_total"),
+    "decode_tokens_computed": ("Output tokens computed.", "decode_tokens_total"),
+    "iterations": ("Iterations of the engine.", "iterations_total"),
+    "busy_seconds": ("Time spent in iterations.", "busy_s_total"),
+    "schedule_seconds": ("Time spent on deciding what runs.", "schedule_s_total"),
+    "predicted_seconds": ("Time that the latency model predicted for those iterations.", "predicted_s_total"),
+}
+_ENGINE_GAUGES = {
+    "num_requests_running": ("Requests that hold a place in the engine.", "running"),
+    "num_requests_waiting": ("Requests that wait in the engine.", "waiting"),
+    "kv_tokens_used": ("Tokens that the KV pool holds.", "kv_tokens_used"),
+    "kv_tokens_capacity": ("Tokens that the KV pool can hold.", "kv_tokens_total"),
+    "last_chunk_tokens": ("Prompt tokens in the newest iteration.", "last_chunk_tokens"),
+    "last_iteration_seconds": ("Duration of the newest iteration.", "last_iteration_s"),
+}
+
+
+class Metrics:
+    """One server's metrics. `record` makes the per-request hooks; `render` is the body of /metrics."""
+
+    def __init__(self, engine: EngineClient, served_as: str | None) -> None:
+        """`served_as` is the label `model_name`; None: the engine's own name, once it is known."""
+        self._registry = CollectorRegistry()
+        inner = CollectorRegistry()
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, buckets=buckets, registry=inner)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens accepted.", registry=inner)
+        self._generation_tokens = Counter(PREFIX + "generation_tokens", "Output tokens produced.", registry=inner)
+        self._finished = Counter(
+            PREFIX + "request_success", "Requests by how they ended.", ("finished_reason",), registry=inner
+        )
+        for reason in ("stop", "length", "abort", "timeout", "error"):
+            self._finished.labels(reason)
+        self._rejected = Counter(
+            PREFIX + "http_requests_rejected", "Generation requests not accepted, by status.",
+            ("status",), registry=inner,
+        )  # fmt: skip
+        inner.register(_EngineCollector(engine))
+        if isinstance(engine, Instances):
+            inner.register(InstanceCollector(engine))
+        self._registry.register(_Aliased(inner, engine, served_as))
+
+    def record(self, received_s: float, prompt_tokens: int) -> GenerationRecord:
+        """A record that reports into these metrics."""
+        gaps = self._histograms["inter_token_latency_seconds"]
+
+        def gap(seconds: float, tokens: int) -> None:
+            for _ in range(tokens):
+                gaps.observe(seconds / tokens)
+
+        first = self._histograms["time_to_first_token_seconds"].observe
+        return GenerationRecord(received_s, prompt_tokens, first, gap, self._finish, self.rejected)
+
+    def rejected(self, status: int) -> None:
+        """Called for each generation request that was answered without reaching the engine's end."""
+        self._rejected.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        """The text exposition format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def _finish(self, record: GenerationRecord) -> None:
+        self._finished.labels(record.reason).inc()
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._generation_tokens.inc(record.output_tokens)
+        scheduled, first, last, end = (
+            record.first_scheduled_s, record.first_token_s, record.last_token_s, record.finished_s,
+        )  # fmt: skip
+        if record.reason in ("stop", "length") and end is not None:
+            self._observe("e2e_request_latency_seconds", end - record.received_s)
+        if scheduled is not None:
+            self._observe("request_queue_time_seconds", scheduled - record.received_s)
+            if first is not None:
+                self._observe("request_prefill_time_seconds", first - scheduled)
+        if first is not None and last is not None:
+            self._observe("request_decode_time_seconds", last - first)
+            if record.output_tokens > 1:
+                self._observe("request_time_per_output_token_seconds", (last - first) / (record.output_tokens - 1))
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self._histograms[name].observe(max(0.0, seconds))
+
+
+class _EngineCollector:
+    """The engine's newest snapshot as metrics, read when scraped."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at each scrape."""
+        stats = self._engine.stats
+        for name, (text, field) in _ENGINE_GAUGES.items():
+            yield self._gauge(name, text, getattr(stats, field))
+        usage = stats.kv_tokens_used / stats.kv_tokens_total if stats.kv_tokens_total else 0.0
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV pool in use (0 to 1).", usage)
+        yield self._gauge("engine_up", "1 when the engine serves, 0 otherwise.", float(self._engine.state == "ready"))
+        for name, (text, field) in _ENGINE_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text)
+            counter.add_metric((), getattr(stats, field))
+            yield counter
+        if stats.stage_busy_s:
+            busy = CounterMetricFamily(
+                PREFIX + "stage_busy_seconds",
+                "Time that a pipeline stage of a KV group computed.",
+                labels=("group", "stage"),
+            )
+            for group, stage, seconds in stats.stage_busy_s:
+                busy.add_metric((str(group), str(stage)), seconds)
+            yield busy
+        try:
+            info = self._engine.info
+        except UnavailableError:
+            return
+        config = GaugeMetricFamily(
+            PREFIX + "cache_config_info", "How the KV pool is made.",
+            labels=("block_size", "num_gpu_blocks", "cache_dtype"),
+        )  # fmt: skip
+        blocks = info.kv_tokens_total // max(1, info.kv_block_tokens)
+        config.add_metric((str(info.kv_block_tokens), str(blocks), info.dtype), 1)
+        yield config
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(PREFIX + name, text)
+        gauge.add_metric((), value)
+        return gauge
+
+
+class _Aliased:
+    """Every family under its own name, and those in `ALIASES` under the alias prefix too, all with the same labels."""
+
+    def __init__(self, inner: CollectorRegistry, engine: EngineClient, served_as: str | None) -> None:
+        self._inner = inner
+        self._engine = engine
+        self._served_as = served_as
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at each scrape."""
+        labels = {"model_name": self._model(), "engine": "0"}
+        for family in self._inner.collect():
+            name = family.name.removeprefix(PREFIX)
+            for prefix in (PREFIX, ALIAS_PREFIX) if name in ALIASES else (PREFIX,):
+                yield _shown(family, prefix, labels)
+
+    def _model(self) -> str:
+        if self._served_as is not None:
+            return self._served_as
+        try:
+            return self._engine.info.model
+        except UnavailableError:
+            return ""
+
+
+def _shown(family: Metric, prefix: str, labels: dict[str, str]) -> Metric:
+    shown = Metric(prefix + family.name.removeprefix(PREFIX), family.documentation, family.type)
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            name = prefix + sample.name.removeprefix(PREFIX)
+            shown.add_sample(name, {**labels, **sample.labels}, sample.value)
+    return shown

@@ -1,0 +1,80 @@
+"""Endpoints for those who run the server: what it serves, whether it lives, what it has done."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.core.errors import UnavailableError
+from headway.serving.context import context
+from headway.serving.errors import as_api_error, error_response, json_response
+
+router = APIRouter()
+_STARTED = int(time.time())
+
+
+@router.get("/v1/models", response_model=None, summary="The model, under each name it is served by")
+async def models(request: Request) -> Response:
+    """`max_model_len` tells clients how long prompt and answer may be together."""
+    server = context(request)
+    info = server.info()
+    data = [
+        {
+            "id": name, "object": "model", "created": _STARTED, "owned_by": "headway", "root": info.model,
+            "parent": None, "max_model_len": info.max_model_len,
+        }
+        for name in server.models()
+    ]  # fmt: skip
+    return json_response({"object": "list", "data": data})
+
+
+@router.get("/health", response_model=None, summary="Live: 503 only when the engine is lost for good")
+async def health(request: Request) -> Response:
+    """For a liveness probe: while starting, recovering or draining the process is well. `recoveries` counts losses of
+    workers, `engine_restarts` those of the engine's own process, since the server started."""
+    engine = context(request).engine
+    stats = engine.stats
+    content = {
+        "status": engine.state,
+        "recoveries": stats.recoveries_total,
+        "engine_restarts": stats.engine_restarts_total,
+    }
+    return json_response(content, 503 if engine.state == "lost" else 200)
+
+
+@router.get("/ready", response_model=None, summary="Ready: 200 when new requests are taken, 503 otherwise")
+async def ready(request: Request) -> Response:
+    """For a readiness probe or a load balancer. While workers or the engine start again it says so: requests that come
+    all the same wait until they have."""
+    try:
+        server = context(request)
+        server.info()
+        if server.engine.state == "recovering":
+            raise UnavailableError("workers are lost and start again; what was accepted goes on afterwards", 1.0)
+    except UnavailableError as error:
+        return error_response(as_api_error(error))
+    return json_response({"status": "ready"})
+
+
+@router.get("/version", response_model=None, summary="The server's version")
+async def show_version(request: Request) -> Response:
+    """The installed package's."""
+    return json_response({"version": package_version()})
+
+
+@router.get("/metrics", response_model=None, summary="Prometheus metrics")
+async def metrics(request: Request) -> Response:
+    """Text format 0.0.4."""
+    return Response(context(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def package_version() -> str:
+    """The installed version, or 'unknown' when run from a bare source tree."""
+    try:
+        return version("headway")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,127 @@
+"""A prompt as the engine wants it: int32 in one buffer, built once, whatever the client sent."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from headway.core.errors import RequestError
+from headway.serving.body_fields import Fields
+from headway.serving.tokenizer import Tokenizer
+
+PIECE_BYTES = 32 << 10
+"""JSON of token ids is decoded in pieces of this size. A decoder holds the interpreter's lock from first byte to last,
+so that a million ids at once would stall every other thread, the event loop's among them, for some 60 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids as little-endian int32. `data` is handed to the engine without another copy."""
+
+    data: memoryview
+    tokens: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Prompt:
+        """From ids that have been checked already."""
+        buffer = ids if isinstance(ids, array) else array("i", ids)
+        if sys.byteorder == "big":
+            buffer.byteswap()
+        return cls(memoryview(buffer).cast("B"), len(ids))
+
+
+class PromptReader:
+    """Turns the `prompt` field into prompts. `vocab_size` bounds the token ids."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_prompts: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_prompts = max_prompts
+        token = Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
+        self._ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[token])
+        self._many: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
+
+    def read(self, fields: Fields, name: str = "prompt") -> tuple[Prompt, ...]:
+        """Text, token ids, or an array of either, as one or several prompts; none of them is empty."""
+        raw = fields.raw(name)
+        if raw is None:
+            raise RequestError(f"'{name}' is required: text or an array of token ids", name)
+        if not _starts(raw, b"["):
+            return (self._one(raw, fields, name, name),)
+        if not _starts(raw, b"[", skip=1) and not _starts(raw, b'"', skip=1):
+            return (self._token_ids(raw, name, name),)
+        items = self._many.decode(raw)
+        if len(items) > self._max_prompts:
+            raise RequestError(f"'{name}' holds {len(items)} prompts; at most {self._max_prompts} are allowed", name)
+        return tuple(self._one(item, fields, name, f"{name}[{index}]") for index, item in enumerate(items))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> Prompt:
+        """Messages as one prompt, by the model's chat template, which writes special tokens itself."""
+        text = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise RequestError("the chat template makes an empty prompt of 'messages'", "messages")
+        return Prompt.of(ids)
+
+    def token_ids(self, fields: Fields, name: str) -> list[int]:
+        """A required array of token ids."""
+        raw = fields.raw(name)
+        if raw is None or not _starts(raw, b"["):
+            raise RequestError(f"'{name}' is required: an array of token ids", name)
+        return self._decode_ids(raw, name, name).tolist()
+
+    def _one(self, raw: msgspec.Raw, fields: Fields, name: str, label: str) -> Prompt:
+        if _starts(raw, b"["):
+            return self._token_ids(raw, name, label)
+        text = Fields({name: raw}).get(name)
+        if not isinstance(text, str):
+            raise RequestError(f"'{label}' must be text or an array of token ids", name)
+        if not text:
+            raise RequestError(f"'{label}' is empty", name)
+        ids = self._tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", True))
+        if not ids:
+            raise RequestError(f"'{label}' is empty: the text has no tokens", name)
+        return Prompt.of(ids)
+
+    def _token_ids(self, raw: msgspec.Raw, name: str, label: str) -> Prompt:
+        ids = self._decode_ids(raw, name, label)
+        if not ids:
+            raise RequestError(f"'{label}' is empty", name)
+        return Prompt.of(ids)
+
+    def _decode_ids(self, raw: msgspec.Raw, name: str, label: str) -> array[int]:
+        found = self._in_pieces(bytes(raw))
+        if found is not None:
+            return found
+        try:
+            return array("i", self._ids.decode(raw))
+        except msgspec.ValidationError as error:
+            where = str(error).rpartition("$")[2].rstrip("`")
+            message = f"'{label}'{where and ' at ' + where} must be a token id in 0..{self._vocab_size - 1}"
+            raise RequestError(message, name) from None
+
+    def _in_pieces(self, text: bytes) -> array[int] | None:
+        """The ids of a JSON array that is known to be JSON; None when some item is no token id."""
+        ids = array("i")
+        at, end = text.index(b"[") + 1, text.rindex(b"]")
+        while at < end:
+            cut = text.find(b",", min(at + PIECE_BYTES, end), end)
+            cut = end if cut < 0 else cut
+            try:
+                ids.extend(self._ids.decode(b"[%b]" % text[at:cut]))
+            except msgspec.MsgspecError:
+                return None
+            at = cut + 1
+        return ids
+
+
+def _starts(raw: msgspec.Raw, char: bytes, skip: int = 0) -> bool:
+    """Whether the JSON text starts with `char` after `skip` characters and white space."""
+    return bytes(memoryview(raw)[skip : skip + 64]).lstrip()[:1] == char

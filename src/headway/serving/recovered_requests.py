@@ -1,0 +1,167 @@
+"""Requests that an earlier server accepted and did not finish: computed to their end, and kept under their ids.
+
+Their clients lost the connection with the server; they ask for the answer at `/v1/requests/{id}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.serving.answer import Answer, Format, MakeFormat, is_left, run_job, usage
+from headway.serving.chat import ChatFormat
+from headway.serving.completions import CompletionFormat
+from headway.serving.context import Context, context
+from headway.serving.errors import ApiError, as_api_error, error_response, json_response
+from headway.serving.generation import Piece
+from headway.serving.generation_record import GenerationRecord
+from headway.serving.journaled_request import Kind, Ticket, job_of
+from headway.serving.sse import DONE, SseResponse, event
+
+log = logging.getLogger("headway.server")
+router = APIRouter()
+
+_FORMATS: dict[Kind, MakeFormat] = {"completion": CompletionFormat, "chat": ChatFormat}
+
+
+@dataclass(slots=True)
+class Resumed:
+    """One such request and its answer. `over`: all of it is there."""
+
+    form: Format
+    ticket: Ticket
+    records: Sequence[GenerationRecord]
+    answers: list[Answer] = field(default_factory=list)
+    events: list[bytes] = field(default_factory=list)
+    error: ApiError | None = None
+    over: bool = False
+    task: asyncio.Task[None] | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
+        """Take in all pieces. An error is kept as the answer; cancelled, it tells those who follow the stream."""
+        self.answers = [Answer() for _ in self.form.job.prompts]
+        try:
+            async with aclosing(pieces):
+                async for index, piece in pieces:
+                    self.answers[index].add(piece)
+                    self._add(b"".join(event(chunk) for chunk in self.form.chunks(index, piece)))
+            if self.form.job.include_usage:
+                self._add(event(self.form.usage_chunk(usage(self.form.job, self.records))))
+            self._add(DONE)
+        except asyncio.CancelledError:
+            self.error = self.error or ApiError(404, "the request was deleted")
+            raise
+        except Exception as error:
+            self.error = as_api_error(error)
+            log.warning("a request that was taken up again failed: %s", self.error)
+        finally:
+            self.over = True
+            self._news.set()
+
+    async def replay(self) -> AsyncGenerator[bytes, None]:
+        """All events of the answer's stream, from the first, as they come."""
+        at = 0
+        while True:
+            while at < len(self.events):
+                at += 1
+                yield self.events[at - 1]
+            if self.over:
+                if self.error is not None:
+                    raise self.error
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def whole(self) -> Response:
+        """The answer as its endpoint would have given it; 202 while it is computed."""
+        if not self.over:
+            told = sum(record.output_tokens for record in self.records)
+            content = {"object": "request", "status": "running", "output_tokens": told}
+            return json_response(content, 202, {"Retry-After": "1"})
+        if self.error is not None:
+            return error_response(self.error)
+        return json_response(self.form.whole(self.answers, usage(self.form.job, self.records)))
+
+    def _add(self, events: bytes) -> None:
+        self.events.append(events)
+        self._news.set()
+
+
+def take_up(server: Context) -> None:
+    """Go on with all that the journal has left. Called once, when the engine is ready."""
+    assert server.journal is not None
+    for number, entry in list(server.journal.left.items()):  # what is dropped leaves it
+        request_id = entry.accepted.id
+        kind, job = job_of(entry, time.monotonic(), time.time())
+        ticket = Ticket(server.journal, number, entry.told)
+        records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
+        resumed = Resumed(_FORMATS[kind](job, server, request_id), ticket, records)
+        _drop(server, request_id)  # of two with one id, nobody could ask for the older one
+        server.resumed[request_id] = resumed
+        resumed.task = asyncio.create_task(_see_through(server, request_id, resumed))
+    if server.resumed:
+        log.warning("took up %d unfinished requests of the journal", len(server.resumed))
+
+
+def let_go(server: Context) -> None:
+    """The server ends: what is unfinished stays in the journal."""
+    for resumed in server.resumed.values():
+        if resumed.task is not None:
+            resumed.task.cancel()
+
+
+@router.get("/v1/requests/{name}", response_model=None, summary="The answer to a request that a restart interrupted")
+async def show(request: Request) -> Response:
+    """The whole answer, or 202 while it is computed; with `?stream=true` its stream, from the first event on."""
+    found, server = _find(request), context(request)
+    if request.query_params.get("stream", "false").lower() in ("1", "true"):
+        return SseResponse(found.replay(), server.settings, server.ongoing, lambda: None)
+    return found.whole()
+
+
+@router.delete("/v1/requests/{name}", response_model=None, summary="Forget a request that a restart interrupted")
+async def forget(request: Request) -> Response:
+    """Computing it ends, should that go on."""
+    _find(request)
+    _drop(context(request), request.path_params["name"])
+    return json_response({"object": "request", "status": "deleted"})
+
+
+def _find(request: Request) -> Resumed:
+    name = request.path_params["name"]
+    found = context(request).resumed.get(name)
+    if found is None:
+        raise ApiError(
+            404, f"no request {name[:200]!r} is kept: only those that were unfinished when a server ended are"
+        )
+    return found
+
+
+async def _see_through(server: Context, request_id: str, resumed: Resumed) -> None:
+    """Compute the answer, then keep it for a while; in the journal for the next server, if the engine was given up."""
+    server.in_flight += 1
+    try:
+        await resumed.run(run_job(server, resumed.form.job, request_id, resumed.records, resumed.ticket))
+    finally:
+        server.in_flight -= 1
+    if is_left(server, resumed.records):
+        return
+    await asyncio.sleep(server.settings.journal_keep_s)
+    _drop(server, request_id)
+
+
+def _drop(server: Context, request_id: str) -> None:
+    resumed = server.resumed.pop(request_id, None)
+    if resumed is not None:
+        resumed.ticket.end()
+        if resumed.task is not None:
+            resumed.task.cancel()

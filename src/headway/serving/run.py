@@ -1,0 +1,140 @@
+"""Running the application with uvicorn: one process, one event loop, and an orderly end.
+
+First SIGTERM or SIGINT: nothing new is taken, what was accepted is finished (for at most `drain_timeout_s`), then the
+server ends. A second signal ends it at once. Either way, who has no answer by then is told so (`Context.cut_off`) and
+has a few seconds to read it; a third signal does not wait for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from headway.core.structured_log import setup
+from headway.serving.binding import bind, cannot_listen, check_binding, release, url
+from headway.serving.context import Context
+from headway.serving.settings import ServerSettings
+
+log = logging.getLogger("headway.server")
+
+_PATIENCE_S, _AT_ONCE_S = 5, 1
+"""How long clients have to read their last bytes: after a drain, and after a second signal."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with draining. Use `serve`; tests start this one in a thread and set `should_exit`."""
+
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_PATIENCE_S,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        super().__init__(config)
+        self._settings = settings
+        self._draining: asyncio.Task[None] | None = None
+        self._hurried = False
+        """Whether there was a second signal."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        context = app.state.headway
+        assert isinstance(context, Context)
+        self._context = context
+        logging.getLogger("uvicorn.error").addFilter(self._worth_logging)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until a signal, or until the engine cannot start. sockets: that have been bound, if any."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn. Raises ConfigError when somebody else has begun to listen since the sockets were bound."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            await self.lifespan.shutdown()
+            raise cannot_listen(self._settings.host, self._settings.port, error) from error
+        if sockets:
+            log.info("Uvicorn running on %s (Press CTRL+C to quit)", url(self._settings.host, sockets[0]))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn inside a signal handler; the work is done on the loop."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
+
+    def _on_signal(self, name: str) -> None:
+        if self._draining is None and self.started:
+            log.info("draining", extra={"fields": {"signal": name, "in_flight": self._context.in_flight}})
+            self._draining = asyncio.create_task(self._drain())
+        elif not self.started:
+            log.info("ending", extra={"fields": {"signal": name}})
+            self.should_exit = True
+            self._context.give_up()
+        else:
+            log.warning("ending at once", extra={"fields": {"signal": name, "in_flight": self._context.in_flight}})
+            if self._draining is not None:
+                self._draining.cancel()
+            self._end(_AT_ONCE_S)
+            self.force_exit, self._hurried = self._hurried, True
+
+    def _end(self, patience_s: int) -> None:
+        """Clients have so long to read what they are told now."""
+        self._context.cut_off()
+        self.config.timeout_graceful_shutdown = patience_s
+        self.should_exit = True
+
+    def _worth_logging(self, record: logging.LogRecord) -> bool:
+        """False for the stack traces that uvicorn makes of an engine that did not start (`failure` says it in words),
+        and of requests that our end has cut off."""
+        if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+            return False
+        return self._context.failure is None or record.levelno < logging.ERROR
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout_s):
+                await self._context.engine.drain()
+                while self._context.in_flight:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            log.warning("draining took too long", extra={"fields": {"in_flight": self._context.in_flight}})
+        except Exception:
+            log.exception("draining failed")
+        self._end(_PATIENCE_S)
+
+
+def serve(
+    app: FastAPI, settings: ServerSettings, *, force_binding: bool = False, sockets: list[socket.socket] | None = None
+) -> bool:
+    """Serve until a signal ends it. True when the server had started; False when its lifespan (the engine) failed.
+
+    sockets: what `bind` has given, where that was to come before something else; closed at the end. Raises ConfigError
+    when the address is reachable from outside and there is no API key (see `check_binding`), or cannot be listened on.
+    """
+    check_binding(settings.host, settings.api_key, force_binding)
+    if sockets is None:
+        sockets = bind(settings.host, settings.port)
+    setup(settings.log_level, settings.log_format)
+    server = Server(app, settings)
+    try:
+        server.run(sockets)
+    except SystemExit:  # uvicorn's way to say that it could not start: a failed lifespan
+        log.info("not started")
+    finally:
+        release(sockets)
+    failure = app.state.headway.failure
+    if failure is not None:
+        log.error("the engine did not start", extra={"fields": {"reason": str(failure)}})
+    return server.started

@@ -1,0 +1,161 @@
+"""Server-sent events over one connection: keep-alive comments, slow readers, and clients that vanish.
+
+Three tasks a stream: the *pump* takes events from the source into a small buffer, the *writer* sends what is there, the
+*watcher* waits for the client to leave. However it ends, the source is closed before the response is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headway.serving.active_tasks import Ongoing, cut_off
+from headway.serving.errors import ApiError, as_api_error, error_object, error_response
+from headway.serving.merge import cancel_all
+from headway.serving.settings import ServerSettings
+
+log = logging.getLogger("headway.server")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_FIRST_WAIT_S = 1.0
+"""How long the status line waits for a first event: an engine that refuses soon still gets its own status code."""
+
+
+def event(content: object) -> bytes:
+    """One `data:` event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class SseResponse(Response):
+    """Streams `source`, whose items are whole events. `on_end` is called once, after the source is closed.
+
+    An error before the first byte becomes an ordinary error answer; later it becomes an `error` event and the stream
+    ends. A client that leaves `slow_client_timeout_s` seconds' worth of events unread is dropped.
+    """
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        settings: ServerSettings,
+        ongoing: Ongoing,
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(status_code=200, media_type="text/event-stream")
+        self._source = source
+        self._settings = settings
+        self._ongoing = ongoing
+        self._on_end = on_end
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        self._error: ApiError | None = None
+        self._ended = False
+        self._filled = asyncio.Event()
+        self._emptied = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Called by the framework to send the answer."""
+        tasks = [self._ongoing.begin(self._pump())]
+        try:
+            writer = asyncio.create_task(self._write(scope, receive, send))
+            watcher = asyncio.create_task(client_gone(receive))
+            tasks += [writer, watcher]
+            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done():
+                scope.setdefault("headway.log", {})["client"] = "gone"
+            elif writer.exception() is not None:
+                scope.setdefault("headway.log", {})["client"] = "too slow or gone"
+        finally:
+            await cancel_all(tasks)
+            self._on_end()
+
+    async def _pump(self) -> None:
+        blocked_s = 0.0  # how far the client is behind
+        try:
+            async with aclosing(self._source) as source:
+                async for item in source:
+                    self._buffer.append(item)
+                    self._buffered += len(item)
+                    self._filled.set()
+                    await asyncio.sleep(0)
+                    if self._buffered > self._settings.slow_client_buffer_bytes:
+                        blocked_s += await self._room(self._settings.slow_client_timeout_s - blocked_s)
+                    elif not self._buffer:
+                        blocked_s = 0.0
+        except asyncio.CancelledError:
+            self._error = as_api_error(cut_off())  # for the client, should it still be there
+            raise
+        except Exception as error:
+            self._error = as_api_error(error)
+            if self._error.status == 500 and not isinstance(error, ApiError):
+                log.exception("a stream failed")
+        finally:
+            self._ended = True
+            self._filled.set()
+
+    async def _room(self, patience_s: float) -> float:
+        """Wait until the writer has taken what is there; returns how long that took."""
+        began = time.monotonic()
+        self._emptied.clear()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._emptied.wait()
+        except TimeoutError:
+            raise ApiError(408, "the stream was not read fast enough") from None
+        return time.monotonic() - began
+
+    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._wait(min(_FIRST_WAIT_S, self._settings.keep_alive_s))
+        if self._error is not None and not self._buffer:
+            await error_response(self._error)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        while True:
+            last = self._ended
+            data = self._take()
+            if not data and not last:
+                silent = not await self._wait(self._settings.keep_alive_s)
+                data, last = (KEEP_ALIVE, False) if silent else (self._take(), self._ended)
+            if last and self._error is not None:
+                data += event(error_object(self._error))
+            async with asyncio.timeout(self._settings.slow_client_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+            if last:
+                return
+
+    async def _wait(self, seconds: float) -> bool:
+        """Wait for something to send or the end; False after that many seconds of nothing."""
+        if self._buffer or self._ended:
+            return True
+        self._filled.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._filled.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take(self) -> bytes:
+        data = b"".join(self._buffer)
+        self._buffer.clear()
+        self._buffered = 0
+        self._emptied.set()
+        return data
+
+
+async def client_gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

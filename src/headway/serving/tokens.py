@@ -1,0 +1,69 @@
+"""/tokenize and /detokenize: what the model sees of a text, and back."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.core.errors import RequestError
+from headway.serving.body_fields import Fields
+from headway.serving.chat import render_prompt
+from headway.serving.context import context
+from headway.serving.errors import json_response
+from headway.serving.generation_job import Asker, read_model
+from headway.serving.prompts import PromptReader
+from headway.serving.schema import body_schema
+from headway.serving.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/tokenize", response_model=None, openapi_extra=body_schema("tokenize"), summary="Text to token ids")
+async def tokenize(request: Request) -> Response:
+    """`prompt` (text, with the special tokens that completions add) or `messages` (through the chat template)."""
+    server = context(request)
+
+    def work(fields: Fields, asker: Asker, prompts: PromptReader) -> dict[str, Any]:
+        _check_model(fields, asker)
+        if fields.raw("messages") is not None:
+            prompt = render_prompt(fields, prompts)
+        else:
+            if fields.text("prompt") is None:
+                raise RequestError("'prompt' (text) or 'messages' is required", "prompt")
+            (prompt,) = prompts.read(fields)
+        tokens = array("i", prompt.data.tobytes()).tolist()
+        answer = {"count": prompt.tokens, "max_model_len": asker.info.max_model_len, "tokens": tokens}
+        if fields.flag("return_token_strs"):
+            answer["token_strs"] = [_shown(server.tokenizer, token) for token in tokens]
+        return answer
+
+    return json_response(await server.parse(request, work))
+
+
+@router.post("/detokenize", response_model=None, openapi_extra=body_schema("detokenize"), summary="Token ids to text")
+async def detokenize(request: Request) -> Response:
+    """`tokens` as text, special tokens included."""
+    server = context(request)
+
+    def work(fields: Fields, asker: Asker, prompts: PromptReader) -> dict[str, Any]:
+        _check_model(fields, asker)
+        ids = prompts.token_ids(fields, "tokens")
+        if not server.tokenizer.has_text:
+            raise RequestError("this model has no tokenizer", "tokens")
+        return {"prompt": server.tokenizer.decode(ids)}
+
+    return json_response(await server.parse(request, work))
+
+
+def _check_model(fields: Fields, asker: Asker) -> None:
+    """Here the model may be left out: there is only one."""
+    if fields.raw("model") is not None:
+        read_model(fields, asker.models)
+
+
+def _shown(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -1,0 +1,16 @@
+"""Virtual time: the live engine's own scheduler and ledger, driven by predicted times instead of a machine.
+
+    from headway.sim import InstanceSpec, RunSpec, simulate
+    result = simulate(InstanceSpec(config=SchedulerConfig(), latency=model, kv_tokens=400_000), requests)
+    result.summary().total.latencies["ttft_s"]["p50"]
+
+Deterministic: the same arguments give the same result, bit by bit, on any machine with the same numpy.
+"""
+
+from headway.sim.event_loop import simulate
+from headway.sim.noise import Noise
+from headway.sim.pipeline import Link
+from headway.sim.result import Iteration, ReplicaUse, SimResult
+from headway.sim.spec import InstanceSpec, RunSpec
+
+__all__ = ["InstanceSpec", "Iteration", "Link", "Noise", "ReplicaUse", "RunSpec", "SimResult", "simulate"]

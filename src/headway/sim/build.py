@@ -1,0 +1,169 @@
+"""From a validated scenario to what `simulate` takes: names become hardware, shapes, latencies, memory and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.hardware.links import link
+from headway.perf.hardware.models import model
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency import store
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.layout import Layout, cut
+from headway.perf.latency.roofline import MachineRates, roofline
+from headway.perf.latency.shard_exchange import Exchange, between_groups
+from headway.perf.latency.tables import TableLatency
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim.event_loop import Told, simulate
+from headway.sim.memory import plan_memory
+from headway.sim.metrics import SloTargets
+from headway.sim.noise import Noise
+from headway.sim.pipeline import Link
+from headway.sim.requests import requests_of
+from headway.sim.result import SimResult
+from headway.sim.scenario import LatencySection, Scenario, Shape
+from headway.sim.spec import InstanceSpec, RunSpec, Yardstick
+from headway.sim.workload import TraceRequest
+
+
+def run_scenario(
+    scenario: Scenario,
+    seed: int,
+    *,
+    keep_iterations: bool = False,
+    told: Told | None = None,
+    stopwatch: Callable[[], float] | None = None,
+) -> SimResult:
+    """One seed of a scenario."""
+    if scenario.cluster.placement is not None:
+        from headway.sim.cluster.build import run_cluster
+
+        return run_cluster(scenario, seed, told=told, stopwatch=stopwatch).sim
+    requests = requests_of(scenario.workload, scenario.run.window_s, seed)
+    run = run_of(scenario, seed, keep_iterations)
+    return simulate(instance_of(scenario, requests), requests, run, told=told, stopwatch=stopwatch)
+
+
+def config_of(scenario: Scenario) -> SchedulerConfig:
+    """The scheduler's settings. Raises ConfigError on an impossible value."""
+    given: dict[str, Any] = scenario.policy.model_dump(exclude_none=True)
+    mode = given.pop("mode", "default")
+    try:
+        layout = scenario.layout
+        return SchedulerConfig.named(
+            mode, **given, stages=layout.stages, kv_parallel=layout.kvp, kv_shard_tokens=layout.shard_tokens
+        )
+    except ConfigError as error:
+        raise ConfigError(f"policy: {error}") from None
+
+
+def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
+    """One instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
+    config = config_of(scenario)
+    device, shape = named(scenario)
+    layout = Layout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
+    kv_tokens = scenario.memory.kv_tokens
+    if kv_tokens is None:
+        longest = (max(r.prompt_tokens for r in requests), max(r.prompt_tokens + r.output_tokens for r in requests))
+        kv_tokens = plan_memory(device, shape, layout, config, longest, scenario.memory.utilisation).kv_tokens
+    between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)
+    devices = layout.accelerators
+    return InstanceSpec(
+        config=config,
+        latency=latency_of(scenario.latency, device, shape, layout),
+        kv_tokens=kv_tokens,
+        block_tokens=scenario.memory.block_tokens,
+        link=Link(
+            between.latency_s,
+            shape.hidden * shape.dtype_bytes / layout.tp / (between.bytes_per_s * between.efficiency),
+        ),
+        exchange=between_groups(device, shape, layout) if layout.kvp > 1 else Exchange(),
+        learns=scenario.latency.learns,
+        yardstick=Yardstick(shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices),
+    )
+
+
+def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunSpec:
+    run = scenario.run
+    return RunSpec(
+        replicas=scenario.cluster.replicas,
+        seed=seed,
+        targets={klass: SloTargets(**slo.model_dump()) for klass, slo in scenario.slo.items()},
+        told=run.slo_told,
+        deadline_is_target=run.deadline_is_target,
+        max_output=run.max_output,
+        noise=Noise(run.noise.kind, run.noise.amount, run.noise.bias),
+        window_s=run.window_s,
+        timeout_s=run.timeout_s,
+        patience_s=run.patience_s,
+        fast_forward=run.fast_forward,
+        keep_iterations=keep_iterations,
+    )
+
+
+def latency_of(section: LatencySection, device: Accelerator, shape: ModelShape, layout: Layout) -> LatencyModel:
+    """The latency model of one stage."""
+    if section.source == "table":
+        return TableLatency(store.load(Path(str(section.file)), None))
+    if section.source == "fitted":
+        from headway.perf.latency.fitted import fitted
+
+        return fitted(device, shape, layout, layout.stages - 1)
+    return stage_roofline(section, device, shape, layout)
+
+
+def stage_roofline(section: LatencySection, device: Accelerator, shape: ModelShape, layout: Layout) -> TableLatency:
+    """The roofline of the slowest stage's rank, with two all-reduces a layer where tensors are cut (ring: each rank
+    sends and receives 2 (tp - 1) / tp of the activations)."""
+    rank, rates = cut(shape, layout, layout.stages - 1), section.roofline
+    share = ModelShape(
+        layers=rank.layers,
+        hidden=rank.hidden,
+        q_heads=rank.q_heads,
+        kv_heads=rank.kv_heads,
+        head_dim=rank.head_dim,
+        mlp=rank.mlp,
+        vocab=rank.vocab,
+        dtype_bytes=rank.dtype_bytes,
+        mlp_matrices=rank.mlp_matrices,
+    )
+    machine = MachineRates(
+        linear_flops=device.flops * rates.linear,
+        attention_flops=device.flops * rates.attention,
+        bandwidth=device.bandwidth * rates.bandwidth,
+        fixed_s=rates.fixed_s + rates.per_layer_s * rank.layers,
+        per_decode_s=rates.per_decode_s,
+        name=f"{device.name}, {layout.name}",
+    )
+    source = roofline(share, machine).source
+    if layout.tp > 1:
+        inside = layout.inside_link(device)
+        size = 2.0 * (layout.tp - 1) / layout.tp * rank.hidden * rank.dtype_bytes
+        row_s = 2 * rank.layers * size / (inside.bytes_per_s * inside.efficiency)
+        once_s = 2 * rank.layers * inside.latency_s
+        rows = np.array([r for r, _ in source.tokens])
+        seconds = np.array([s for _, s in source.tokens]) + np.where(rows > 0, once_s + row_s * rows, 0.0)
+        source = msgspec.structs.replace(
+            source, tokens=tuple((int(r), float(s)) for r, s in zip(rows, seconds, strict=True))
+        )
+    return TableLatency(source)
+
+
+def named(scenario: Scenario) -> tuple[Accelerator, ModelShape]:
+    try:
+        device = accelerator(scenario.cluster.accelerator)
+    except ConfigError as error:
+        raise ConfigError(f"cluster.accelerator: {error}") from None
+    if isinstance(scenario.model, Shape):
+        return device, ModelShape(**scenario.model.model_dump())
+    try:
+        return device, model(scenario.model)
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from None

@@ -1,0 +1,100 @@
+"""How well does the simulator predict a live run? Iteration times, and the latencies that requests saw."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headway.perf.latency.base import LatencyModel, Seconds
+from headway.sim.event_loop import simulate
+from headway.sim.metrics import RunSummary, summarise
+from headway.sim.metrics.quantiles import percentiles
+from headway.sim.replay import Replayed
+from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.workload import TraceRequest
+
+SCHEMA = "headway.calibration/1"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Errors are |predicted / measured - 1|: `running` of the scheduler as it corrected itself, `profile` of the
+    profile that it started from."""
+
+    iterations: int
+    running: dict[str, float | None]
+    profile: dict[str, float | None]
+    host_s: float
+    measured: RunSummary
+    simulated: RunSummary
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "iterations": self.iterations,
+            "iteration_error": {"running": self.running, "profile": self.profile},
+            "host_s": self.host_s,
+            "measured": self.measured.to_json(),
+            "simulated": self.simulated.to_json(),
+        }
+
+
+class _WithHost(LatencyModel):
+    """A model whose iterations also take the engine's own time."""
+
+    def __init__(self, table: LatencyModel, host_s: float) -> None:
+        self.table, self.host_s = table, host_s
+
+    def token_s(self, first: int, last: int) -> Seconds:
+        return np.asarray(self.table.token_s(first, last) + self.host_s, dtype=np.float64)
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        return self.table.chunk_s(past, first, last)
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return self.table.decode_s(decodes, kv_sum)
+
+    def observe(self, load: Any, measured_s: float) -> None:
+        """Never learns: it is the truth."""
+
+
+def calibrate(run: Replayed, corrected: bool = False) -> Calibration:
+    """Simulate the requests of a recorded run on its own profile, and compare.
+
+    The engine's own time between two batches (`host_s`, the median of the run) is added to every iteration; nothing
+    else is taken from the measurement. Requests that were aborted are left out on both sides.
+    `corrected`: take iteration times from the profile as the run had corrected it at its end, not at its start.
+    """
+    host_s = float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
+    live = sorted((r for r in run.records if r.ok), key=lambda record: record.arrival_s)
+    zero_s = live[0].arrival_s if live else 0.0
+    workload = [TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, klass=r.klass) for r in live]
+    spec = InstanceSpec(
+        config=run.config,
+        latency=run.table,
+        truth=_WithHost(run.model if corrected else run.table, host_s),
+        learns=run.model is not run.table,
+        kv_tokens=run.kv_tokens,
+        block_tokens=run.block_tokens,
+    )
+    simulated = simulate(spec, workload, RunSpec(told=False))
+    return Calibration(
+        iterations=len(run.batches),
+        running=_errors([(batch.predicted_s, batch.elapsed_s) for batch in run.batches]),
+        profile=_errors([(batch.profile_s, batch.elapsed_s) for batch in run.batches]),
+        host_s=host_s,
+        measured=summarise(live),
+        simulated=simulated.summary(),
+    )
+
+
+def _errors(pairs: list[tuple[float, float]]) -> dict[str, float | None]:
+    """Mean, median and P90 of the relative error."""
+    errors = [
+        abs(predicted / elapsed - 1.0) for predicted, elapsed in pairs if elapsed > 0 and math.isfinite(predicted)
+    ]
+    cuts = percentiles(errors)
+    return {name: cuts[name] for name in ("mean", "p50", "p90")}

@@ -1,0 +1,146 @@
+"""From a scenario with a placement to a cluster: pools become instances, names become hardware and latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.links import link
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.groups import GroupLatency
+from headway.perf.latency.layout import Layout
+from headway.perf.latency.ring import RingLatency
+from headway.perf.latency.sharded_decode import ShardedDecode
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.placement.base import Placement
+from headway.policy.placement.registry import make_placement
+from headway.policy.placement.view import Instance, Links
+from headway.sim.build import config_of, latency_of, named, run_of
+from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.event_loop import Told
+from headway.sim.memory import plan_memory
+from headway.sim.requests import requests_of
+from headway.sim.scenario import PoolSection, Scenario
+from headway.sim.spec import InstanceSpec
+from headway.sim.workload import TraceRequest
+
+
+def run_cluster(
+    scenario: Scenario,
+    seed: int,
+    *,
+    keep_bars: bool = False,
+    told: Told | None = None,
+    stopwatch: Callable[[], float] | None = None,
+) -> ClusterResult:
+    """One seed of a scenario with a placement."""
+    requests = requests_of(scenario.workload, scenario.run.window_s, seed)
+    spec = cluster_of(scenario, requests)
+    placement = placement_of(scenario, spec)
+    return simulate_cluster(
+        spec, placement, requests, run_of(scenario, seed), keep_bars=keep_bars, told=told, stopwatch=stopwatch
+    )
+
+
+def placement_of(scenario: Scenario, spec: ClusterSpec) -> Placement:
+    """The policy that the scenario names, told what the simulator itself predicts spans by."""
+    name = scenario.cluster.placement
+    if name is None:
+        raise ConfigError("cluster.placement is missing: it names the policy")
+    return make_placement(name, spec.surroundings, scenario.cluster.options)
+
+
+def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterSpec:
+    """The cluster that a scenario describes; InfeasibleError where an instance's memory does not allow it."""
+    device, shape = named(scenario)
+    cluster = scenario.cluster
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    decoding = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
+    configs = {"decode": decoding, "mixed": config_of(scenario), "prefill": config_of(scenario)}
+    instances: list[Instance] = []
+    pools: list[PoolSection] = []
+    node = 0
+    for pool in cluster.pools:
+        devices = pool.tp * pool.stages
+        each = pool.per_node or max(1, device.per_node // devices)
+        kv_tokens = pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, configs[pool.role], longest)
+        for number in range(pool.count):
+            if number and number % each == 0:
+                node += 1
+            pools.append(pool)
+            instances.append(
+                Instance(
+                    id=len(instances), node=node, role=pool.role, tp=pool.tp, stages=pool.stages, capacity=kv_tokens
+                )
+            )
+        node += 1
+    layouts = {(p.tp, p.stages): Layout(tp=p.tp, stages=p.stages) for p in cluster.pools}
+    models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
+    lead = next((p for p in cluster.pools if p.role != "decode"), cluster.pools[0])
+    links = Links(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
+    ring = RingLatency(models[lead.tp, lead.stages], shape, links.inside, links.across, lead.tp)
+
+    def engine(group: Sequence[Instance]) -> InstanceSpec:
+        head = group[0]
+        config = configs[head.role]
+        if config.stages != head.stages:
+            config = replace(config, stages=head.stages)
+        latency: LatencyModel = models[head.tp, head.stages]
+        if len(group) > 1:
+            link = links.inside if len({instance.node for instance in group}) == 1 else links.across
+            masters = len(group) if cluster.masters == "all" else 1
+            latency = ShardedDecode(latency, len(group), shape.layers, link, masters)
+        return InstanceSpec(
+            config=config,
+            latency=latency,
+            kv_tokens=sum(instance.capacity for instance in group),
+            block_tokens=scenario.memory.block_tokens,
+        )
+
+    return ClusterSpec(
+        instances=tuple(instances),
+        engine=engine,
+        spans=_spans(scenario, ring, device, shape, lead),
+        shape=shape,
+        links=links,
+        backends=cluster.backends,
+        rows=cluster.span_rows,
+    )
+
+
+def _spans(
+    scenario: Scenario, ring: RingLatency, device: Accelerator, shape: ModelShape, lead: PoolSection
+) -> GroupLatency:
+    section = scenario.cluster.spans
+    if section.source == "ring":
+        return ring
+    if section.source == "fast-sp":
+        from headway.perf.latency.fast_sp import SpRates
+        from headway.perf.latency.fast_sp_groups import FastSpLatency
+
+        reached = scenario.latency.roofline
+        rates = SpRates.of(device, section.node_gbit_s, reached.linear, reached.attention, reached.bandwidth)
+        return FastSpLatency(ring, shape, msgspec.structs.replace(rates, ring_loss=section.ring_loss), lead.tp)
+    from headway.perf.latency import eq1
+
+    return eq1.tetris_table1() if section.source == "tetris-table1" else eq1.load(Path(str(section.file)))
+
+
+def _kv_tokens(
+    scenario: Scenario, device: Accelerator, shape: ModelShape, pool: PoolSection, config: SchedulerConfig, longest: int
+) -> int:
+    """What memory leaves beside weights and activations of chunks of `max_num_batched_tokens`."""
+    if scenario.memory.kv_tokens is not None:
+        return scenario.memory.kv_tokens
+    layout = Layout(tp=pool.tp, stages=pool.stages)
+    chunked = replace(config, chunking="static:8192") if config.chunking == "whole" else config
+    needed = longest if pool.role == "decode" else 1
+    return plan_memory(device, shape, layout, chunked, (1, needed), scenario.memory.utilisation).kv_tokens

@@ -1,0 +1,62 @@
+"""One request of a simulation: where it comes from, its stay in a scheduler, and when its tokens came."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.core.request import Request
+from headway.core.span import Phase
+from headway.sim.decode_cohorts import Track
+from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
+from headway.sim.records import record_of
+from headway.sim.workload import TraceRequest
+
+
+class Trip:
+    """`track`: its stay in a scheduler, if any."""
+
+    __slots__ = ("ended_s", "error", "request", "scheduled_s", "source", "times", "track")
+
+    def __init__(self, request: Request, source: TraceRequest) -> None:
+        self.request, self.source = request, source
+        self.track: Track | None = None
+        self.times: list[float] = []
+        self.scheduled_s: float | None = None
+        self.ended_s: float | None = None
+        self.error: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Output tokens that are missing, as of the last time that a stay ended."""
+        return max(1, self.source.output_tokens) - len(self.times)
+
+    def stay(self, phase: Phase) -> Track:
+        """The request as a scheduler sees it. In a decode stay all KV but that of the last token is there, so that its
+        first iteration is a chunk of one token: a decode step in all but name."""
+        request, left = self.request, self.left
+        if phase == "prefill":
+            request, left = msgspec.structs.replace(request, max_output_tokens=1), 1
+        elif phase == "decode" or self.times:
+            known = request.prompt_tokens + len(self.times)
+            request = msgspec.structs.replace(
+                request,
+                prompt_tokens=known,
+                cached_tokens=known - 1 if phase == "decode" else 0,
+                max_output_tokens=max(1, request.max_output_tokens - len(self.times)),
+            )
+        source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass)
+        return Track(request, source)
+
+    def take(self, track: Track) -> None:
+        """A stay has ended: its token times are this request's."""
+        track.settle()
+        self.times += track.times
+        if self.scheduled_s is None:
+            self.scheduled_s = track.scheduled_s
+        self.track = None
+
+    def record(self, targets: SloTargets = NO_TARGETS) -> RequestRecord:
+        """How it went."""
+        if self.track is not None:
+            self.take(self.track)
+        return record_of(self, targets)

@@ -1,0 +1,122 @@
+"""When each token came, without writing it down once a request: requests that decode together share their times.
+
+A cohort follows a decode group from epoch to epoch. It keeps the times of its steps; a member knows the step at which
+it joined, so its token times are a slice, taken when it leaves. Work is done for those who join, leave or finish.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from headway.core.batch import DecodeGroup
+from headway.core.request import Request
+from headway.sim.workload import TraceRequest
+
+
+class Track:
+    """One request on its way. `left` is how many output tokens are missing, as of step `since` of its cohort."""
+
+    __slots__ = ("cohort", "deadline_s", "due_s", "ended_s", "error", "left", "replica", "request", "scheduled_s",
+                 "since", "source", "times")  # fmt: skip
+
+    def __init__(self, request: Request, source: TraceRequest) -> None:
+        self.request = request
+        self.source = source
+        self.left = max(1, source.output_tokens)
+        self.times: list[float] = []
+        self.cohort: Cohort | None = None
+        self.since = 0
+        self.replica = -1
+        self.scheduled_s: float | None = None
+        self.deadline_s: float | None = None
+        self.ended_s: float | None = None
+        self.error: str | None = None
+
+    def settle(self) -> None:
+        """Take the times that the cohort has kept for this request."""
+        cohort = self.cohort
+        if cohort is not None:
+            mine = cohort.times[self.since :]
+            self.times += mine
+            self.left -= len(mine)
+            self.since = len(cohort.times)
+
+
+class Cohort:
+    """A decode group over time."""
+
+    __slots__ = ("due", "epoch", "size", "times")
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.due: list[tuple[int, str]] = []
+        self.epoch = (0, 0)
+        self.size = 0
+
+
+class Cohorts:
+    """All decode groups of one replica, by (KV group, epoch). `tracks` maps ids to the requests that are in it."""
+
+    def __init__(self, tracks: dict[str, Track]) -> None:
+        self._tracks = tracks
+        self._by_epoch: dict[tuple[int, int], Cohort] = {}
+
+    def of(self, group: DecodeGroup, where: int = 0) -> Cohort:
+        """The cohort of a group that is about to run in KV group `where`, brought to the group's epoch."""
+        epoch = (where, group.epoch)
+        cohort = self._by_epoch.get(epoch)
+        if cohort is not None:
+            return cohort
+        cohort = self._by_epoch.pop((where, group.base), None) or Cohort()
+        for name in group.left:
+            track = self._tracks.get(name)
+            if track is not None and track.cohort is cohort:
+                self.leave(track)
+        for name in group.joined:
+            track = self._tracks[name]
+            self.leave(track)
+            track.cohort = cohort
+            track.since = len(cohort.times)
+            cohort.size += 1
+            heapq.heappush(cohort.due, (track.since + track.left, name))
+        cohort.epoch = epoch
+        self._by_epoch[epoch] = cohort
+        return cohort
+
+    def leave(self, track: Track) -> None:
+        """The request decodes no longer, or elsewhere."""
+        cohort = track.cohort
+        if cohort is None:
+            return
+        track.settle()
+        track.cohort = None
+        cohort.size -= 1
+        if not cohort.size:  # as good as new
+            cohort.times.clear()
+            cohort.due.clear()
+            self._by_epoch.pop(cohort.epoch, None)
+
+    def steps_left(self, cohort: Cohort) -> int:
+        """Steps until the first member has all of its tokens."""
+        self._drop_stale(cohort)
+        return cohort.due[0][0] - len(cohort.times) if cohort.due else 1 << 30
+
+    def finished(self, cohort: Cohort) -> list[str]:
+        """Members that have all of their tokens after the last step; they leave."""
+        ended: list[str] = []
+        if not cohort.due or cohort.due[0][0] > len(cohort.times):
+            return ended
+        while self.steps_left(cohort) <= 0:
+            name = heapq.heappop(cohort.due)[1]
+            self.leave(self._tracks[name])
+            ended.append(name)
+        return ended
+
+    def _drop_stale(self, cohort: Cohort) -> None:
+        due = cohort.due
+        while due:
+            at, name = due[0]
+            track = self._tracks.get(name)
+            if track is not None and track.cohort is cohort and track.since + track.left == at:
+                return
+            heapq.heappop(due)

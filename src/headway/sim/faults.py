@@ -1,0 +1,258 @@
+"""The fault explorer: worlds from a seed that are as unkind to a scheduler as they can be, checked after every step.
+
+Scheduler, ledger and simulated executor run through random arrivals, aborts, losses of the instance, KV pools that are
+too small, clocks that jump forward, and iterations that take 0.5 to 1.5 times what was predicted. Books are kept from
+the batches alone: which tokens of whom have been computed in this life, and who holds how many blocks. A seed that
+fails is named, and the same seed fails again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from headway.core.batch import Batch, Part
+from headway.core.errors import InvariantError
+from headway.core.request import Request, Slo
+from headway.kv.block_allocator import BlockTables
+from headway.perf.latency.shard_exchange import Exchange
+from headway.perf.latency.tables import TableLatency, TableSource
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim.decode_cohorts import Track
+from headway.sim.noise import Noise, NoiseSource
+from headway.sim.pipeline import Link
+from headway.sim.replica import Carried, Replica
+from headway.sim.spec import InstanceSpec
+from headway.sim.workload import TraceRequest
+
+BLOCK = 16
+NEVER = float("inf")
+
+
+def explore(seeds: Iterable[int], say: Callable[[str], None]) -> int:
+    """Run every seed; say what failed, and how often. 0 when none did, else 1."""
+    tried = failed = steps = 0
+    for seed in seeds:
+        tried += 1
+        try:
+            steps += FaultWorld(seed).run()
+        except Exception as error:  # any error is a finding
+            failed += 1
+            say(f"seed {seed}: {type(error).__name__}: {error}  (again: headway simulate --faults seed={seed})")
+    say(f"{tried} seeds, {steps} steps, {failed} failed")
+    return 1 if failed else 0
+
+
+def small_machine() -> TableLatency:
+    """1 ms for nothing, 20 µs a row, attention that grows with what is cached: small numbers for everything."""
+    source = TableSource(
+        fingerprint="",
+        provenance="fault explorer",
+        tokens=((0, 1e-3), (1, 1.02e-3), (1001, 21.02e-3)),
+        chunks=((0, 0.0, 0.0), (1000, 1e-3, 2e-5)),
+        decode=(1e-4, 1e-5, 2e-7),
+    )
+    return TableLatency(source, 4096)
+
+
+def random_spec(rng: random.Random) -> InstanceSpec:
+    """Any policy, chunking, pipeline and mode, with a pool that decodes exhaust."""
+    config = SchedulerConfig.named(
+        rng.choice(("default", "default", "paper")),
+        policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
+        chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
+        t_target_s=rng.choice((0.004, 0.01, 0.02)),
+        max_num_seqs=rng.choice((3, 8, 64)),
+        max_num_batched_tokens=rng.choice((64, 256, 2048)),
+        long_tokens=200,
+        reserve_tokens=rng.choice((0, 8, 64)),
+        kv_headroom=rng.choice((0.0, 0.05, 0.3)),
+        admission_age_s=rng.choice((0.05, 1.0)),
+        stages=rng.choice((1, 1, 2, 3)),
+        pipeline_schedule=rng.choice(("stream", "microbatch")),
+    )
+    spec = InstanceSpec(
+        config=config,
+        latency=small_machine(),
+        kv_tokens=rng.choice((640, 960, 1600)),
+        block_tokens=BLOCK,
+        link=Link(rng.choice((0.0, 2e-4)), 1e-6),
+        learns=rng.random() < 0.25,
+    )
+    groups = rng.choice((1, 1, 2, 3))
+    if groups == 1:
+        return spec
+    config = replace(config, kv_parallel=groups, kv_shard_tokens=rng.choice((64, 160, None)))
+    return replace(spec, config=config, kv_tokens=spec.kv_tokens // groups, exchange=Exchange(1e-4, 1e-6))
+
+
+class _Book:
+    """What one request has been seen to do in this life; `base` is where its last shard begins."""
+
+    __slots__ = ("base", "cursor")
+
+    def __init__(self) -> None:
+        self.cursor = self.base = 0
+
+
+class _Watched(Replica):
+    """A replica whose batches are checked before they are carried out."""
+
+    def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
+        self.scheduler.check()
+        for part in batch.parts:
+            self.replay(part)
+        for part in batch.parts:
+            self.watch(part)
+        self.budget(batch)
+        run = super()._start(batch, now, quiet_s)
+        for part in batch.parts:
+            for name in part.decodes.members:
+                self.books[name].cursor += run.repeats - 1
+        return run
+
+    def begin(self) -> None:
+        self.books: dict[str, _Book] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Block tables as after a loss."""
+        self.tables = [BlockTables(ledger.n_blocks) for ledger in self.ledgers]
+
+    def replay(self, part: Part) -> None:
+        """A part's KV operations. A reservation of token 0 begins a life, any other one a shard."""
+        tables = self.tables[part.group]
+        for op in part.kv_ops:
+            if op.verb == "free":
+                tables.free(op.request)
+                continue
+            tables.add(op.request, op.blocks)
+            book = self.books.get(op.request, _Book())
+            if op.verb == "reserve":
+                book.base = op.start
+                book.cursor = book.cursor if op.start else 0
+                need(op.start == book.cursor, op.request, f"has a shard from {op.start}, and {book.cursor} tokens")
+        tables.check()
+
+    def watch(self, part: Part) -> None:
+        """Raises InvariantError when a part contradicts the books."""
+        tables = self.tables[part.group]
+        for name in part.decodes.members:
+            book, track = self.books[name], self.tracks[name]
+            need(book.cursor >= track.request.prompt_tokens, name, "decodes before its prompt is computed")
+            book.cursor += 1
+        kv = sum(self.books[name].cursor - self.books[name].base for name in part.decodes.members)
+        need(kv == part.decodes.kv_sum, "the batch", f"reads {kv} KV tokens and says {part.decodes.kv_sum}")
+        longs = 0
+        for chunk in part.prefills:
+            book, track = self.books[chunk.request], self.tracks[chunk.request]
+            need(chunk.start == book.cursor, chunk.request, f"computes from {chunk.start}, not {book.cursor}")
+            book.cursor += chunk.tokens
+            longs += track.request.prompt_tokens > self.spec.config.long_tokens
+        need(longs <= 1, "the batch", f"holds {longs} long prefills")
+        for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills)):
+            held, book = sum(count for _, count in tables.runs(name)) * BLOCK, self.books[name]
+            need(book.cursor - book.base <= held, name, f"has tokens {book.base}..{book.cursor} in {held} slots")
+
+    def budget(self, batch: Batch) -> None:
+        """Predicted time within the target, unless decodes alone exceed it or one smallest chunk makes progress."""
+        config, chunks = self.spec.config, [chunk for part in batch.parts for chunk in part.prefills]
+        idle = any(not part.prefills for part in batch.parts)  # its decodes alone may exceed it
+        if config.chunking != "adaptive" or not chunks or (idle and len(batch.parts) > 1):
+            return
+        one_s = self.latency.rows_s(1)
+        completes = any(chunk.last for chunk in chunks)
+        budget_s = max(config.t_target_s, config.least_gain * one_s) * (1 + 1e-9)
+        budget_s *= 1.0 + config.stretch if completes else 1.0
+        alone = len(chunks) == 1 or len(batch.parts) > 1
+        progress = alone and any(chunk.tokens <= max(1, config.min_chunk) for chunk in chunks)
+        need(batch.predicted_s <= budget_s or progress, "the batch", f"takes {batch.predicted_s} s of {budget_s}")
+
+
+def need(holds: bool, who: str, what: str) -> None:
+    """Raise InvariantError unless it holds."""
+    if not holds:
+        raise InvariantError(f"{who} {what}")
+
+
+class FaultWorld:
+    """One seed. `run` returns the number of steps, or raises."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        spec = random_spec(rng)
+        noise = NoiseSource(Noise("uniform", 0.5), f"faults {seed}")
+        self.replica = _Watched(0, spec, noise, rng.random() < 0.5, None)
+        self.replica.begin()
+        self.aborts, self.losses, self.jumps = (rng.choice((0.0, 0.01, 0.1)) for _ in range(3))
+        self.tracks = self._plan(spec)
+        self.limit = 2000 + 60 * sum(t.request.prompt_tokens + t.left for t in self.tracks)
+
+    def run(self) -> int:
+        rng, replica = self.rng, self.replica
+        coming = sorted(self.tracks, key=lambda track: -track.request.arrival_s)
+        events: list[tuple[float, int]] = []
+        now, steps, lost = 0.0, 0, 0
+        while coming or events or replica.tracks:
+            steps += 1
+            need(steps < self.limit, "the world", "does not end: somebody starves")
+            arrival_s = coming[-1].request.arrival_s if coming else NEVER
+            at_s = min(arrival_s, events[0][0] if events else NEVER)
+            need(at_s < NEVER, "the scheduler", f"runs nothing while {len(replica.tracks)} requests wait")
+            now = max(now, at_s) + (rng.expovariate(20.0) if rng.random() < self.jumps else 0.0)
+            while events and events[0][0] <= now:
+                batch = heapq.heappop(events)[1]
+                if batch >= 0:
+                    replica.complete(batch, now)
+                    replica.scheduler.check()
+            while coming and coming[-1].request.arrival_s <= now:
+                track = coming.pop()
+                replica.books[track.request.id] = _Book()
+                replica.add(track, now)
+            live = [track for track in replica.tracks.values() if track.ended_s is None]
+            if live and rng.random() < self.aborts:
+                replica.abort(rng.choice(live), now, "aborted")
+            if rng.random() < self.losses and lost < 4:
+                lost += 1
+                events.clear()
+                replica.lose(now)
+                replica.forget()
+                for book in replica.books.values():
+                    book.cursor = book.base = 0
+            replica.scheduler.check()
+            for event in replica.pump(now, coming[-1].request.arrival_s if coming else NEVER):
+                heapq.heappush(events, event)
+        return self._end(steps)
+
+    def _end(self, steps: int) -> int:
+        replica = self.replica
+        need(replica.scheduler.idle, "the scheduler", "is not idle at the end")
+        for ledger in replica.ledgers:
+            need(ledger.free_blocks == ledger.n_blocks, "a ledger", "holds blocks at the end")
+        for track in self.tracks:
+            name = track.request.id
+            need(track.ended_s is not None, name, "never ended")
+            count = len(track.times)
+            whole = count == max(1, track.source.output_tokens) if track.error is None else True
+            need(whole, name, f"got {count} tokens of {track.source.output_tokens}")
+            need(track.times == sorted(track.times), name, "got tokens out of order")
+        return steps
+
+    def _plan(self, spec: InstanceSpec) -> list[Track]:
+        rng, at, tracks, room = self.rng, 0.0, [], spec.kv_tokens // BLOCK * BLOCK * spec.config.kv_parallel
+        for number in range(rng.randint(4, 18)):
+            at += rng.expovariate(1 / rng.choice((0.002, 0.02, 0.1)))
+            prompt = rng.randint(201, 560) if rng.random() < 0.3 else rng.randint(1, 120)
+            output = min(rng.choice((1, rng.randint(2, 12), rng.randint(20, 80))), room + 1 - prompt)
+            request = Request(
+                id=f"r{number}",
+                arrival_s=at,
+                prompt_tokens=prompt,
+                max_output_tokens=min(output + rng.choice((0, 20)), room + 1 - prompt),
+                slo=Slo(ttft_s=rng.choice((None, 0.05, 0.5)), tbt_s=None),
+                priority=rng.choice((0, 0, 0, -1, 3)),
+            )
+            tracks.append(Track(request, TraceRequest(at, prompt, output)))
+        return tracks

@@ -1,0 +1,72 @@
+"""Does it fit? Weights, activations and KV of the fullest rank against the device's memory.
+
+Activations are those of one layer at its widest for the largest iteration: `max_num_batched_tokens` rows with chunked
+prefill, the longest prompt with `whole` (which is how whole-prompt prefill runs out of memory).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.memory import gib
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.layout import Layout, cut
+from headway.policy.iteration.config import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank, and the tokens that its KV cache holds (of a whole request: every rank of a KV group holds its
+    share of what the group holds)."""
+
+    usable: int
+    weights: int
+    activations: int
+    kv_bytes_per_token: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(0, self.usable - self.weights - self.activations) // self.kv_bytes_per_token
+
+
+class InfeasibleError(ConfigError):
+    """A layout that memory does not allow. Sweeps show it as a row instead of stopping."""
+
+
+def plan_memory(
+    device: Accelerator,
+    shape: ModelShape,
+    layout: Layout,
+    config: SchedulerConfig,
+    longest: tuple[int, int],
+    utilisation: float,
+) -> MemoryPlan:
+    """The fullest rank's plan. `longest`: tokens of the longest prompt, and of the longest prompt with its output.
+
+    Raises InfeasibleError, with the numbers, where the longest request does not fit.
+    """
+    ranks = [cut(shape, layout, stage) for stage in {0, layout.stages - 1}]
+    rank = max(ranks, key=lambda r: r.weight_bytes)
+    rows = longest[0] if config.chunking == "whole" else min(config.max_num_batched_tokens, _static(config))
+    widest = 2 * rank.hidden + max(rank.qkv[1] + rank.out[0], rank.up[1] + rank.mlp)
+    logits = config.max_num_seqs * rank.vocab * 4
+    plan = MemoryPlan(
+        usable=int(device.capacity * utilisation),
+        weights=rank.weight_bytes,
+        activations=rows * widest * rank.dtype_bytes + logits,
+        kv_bytes_per_token=max(r.kv_bytes_per_token for r in ranks),
+    )
+    if plan.kv_tokens * layout.kvp < longest[1]:
+        raise InfeasibleError(
+            f"{layout.name} on {device.name}: of {gib(plan.usable)} usable a device, weights take {gib(plan.weights)} "
+            f"and activations of {rows:,} rows {gib(plan.activations)}; that leaves KV for {plan.kv_tokens:,} tokens "
+            f"({plan.kv_bytes_per_token:,} bytes a token and rank) and the longest request has {longest[1]:,}"
+        )
+    return plan
+
+
+def _static(config: SchedulerConfig) -> int:
+    kind, _, tokens = config.chunking.partition(":")
+    return int(tokens) if kind == "static" else config.max_num_batched_tokens

@@ -1,0 +1,344 @@
+"""One simulated instance: the engine's loop around its own scheduler, with a pipeline of predicted times for a machine.
+
+The contract with the scheduler is the live engine's: at most `stages` batches in flight, the next one made when stage 0
+frees, `complete` when a batch leaves the last stage. Whatever `schedule` decides is carried out as it is. Each KV group
+has a pipeline of its own; a batch of several groups goes through theirs in lockstep, as fast as the slowest of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from headway.core.batch import Batch, Chunk, Part, Progress
+from headway.core.events import Event
+from headway.core.span import Span
+from headway.kv.block_manager import Ledger
+from headway.perf.latency.base import LatencyModel, Load, load_s
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.parts import batch_loads, parts_s
+from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.sim.decode_cohorts import Cohort, Cohorts, Track
+from headway.sim.noise import NoiseSource
+from headway.sim.pipeline import Pipeline
+from headway.sim.result import Iteration, Join, ReplicaUse
+from headway.sim.spec import InstanceSpec
+
+AHEAD = 1 << 20
+ONLY = (0,)
+
+
+class Carried:
+    """A batch between its start and its end: the time of its last step, and what it began with."""
+
+    __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
+
+    def __init__(self, batch: Batch, cohorts: list[Cohort], end_s: float, elapsed_s: float, repeats: int) -> None:
+        self.batch, self.cohorts, self.end_s = batch, cohorts, end_s
+        self.elapsed_s, self.repeats = elapsed_s, repeats
+
+    @property
+    def cohort(self) -> Cohort:
+        """The first part's."""
+        return self.cohorts[0]
+
+
+class Replica:
+    """Calls are made in order of time. `pump` starts batches and gives the events to come back at."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: InstanceSpec,
+        noise: NoiseSource,
+        fast_forward: bool,
+        iterations: list[Iteration] | None,
+        stopwatch: Callable[[], float] | None = None,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.tracks: dict[str, Track] = {}
+        self.latency: LatencyModel = CorrectedLatency(spec.latency) if spec.learns else spec.latency
+        groups = range(spec.config.kv_parallel)
+        self.ledgers = [Ledger(spec.kv_tokens, spec.block_tokens) for _ in groups]
+        self.ledger = self.ledgers[0]
+        self.scheduler = make_scheduler(spec.config, self.latency, self.ledgers, spec.exchange)
+        self.pipelines = [Pipeline(spec.config.stages, spec.link) for _ in groups]
+        self.pipeline = self.pipelines[0]
+        self._cohorts = Cohorts(self.tracks)
+        self._runs: dict[int, Carried] = {}
+        self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
+        self._truth = spec.truth
+        self._exact = noise.exact and spec.truth is None
+        self._ahead = AHEAD if fast_forward and not spec.learns else 1
+        self._rows = iterations
+        self._stopwatch = stopwatch
+        self._batches = self._iterations = self._prefill = self._decoded = self._kv_read = 0
+        self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
+        self._joins: list[Join] = []
+        self._pairs = self._busy_s = self._scheduling_s = 0.0
+
+    # -- what may happen to it ------------------------------------------------------------------------------------
+
+    def add(self, track: Track, now: float) -> None:
+        """Raises RequestError when the request could never be served."""
+        name = track.request.id
+        self.scheduler.add(Span.whole(track.request), now)
+        self.tracks[name] = track
+        track.replica = self.index
+        track.deadline_s = self.scheduler.deadline_s(name)
+
+    def abort(self, track: Track, now: float, error: str) -> None:
+        """The client has left; the scheduler drops the request at once or when its batch is done."""
+        self._cohorts.leave(track)
+        self._end(track, now, error)
+        self._hear(self.scheduler.abort(track.request.id, now))
+
+    def lose(self, now: float) -> None:
+        """The instance has lost its KV and what it was computing."""
+        for run in self._runs.values():
+            done = run.repeats - 1
+            for cohort, part in zip(run.cohorts, run.batch.parts, strict=True):
+                first = len(cohort.times) - (run.repeats - 1)
+                if done and part.decodes.members and first >= 0:  # steps that were to come are lost as well
+                    done = bisect_right(cohort.times, now, first) - first
+                    del cohort.times[first + done :]
+            if done:
+                self._hear(self.scheduler.complete(run.batch.id, [], now, None, done))
+        self._runs.clear()
+        for pipeline in self.pipelines:
+            pipeline.reset(now)
+        self._hear(self.scheduler.lost(0, now))
+
+    def pump(self, now: float, quiet_s: float) -> list[tuple[float, int]]:
+        """Start batches while stage 0 is free. (time, batch or -1) at which to come back: batch is to be completed, -1:
+        stage 0 is free. Until `quiet_s` nothing will happen that this replica has not said itself."""
+        begun: list[tuple[float, int]] = []
+        while free := self._free(now):
+            if self._stopwatch is None:
+                batch = self.scheduler.schedule(now, self._ahead, free)
+            else:
+                started = self._stopwatch()
+                batch = self.scheduler.schedule(now, self._ahead, free)
+                self._scheduling_s += self._stopwatch() - started
+            if batch is None:
+                break
+            run = self._start(batch, now, quiet_s)
+            self._runs[batch.id] = run
+            begun.append((run.end_s, batch.id))
+            free_s = self.pipelines[batch.parts[0].group].free_s
+            if free_s < run.end_s:
+                begun.append((free_s, -1))
+        return begun
+
+    def _free(self, now: float) -> Sequence[int]:
+        """Groups whose stage 0 is free."""
+        if len(self.pipelines) == 1:
+            return ONLY if self.pipeline.free_s <= now else ()
+        return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
+
+    def complete(self, batch_id: int, now: float) -> list[Track]:
+        """The batch has left the last stage; the tracks that have ended with it. Ids of lost batches are ignored."""
+        run = self._runs.pop(batch_id, None)
+        if run is None:
+            return []
+        batch = run.batch
+        results: list[Progress] = []
+        ended: list[Track] = []
+        for part, cohort in zip(batch.parts, run.cohorts, strict=True):
+            if part.decodes.members:
+                cohort.times.append(now)
+                for name in self._cohorts.finished(cohort):
+                    results.append(Progress(name, 1, True))
+                    ended.append(self.tracks[name])
+            for chunk in part.prefills:
+                if chunk.last:
+                    self._first(chunk, now, results, ended)
+        elapsed_s = run.elapsed_s if self.spec.learns else None
+        self._hear(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
+        for track in ended:
+            self._end(track, now, None)
+        return ended
+
+    def prompts(self, batch_id: int) -> list[tuple[str, int, bool]]:
+        """Of each chunk of a batch in flight: the request, the prompt's tokens that are computed with it, and whether
+        these are all. None when it is not in flight."""
+        run = self._runs.get(batch_id)
+        if run is None:
+            return []
+        return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in run.batch.parts[0].prefills]
+
+    def flying(self, batch_id: int) -> bool:
+        """Whether a batch is in flight."""
+        return batch_id in self._runs
+
+    def cut(self, now: float) -> tuple[float, int] | None:
+        """Somebody comes in the middle of repeated decodes: they end with the step that is under way. (time, batch) at
+        which to come back instead, or None when nothing is to be cut. For one stage, without kept iterations."""
+        for run in self._runs.values():
+            times, first = run.cohort.times, len(run.cohort.times) - (run.repeats - 1)
+            if first < 0:  # all of its members have left
+                continue
+            done = bisect_right(times, now, first)
+            if done >= len(times):
+                continue
+            end_s, gone, count = times[done], len(times) - done, len(run.batch.parts[0].decodes.members)
+            del times[done:]
+            before, after = run.repeats, run.repeats - gone
+            read = gone * run.batch.parts[0].decodes.kv_sum + count * (before * (before - 1) - after * (after - 1)) // 2
+            self._busy_s -= run.end_s - end_s
+            self._iterations -= gone
+            self._decoded -= gone * count
+            self._kv_read -= read
+            self._pairs -= read
+            run.end_s, run.repeats = end_s, after
+            self.pipeline.cut(end_s)
+            return end_s, run.batch.id
+        return None
+
+    # -- carrying out -----------------------------------------------------------------------------------------------
+
+    def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
+        parts = batch.parts
+        cohorts = [self._cohorts.of(part.decodes, part.group) for part in parts]
+        for part in parts:
+            if part.kv_ops or part.prefills:
+                self._count_chunks(part, now)
+        stage_s = self._stage_s(batch)
+        spans = self._enter(batch, now, stage_s)
+        end_s, repeats = spans[-1][1], 1
+        self._busy_s += stage_s * len(parts) / len(self.pipelines)
+        if batch.repeat > 1:
+            end_s, repeats = self._repeat(batch, cohorts, end_s, quiet_s)
+        if self._rows is not None:
+            chunks = tuple((chunk.request, chunk.start, chunk.tokens) for part in parts for chunk in part.prefills)
+            row = Iteration(
+                self.index, batch.id, tuple(spans), end_s, sum(part.decodes.count for part in parts),
+                sum(part.decodes.kv_sum for part in parts), chunks, batch.predicted_s, repeats,
+                tuple(part.group for part in parts),
+            )  # fmt: skip
+            self._rows.append(row)
+        self._batches += 1
+        self._iterations += repeats
+        for part in parts:
+            count = len(part.decodes.members)
+            self._decoded += repeats * count
+            read = repeats * part.decodes.kv_sum + count * (repeats * (repeats - 1) // 2)
+            self._kv_read += read
+            self._pairs += read
+        if len(parts) > 1:
+            self._count_assists(batch, repeats)
+        return Carried(batch, cohorts, end_s, stage_s, repeats)
+
+    def _count_chunks(self, part: Part, now: float) -> None:
+        for chunk in part.prefills:
+            track = self.tracks[chunk.request]
+            if track.scheduled_s is None:
+                track.scheduled_s = now
+            self._prefill += chunk.tokens
+            self._kv_read += chunk.start + chunk.tokens
+            self._pairs += chunk.tokens * (chunk.start + 0.5 * (chunk.tokens + 1))
+        for op in part.kv_ops:
+            if op.start and op.request in self.tracks:
+                earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
+                self._joins.append(Join(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
+        if part.kv_ops:
+            self._kv_peak = max(self._kv_peak, sum(ledger.used_tokens for ledger in self.ledgers))
+
+    def _count_assists(self, batch: Batch, repeats: int) -> None:
+        """What guests read for decodes (chunks have been counted with all that they attend), and forward passes."""
+        self._more_passes += repeats * (sum(part.tokens > 0 for part in batch.parts) - 1)
+        chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
+        read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)
+        self._kv_read += repeats * read
+        self._pairs += repeats * read
+
+    def _enter(self, batch: Batch, at_s: float, stage_s: float) -> list[tuple[float, float]]:
+        parts = batch.parts
+        rows = max(part.tokens for part in parts) if self.spec.config.stages > 1 else 0
+        first = self.pipelines[parts[0].group]
+        if len(parts) == 1:
+            return first.enter(at_s, stage_s, rows)
+        return first.lockstep([self.pipelines[part.group] for part in parts[1:]], at_s, stage_s, rows)
+
+    def _repeat(self, batch: Batch, cohorts: list[Cohort], end_s: float, quiet_s: float) -> tuple[float, int]:
+        """Go on with the same decodes while nothing can interfere: (end, iterations).
+
+        With one stage whatever comes during a step waits for its end, so a step may be the last that begins in the
+        quiet; with several it could enter stage 0 behind it, so the last must end in the quiet.
+        """
+        most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
+        single = self.spec.config.stages == 1
+        model, noise = self._truth or self.latency, self._noises[batch.parts[0].group]
+        loads = batch_loads(model, batch.parts, self.spec.exchange)
+        counts = [len(part.decodes.members) for part in batch.parts]
+        rows = max(counts)
+        repeats = 1
+        decoding = [cohort.times for cohort, count in zip(cohorts, counts, strict=True) if count]
+        while repeats < most and end_s < quiet_s:
+            loads = [
+                Load(load.tokens, load.decodes, load.decode_kv + count, load.chunk_s, load.chunk_past)
+                for load, count in zip(loads, counts, strict=True)
+            ]
+            factor = noise.factor()
+            stage_s = max(load_s(model, load) for load in loads) * factor
+            if not single and self.pipeline.end_s(end_s, stage_s, rows) > quiet_s:
+                noise.keep(factor)
+                break
+            for times in decoding:
+                times.append(end_s)
+            end_s = self._enter(batch, end_s, stage_s)[-1][1]
+            self._busy_s += stage_s * len(counts) / len(self.pipelines)
+            repeats += 1
+        return end_s, repeats
+
+    def _stage_s(self, batch: Batch) -> float:
+        if self._exact:
+            return batch.predicted_s
+        factor = self._noises[batch.parts[0].group].factor()
+        if self._truth is None and not self.spec.learns:
+            return batch.predicted_s * factor
+        model = self._truth or self.spec.latency
+        return parts_s(model, batch.parts, self.spec.exchange) * factor
+
+    def _first(self, chunk: Chunk, now: float, results: list[Progress], ended: list[Track]) -> None:
+        """A prompt is complete, or complete again: its next token is there."""
+        track = self.tracks.get(chunk.request)
+        if track is None or track.ended_s is not None:
+            return
+        self._cohorts.leave(track)  # where it decoded before it was preempted
+        track.times.append(now)
+        track.left -= 1
+        if track.left <= 0:
+            results.append(Progress(chunk.request, 1, True))
+            ended.append(track)
+
+    def _end(self, track: Track, now: float, error: str | None) -> None:
+        track.ended_s, track.error = now, error
+
+    def _hear(self, events: list[Event]) -> None:
+        for event in events:
+            if event.kind == "preempted":
+                self._preemptions += 1
+                self._recomputed += event.tokens
+            elif event.kind != "started":
+                del self.tracks[event.request]
+
+    def use(self, until_s: float) -> ReplicaUse:
+        """What was done, up to `until_s`."""
+        over_s = sum(max(0.0, pipeline.free_s - until_s) for pipeline in self.pipelines) / len(self.pipelines)
+        return ReplicaUse(
+            iterations=self._iterations,
+            batches=self._batches,
+            busy_s=max(0.0, self._busy_s - over_s),
+            prefill_tokens=self._prefill,
+            decode_tokens=self._decoded,
+            kv_read_tokens=self._kv_read,
+            attention_pairs=self._pairs,
+            preemptions=self._preemptions,
+            recomputed_tokens=self._recomputed,
+            kv_peak_tokens=self._kv_peak,
+            scheduling_s=self._scheduling_s,
+            more_passes=self._more_passes,
+            joins=tuple(self._joins),
+        )

@@ -1,0 +1,50 @@
+"""The convoy's numbers as a table: one row a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from headway.sim.report.units import duration, number, tokens
+
+
+def convoy_table(data: Mapping[str, Any]) -> Table:
+    """A table of the JSON of `headway bench convoy`. Shorts are those sent while the long prompt was being read."""
+    plan = data["plan"]
+    table = Table(
+        title=f"{tokens(plan['long_tokens'])}-token prompt, and {plan['short_tokens']} in / {plan['short_output']} out "
+        f"every {plan['short_interval_s']:g} s until its first token"
+    )
+    table.add_column("policy")
+    for name in (
+        "shorts",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "TBT p50",
+        "p99",
+        "max",
+        "failed",
+        "alone",
+        "long TTFT",
+        "alone",
+        "ratio",
+    ):
+        table.add_column(name, justify="right")
+    for run in data["runs"]:
+        short, long = run["short"], run["long"]
+        ttft, tbt = short["ttft_s"], short["tbt_s"]
+        table.add_row(
+            f"{run['policy']} / {run['chunking']}",
+            str(short["n"]),
+            *(duration(ttft[p]) for p in ("p50", "p90", "p99")),
+            *(duration(tbt[p]) for p in ("p50", "p99", "max")),
+            str(short["failed"]),
+            duration(short["alone_ttft_s"]),
+            duration(long["ttft_s"]["p50"]),
+            duration(long["alone_s"]),
+            number(long["slowdown"], 2),
+        )
+    return table

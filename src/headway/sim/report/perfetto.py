@@ -1,0 +1,104 @@
+"""A simulation as trace events, for ui.perfetto.dev: a process a replica, a thread a pipeline stage (of each KV group),
+a slice a batch, an instant where a KV group joins a request.
+
+Beside them, one track of requests (arrival to end, with their first token), and counters of decodes and KV. Times are
+microseconds, as the format wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from headway.sim.result import SimResult
+
+REQUESTS = 0
+
+
+def trace_events(result: SimResult) -> dict[str, Any]:
+    """The JSON object that Perfetto and chrome://tracing load. Needs a result with iterations kept."""
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [*_names(result), *_batches(result), *_joins(result), *_requests(result)],
+    }
+
+
+def _names(result: SimResult) -> Iterator[dict[str, Any]]:
+    yield _meta("process_name", REQUESTS, 0, "requests")
+    for replica in range(len(result.replicas)):
+        yield _meta("process_name", replica + 1, 0, f"replica {replica}")
+        for group in range(result.groups):
+            for stage in range(result.stages):
+                name = f"group {group} stage {stage}" if result.groups > 1 else f"stage {stage}"
+                yield _meta("thread_name", replica + 1, _lane(result, group, stage), name)
+
+
+def _lane(result: SimResult, group: int, stage: int) -> int:
+    return group * result.stages + stage + 1
+
+
+def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _batches(result: SimResult) -> Iterator[dict[str, Any]]:
+    for row in result.iterations:
+        chunks = ", ".join(f"{name}[{start}:{start + tokens}]" for name, start, tokens in row.chunks)
+        words = f"{row.decodes} decodes" + (f" ×{row.repeats}" if row.repeats > 1 else "")
+        name = f"{sum(tokens for _, _, tokens in row.chunks)} prefill + {words}" if row.chunks else words
+        for group, (stage, (start_s, end_s)) in itertools.product(row.groups, enumerate(row.stages)):
+            until_s = row.done_s if row.repeats > 1 else end_s
+            yield {
+                "ph": "X",
+                "name": name,
+                "cat": "prefill" if row.chunks else "decode",
+                "pid": row.replica + 1,
+                "tid": _lane(result, group, stage),
+                "ts": _us(start_s),
+                "dur": _us(until_s - start_s),
+                "args": {
+                    "batch": row.batch,
+                    "chunks": chunks,
+                    "kv": row.decode_kv,
+                    "predicted_ms": row.predicted_s * 1e3,
+                },
+            }
+        yield {
+            "ph": "C",
+            "name": "decodes",
+            "pid": row.replica + 1,
+            "tid": 0,
+            "ts": _us(row.stages[0][0]),
+            "args": {"decodes": row.decodes},
+        }
+
+
+def _joins(result: SimResult) -> Iterator[dict[str, Any]]:
+    for join in (join for use in result.replicas for join in use.joins):
+        yield {
+            "ph": "i",
+            "s": "t",
+            "name": f"group {join.group} joins {join.request}",
+            "pid": join.replica + 1,
+            "tid": _lane(result, join.group, 0),
+            "ts": _us(join.at_s),
+            "args": {"from_token": join.start, "groups": join.groups},
+        }
+
+
+def _requests(result: SimResult) -> Iterator[dict[str, Any]]:
+    for record in result.records:
+        name = f"{record.klass or 'request'} {record.id}"
+        common = {"cat": record.klass or "request", "id": record.id, "pid": REQUESTS, "tid": 0, "name": name}
+        ends = (record.finish_s, record.token_s[-1] if record.token_s else None, record.arrival_s)
+        end_s = next(end for end in ends if end is not None)
+        args = {"prompt": record.prompt_tokens, "output": record.output_tokens, "error": record.error or ""}
+        yield {**common, "ph": "b", "ts": _us(record.arrival_s), "args": args}
+        if record.token_s:
+            yield {**common, "ph": "n", "ts": _us(record.token_s[0]), "args": {"what": "first token"}}
+        yield {**common, "ph": "e", "ts": _us(end_s)}

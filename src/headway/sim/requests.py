@@ -1,0 +1,92 @@
+"""From a scenario's workload section to requests: draws, traces, cuts. All randomness comes from the run's seed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.sim.scenario import WorkloadSection
+from headway.sim.workload import TraceRequest, transforms
+from headway.sim.workload.arrivals import Arrivals, arrivals
+from headway.sim.workload.presets import Part, Preset, preset
+from headway.sim.workload.readers import read_trace
+from headway.sim.workload.rewriting import rewrite
+from headway.sim.workload.specs import parse_lengths
+
+DEFAULT_REQUESTS = 1000
+
+
+def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> list[TraceRequest]:
+    """The workload of one run, by arrival, each with a class."""
+    rng = np.random.default_rng([seed, 1])
+    requests = _traced(section, rng) if section.trace else _drawn(section, window_s, rng)
+    if section.long_rule is not None:
+        requests = rewrite(requests, section.long_rule, rng)
+    if section.long_share is not None:
+        requests = _with_longs(requests, section, rng)
+    requests = transforms.clip_lengths(requests, section.max_prompt, section.max_output)
+    requests = transforms.classify(requests[: section.requests], section.long_threshold)
+    if window_s is not None:
+        requests = [request for request in requests if request.arrival_s < window_s]
+    if not requests:
+        raise ConfigError("workload: no request is left after slicing and cutting")
+    return requests
+
+
+def _drawn(section: WorkloadSection, window_s: float | None, rng: np.random.Generator) -> list[TraceRequest]:
+    mix = preset(section.preset) if section.preset else _mix(section)
+    rate = section.qps or 1.0
+    count = section.requests or DEFAULT_REQUESTS
+    if section.requests is None and window_s is not None:
+        count = int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
+    return mix.draw(rng, _arrivals(section, rate), count)
+
+
+def _mix(section: WorkloadSection) -> Preset:
+    parts = tuple(
+        Part(part.share, part.klass, parse_lengths(part.prompt), parse_lengths(part.output, "output"))
+        for part in section.mix or ()
+    )
+    return Preset("given", "given", parts)
+
+
+class _AtOnce:
+    """All at time 0."""
+
+    def times(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.zeros(count)
+
+
+def _arrivals(section: WorkloadSection, rate: float) -> Arrivals:
+    if section.arrivals == "at-once":
+        return _AtOnce()
+    return arrivals(section.arrivals or "poisson", rate, section.cv)
+
+
+def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
+    assert section.trace is not None
+    traces = [read_trace(name) for name in ((section.trace,) if isinstance(section.trace, str) else section.trace)]
+    for trace in traces:
+        if trace.session_clock:
+            raise ConfigError(f"{trace.name}: traces of sessions without a common clock cannot be simulated yet")
+    requests = transforms.rebase(request for trace in traces for request in trace.requests)
+    if section.slice:
+        requests = transforms.slice_by(requests, section.slice)
+    timeless = next((trace for trace in traces if not trace.has_arrivals), None)
+    kind = section.arrivals or ("poisson" if timeless else "trace")
+    if kind != "trace":
+        return transforms.with_arrivals(requests, _arrivals(section, section.qps or 1.0), rng)
+    if timeless:
+        raise ConfigError(f"workload.arrivals: {timeless.name} holds no arrival times; choose poisson and a qps")
+    return requests if section.qps is None else transforms.rescale_to_rate(requests, section.qps)
+
+
+def _with_longs(requests: list[TraceRequest], section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
+    """The same arrivals; a share of the requests, chosen at random, are long ones instead."""
+    assert section.long_share is not None
+    longs = preset(section.long_preset).draw(rng, _AtOnce(), len(requests))
+    chosen = rng.random(len(requests)) < section.long_share
+    return [
+        TraceRequest(old.arrival_s, new.prompt_tokens, new.output_tokens, klass="long") if pick else old
+        for old, new, pick in zip(requests, longs, chosen.tolist(), strict=True)
+    ]

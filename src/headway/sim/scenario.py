@@ -1,0 +1,346 @@
+"""A scenario file: everything that a simulation depends on, validated. `headway simulate --schema` prints its schema.
+
+Errors name the field by its path and what is allowed there. The sections are compiled in `build.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from headway.core.errors import ConfigError
+from headway.policy.iteration.config import SchedulerConfig
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+SomeSection = TypeVar("SomeSection", bound="Section")
+
+
+class Section(BaseModel):
+    """Unknown fields are errors; what was validated stays as it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shape(Section):
+    """A decoder that has no name here. `mlp_matrices` is 3 for gated MLPs; `dtype_bytes` is of weights and KV."""
+
+    layers: Count
+    hidden: Count
+    q_heads: Count
+    kv_heads: Count
+    head_dim: Count
+    mlp: Count
+    vocab: Count
+    dtype_bytes: Count = 2
+    tied_embeddings: bool = False
+    mlp_matrices: Literal[2, 3] = 3
+
+
+class PoolSection(Section):
+    """Instances of one kind."""
+
+    role: Literal["prefill", "decode", "mixed"] = "mixed"
+    count: Count = Field(description="instances")
+    tp: Count = Field(default=1, description="tensor-parallel ranks of each")
+    stages: Count = Field(default=1, description="pipeline stages of each")
+    per_node: Count | None = Field(default=None, description="instances on a node; null: as many as its devices allow")
+    kv_tokens: Count | None = Field(default=None, description="tokens of each one's KV cache; null: what memory leaves")
+
+
+class SpansSection(Section):
+    """Where the times of spans on groups come from."""
+
+    source: Literal["ring", "fast-sp", "tetris-table1", "eq1"] = Field(
+        default="ring",
+        description="ring: derived from one instance's latency; fast-sp: PecSched's hybrid sequence parallelism, at "
+        "the roofline's shares of peak; tetris-table1: Eq. (1) fitted to Tetris's Table 1 "
+        "(Llama-3 8B, A100); eq1: a file written by `headway profile fit-eq1`",
+    )
+    file: str | None = Field(default=None, description="the fit's file")
+    node_gbit_s: Positive | None = Field(
+        default=None, description="fast-sp: network of one whole node, Gb/s; null: a card an accelerator"
+    )
+    ring_loss: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.061, description="fast-sp: share of attention's rate that each doubling of a ring costs"
+    )
+
+    @model_validator(mode="after")
+    def _file_with_eq1(self) -> SpansSection:
+        if (self.source == "eq1") != (self.file is not None):
+            raise ValueError("`file` goes with `source: eq1`, and only with it")
+        return self
+
+
+class ClusterSection(Section):
+    placement: str | None = Field(
+        default=None,
+        description="a cluster policy (headway.policy.placement.registry); null: one queue before `replicas`",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of that policy")
+    pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
+    spans: SpansSection = SpansSection()
+    backends: Count = Field(default=16, description="receive backends of an instance: KV transfers at a time")
+    span_rows: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="most rows of a span that an instance computes at once, to be paused in between; 0: all",
+    )
+    masters: Literal["one", "all"] = Field(
+        default="one",
+        description="members of a decoding group that compute linear layers: one all of it, or all a share",
+    )
+    network: str | None = Field(default=None, description="link across nodes; null: the accelerator's")
+    accelerator: str = Field(
+        default="a100-80gb", description="name of an accelerator (headway.perf.hardware.accelerators)"
+    )
+    replicas: Count = Field(
+        default=1, description="instances behind one queue; arrivals join the one with fewest requests"
+    )
+
+    @model_validator(mode="after")
+    def _pools_with_placement(self) -> ClusterSection:
+        if self.placement is None:
+            if self.pools or self.options:
+                raise ValueError("`pools` and `options` need a `placement`")
+            return self
+        if not self.pools:
+            raise ValueError("a `placement` needs `pools` of instances")
+        from headway.policy.placement.registry import check_options
+
+        try:
+            check_options(self.placement, self.options)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class LayoutSection(Section):
+    """How one instance is cut."""
+
+    tp: Count = Field(default=1, description="tensor-parallel ranks")
+    stages: Count = Field(default=1, description="pipeline stages")
+    kvp: Count = Field(default=1, description="KV groups: full replicas that a long request's cache is spread over")
+    shard_tokens: Count | None = Field(
+        default=None, description="tokens of one request that a KV group holds; null: what policy.t_target_s allows"
+    )
+    link: str | None = Field(
+        default=None, description="link between stages (headway.perf.hardware.links); null: the accelerator's"
+    )
+
+
+class RooflineSection(Section):
+    """What of the data sheet is reached, and what is fixed."""
+
+    linear: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.7, description="share of peak FLOP/s in matrix products"
+    )
+    attention: Annotated[float, Field(gt=0, le=1)] = Field(default=0.6, description="share of peak FLOP/s in attention")
+    bandwidth: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85, description="share of peak memory bandwidth")
+    fixed_s: Annotated[float, Field(ge=0)] = Field(default=5e-4, description="seconds a stage takes for nothing")
+    per_layer_s: Annotated[float, Field(ge=0)] = Field(default=2.5e-5, description="seconds a layer takes for nothing")
+    per_decode_s: Annotated[float, Field(ge=0)] = Field(
+        default=2e-8, description="seconds a decode and layer beside KV traffic"
+    )
+
+
+class LatencySection(Section):
+    source: Literal["roofline", "fitted", "table"] = Field(
+        default="roofline",
+        description="roofline: data sheet and efficiencies; fitted: constants that ship with Headway; "
+        "table: a file written by `headway profile` (or `profile fit`), for one stage of this layout",
+    )
+    file: str | None = Field(default=None, description="the table's file")
+    roofline: RooflineSection = RooflineSection()
+    learns: bool = Field(
+        default=False, description="predictions correct themselves from what iterations took, as live ones do"
+    )
+
+    @model_validator(mode="after")
+    def _file_with_table(self) -> LatencySection:
+        if (self.source == "table") != (self.file is not None):
+            raise ValueError("`file` goes with `source: table`, and only with it")
+        return self
+
+
+class MemorySection(Section):
+    utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="share of device memory that may be used"
+    )
+    kv_tokens: Count | None = Field(
+        default=None, description="tokens that the KV cache holds; null: what memory leaves"
+    )
+    block_tokens: Count = Field(default=64, description="tokens a KV block")
+
+
+class MixSection(Section):
+    """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
+
+    share: Positive = 1.0
+    klass: str = Field(default="", alias="class")
+    prompt: str
+    output: str
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class WorkloadSection(Section):
+    """Exactly one of preset, trace and mix."""
+
+    preset: str | None = Field(default=None, description="a named mix (headway.sim.workload.presets)")
+    trace: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="a trace file, or several that ran together; own arrival times unless `arrivals` is given",
+    )
+    mix: tuple[MixSection, ...] | None = Field(default=None, description="kinds of requests with shares and lengths")
+    arrivals: Literal["poisson", "gamma", "constant", "trace", "at-once"] | None = Field(
+        default=None, description="null: the trace's own, poisson otherwise; at-once: all at time 0"
+    )
+    qps: Positive | None = Field(
+        default=None, description="requests per second; a trace's own times are stretched to it"
+    )
+    cv: Positive = Field(default=2.0, description="coefficient of variation of gamma arrivals")
+    requests: Count | None = Field(default=None, description="how many; null: as many as arrive in the window")
+    slice: str | None = Field(default=None, description="part of a trace: 100:400 (requests) or 60s:120s")
+    long_threshold: Count = Field(
+        default=8192, description="prompts above this are of class long where no class is given"
+    )
+    long_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="share of requests that are replaced by requests of `long_preset`"
+    )
+    long_preset: str = Field(default="medha-swe", description="what they are replaced by")
+    long_rule: Literal["p95-uniform", "linear-4096"] | None = Field(
+        default=None,
+        description="PecSched's rewriting of the longest prompts to 100K to 500K: those above the 95th percentile, "
+        "uniformly; or those of 4,096 and more, in proportion",
+    )
+    max_prompt: Count | None = Field(default=None, description="longer prompts are cut to this")
+    max_output: Count | None = Field(default=None, description="longer outputs are cut to this")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WorkloadSection:
+        given = [name for name in ("preset", "trace", "mix") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of preset, trace and mix, not {' and '.join(given) or 'none'}")
+        if self.arrivals == "trace" and self.trace is None:
+            raise ValueError("`arrivals: trace` needs a trace")
+        return self
+
+
+class SloSection(Section):
+    """What requests of a class are judged by, in seconds. tbt_s bounds every gap, tpot_s their mean."""
+
+    ttft_s: Positive | None = None
+    tbt_s: Positive | None = None
+    tpot_s: Positive | None = None
+    e2e_s: Positive | None = None
+
+
+class NoiseSection(Section):
+    kind: Literal["none", "lognormal", "uniform"] = "none"
+    amount: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="standard deviation of ln, or half width"
+    )
+    bias: Positive = Field(default=1.0, description="iterations take so many times what was predicted")
+
+
+class RunSection(Section):
+    window_s: Positive | None = Field(
+        default=None, description="observe for so long; null: until the last request ends"
+    )
+    seeds: tuple[int, ...] = Field(
+        default=(0,), min_length=1, description="one run each; several give confidence intervals"
+    )
+    noise: NoiseSection = NoiseSection()
+    timeout_s: Positive | None = Field(default=None, description="clients leave so long after arrival")
+    patience_s: Positive | None = Field(
+        default=None, description="clients leave after an exponential time of this mean"
+    )
+    max_output: Count | None = Field(
+        default=None, description="output that clients ask for at most; null: what they will get"
+    )
+    slo_told: bool = Field(default=True, description="the scheduler hears of the SLOs; else its own deadlines apply")
+    deadline_is_target: bool = Field(
+        default=False, description="judge TTFT by the scheduler's deadline where there is no SLO"
+    )
+    fast_forward: bool = Field(
+        default=True, description="take stretches of pure decoding in one step: same results, sooner"
+    )
+
+
+def _policy_section() -> type[Section]:
+    """Every field of `SchedulerConfig`, optional; the stages and KV groups are the layout's."""
+    given: dict[str, Any] = {
+        f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
+        for f in fields(SchedulerConfig)
+        if f.name not in ("stages", "kv_parallel", "kv_shard_tokens")
+    }
+    return create_model(
+        "PolicySection", __base__=Section, __doc__="Settings of the scheduler that differ from its mode's.",
+        __module__="headway.policy.iteration.config", **given,
+    )  # fmt: skip
+
+
+PolicySection: Any = _policy_section()
+
+
+class Scenario(Section):
+    """One simulation."""
+
+    name: str = Field(default="", description="what it is called in reports")
+    about: str = Field(default="", description="what it stands for, and where its latencies come from")
+    cluster: ClusterSection = ClusterSection()
+    model: str | Shape = Field(
+        default="llama-3-8b", description="a named model (headway.perf.hardware.models), or its shape"
+    )
+    layout: LayoutSection = LayoutSection()
+    latency: LatencySection = LatencySection()
+    memory: MemorySection = MemorySection()
+    policy: PolicySection = PolicySection()
+    workload: WorkloadSection
+    slo: dict[str, SloSection] = Field(default_factory=dict, description="by class")
+    run: RunSection = RunSection()
+
+
+def parse_scenario(data: Any, where: str = "scenario") -> Scenario:
+    """Validate plain data. ConfigError lists every fault: its field, what is wrong, and what is allowed."""
+    return validated(Scenario, data, where)
+
+
+def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
+    """The same for any file that is made of sections."""
+    try:
+        return root.model_validate(data)
+    except ValidationError as error:
+        faults = [_fault(dict(item), root) for item in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
+
+
+def _fault(item: dict[str, Any], root: type[Section]) -> str:
+    path = [str(part) for part in item["loc"] if str(part) not in ("Shape", "str")]
+    name = ".".join(path) or "the file"
+    if item["type"] == "extra_forbidden":
+        return f"{name} is not a field; allowed here: {', '.join(_allowed(path[:-1], root))}"
+    if item["type"] == "missing":
+        return f"{name} is missing"
+    value = item.get("input")
+    shown = f" (it is {value!r})" if not isinstance(value, dict | list) else ""
+    return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
+
+
+def _allowed(path: list[str], root: type[Section]) -> list[str]:
+    model: type[BaseModel] = root
+    for part in path:
+        if part == "model":
+            model = Shape
+        elif model is Scenario and part == "slo":
+            model = SloSection
+        elif part == "mix":
+            model = MixSection
+        elif part == "pools":
+            model = PoolSection
+        elif part in model.model_fields:
+            kind = model.model_fields[part].annotation
+            model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else model
+    return [field.alias or name for name, field in model.model_fields.items()]

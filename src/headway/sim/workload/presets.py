@@ -1,0 +1,136 @@
+"""Named mixes of requests. Each says what it stands for and from what its numbers were fitted; none contains a trace.
+
+Input and output lengths are drawn independently: within one service of the public traces they correlate below 0.11.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.sim.workload.arrivals import Arrivals
+from headway.sim.workload.lengths import Lengths, LogNormal, Quantiles, Uniform
+from headway.sim.workload.request import TraceRequest
+
+_SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
+
+
+def _quantiles(*tokens: float) -> Quantiles:
+    """From the minimum, P1, P5, P10, P25, P50, P75, P90, P95, P99 and the maximum."""
+    return Quantiles(tuple(zip(_SHARES, tokens, strict=True)))
+
+
+SHAREGPT_IN = _quantiles(1, 12, 29, 74, 580, 1730, 3734, 5696, 6563, 7433, 8141)
+SHAREGPT_OUT = _quantiles(2, 6, 44, 84, 228, 415, 628, 834, 920, 998, 1024)
+AZURE_CONV_IN = _quantiles(2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050)
+AZURE_CONV_OUT = _quantiles(7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000)
+MOONCAKE_IN = _quantiles(891, 894, 901, 974, 2414, 7284, 15694, 27991, 40369, 89868, 124847)
+MOONCAKE_OUT = _quantiles(1, 3, 10, 24, 155, 356, 476, 606, 712, 1168, 2000)
+SWE_IN = LogNormal(14.108, 1.9897, 100_000, 1_000_000)
+SWE_2M_IN = LogNormal(14.801, 1.9897, 200_000, 2_000_000)
+SWE_OUT = LogNormal(6.25, 0.3469)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of request in a mix: its share of all requests, its class, its lengths."""
+
+    share: float
+    klass: str
+    prompt: Lengths
+    output: Lengths
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named mix."""
+
+    about: str
+    fitted: str
+    parts: tuple[Part, ...]
+
+    def draw(self, rng: np.random.Generator, arrivals: Arrivals, count: int) -> list[TraceRequest]:
+        """`count` requests: times, then kinds, then lengths, all from `rng`."""
+        times = arrivals.times(rng, count)
+        shares = np.array([part.share for part in self.parts])
+        kinds = rng.choice(len(self.parts), count, p=shares / shares.sum())
+        prompts = np.stack([part.prompt.sample(rng, count) for part in self.parts])
+        outputs = np.stack([part.output.sample(rng, count) for part in self.parts])
+        return [
+            TraceRequest(float(time), int(prompts[kind, i]), int(outputs[kind, i]), klass=self.parts[kind].klass)
+            for i, (time, kind) in enumerate(zip(times, kinds.tolist(), strict=True))
+        ]
+
+
+def simple(prompt: Lengths, output: Lengths, klass: str = "") -> Preset:
+    """A mix of one kind, from two distributions."""
+    return Preset("one kind of request", "given", (Part(1.0, klass, prompt, output),))
+
+
+_SHAREGPT = "quantiles of 30,731 ShareGPT conversations cut at 8K (the set of Sarathi-Serve and Medha)"
+_SWE = "prompts: truncated log-normal, exact in the published P50 393K and P90 839K; outputs: P50 518, P90 808"
+_TETRIS = "truncated log-normal with the published minimum, maximum and mean; the cut leaves out 1% of the law"
+
+PRESETS: dict[str, Preset] = {
+    "sharegpt-like": Preset("chats of up to 8K tokens", _SHAREGPT, (Part(1.0, "short", SHAREGPT_IN, SHAREGPT_OUT),)),
+    "azure-conv-like": Preset(
+        "Azure's conversation service, 2023",
+        "quantiles of 19,366 requests of one hour",
+        (Part(1.0, "short", AZURE_CONV_IN, AZURE_CONV_OUT),),
+    ),
+    "mooncake-like": Preset(
+        "Kimi's conversations: prompts up to 125K",
+        "quantiles of 7,851 requests of 40 minutes",
+        (Part(1.0, "", MOONCAKE_IN, MOONCAKE_OUT),),
+    ),
+    "medha-swe": Preset("Medha's long requests, 100K to 1M", _SWE, (Part(1.0, "long", SWE_IN, SWE_OUT),)),
+    "medha-swe-2m": Preset(
+        "Medha's long requests scaled to 2M tokens (its 3D experiments)",
+        f"{_SWE}; prompts twice as long, 200K to 2M",
+        (Part(1.0, "long", SWE_2M_IN, SWE_OUT),),
+    ),
+    "medha-mix": Preset(
+        "Medha's evaluation: chats and 5% long requests",
+        f"chats: {_SHAREGPT}; long: {_SWE}",
+        (Part(0.95, "short", SHAREGPT_IN, SHAREGPT_OUT), Part(0.05, "long", SWE_IN, SWE_OUT)),
+    ),
+    "pecsched-mix": Preset(
+        "PecSched's rewriting: Azure's conversations, those above P95 replaced by 100K to 500K",
+        "quantiles up to P95 as in azure-conv-like; 5% uniform 100K to 500K, the paper's rule; outputs unchanged",
+        (
+            Part(0.95, "short", Quantiles(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT),
+            Part(0.05, "long", Uniform(100_000, 500_000), AZURE_CONV_OUT),
+        ),
+    ),
+    "pecsched-short": Preset(
+        "the short requests of pecsched-mix",
+        "quantiles up to P95 as in azure-conv-like",
+        (Part(1.0, "short", Quantiles(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT),),
+    ),
+    "pecsched-long": Preset(
+        "the long requests of pecsched-mix",
+        "uniform 100K to 500K, the paper's rule; outputs as in azure-conv-like",
+        (Part(1.0, "long", Uniform(100_000, 500_000), AZURE_CONV_OUT),),
+    ),
+    **{
+        f"tetris-{name}": Preset(
+            f"Tetris's {name} trace",
+            f"{_TETRIS}; outputs are not published: Mooncake's stand in",
+            (Part(1.0, "", LogNormal(mu, sigma, low, high), MOONCAKE_OUT),),
+        )
+        for name, mu, sigma, low, high in (
+            ("short", 9.8665, 0.6845, 4_000, 95_000),
+            ("medium", 10.1108, 0.7453, 8_000, 142_000),
+            ("long", 10.5494, 0.6786, 16_000, 190_000),
+        )
+    },
+}
+
+
+def preset(name: str) -> Preset:
+    """By name; ConfigError lists the names."""
+    if name not in PRESETS:
+        raise ConfigError(f"unknown workload preset {name!r}; known are {', '.join(PRESETS)}")
+    return PRESETS[name]

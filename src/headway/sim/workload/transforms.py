@@ -1,0 +1,148 @@
+"""From one workload to another: cut, faster or slower, longer or shorter. Pure functions of requests by arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.sim.workload.arrivals import Arrivals, Poisson
+from headway.sim.workload.request import TraceRequest
+
+Requests = list[TraceRequest]
+
+
+def rebase(requests: Iterable[TraceRequest]) -> Requests:
+    """Sorted by arrival (stable), the first at 0."""
+    ordered = sorted(requests, key=lambda request: request.arrival_s)
+    return shift(ordered, -ordered[0].arrival_s) if ordered else []
+
+
+def shift(requests: Iterable[TraceRequest], seconds: float) -> Requests:
+    """All of them later by so many seconds."""
+    return [replace(request, arrival_s=request.arrival_s + seconds) for request in requests]
+
+
+def slice_time(requests: Iterable[TraceRequest], start_s: float, stop_s: float) -> Requests:
+    """Those that arrive in [start, stop), rebased."""
+    return rebase(request for request in requests if start_s <= request.arrival_s < stop_s)
+
+
+def slice_count(requests: Sequence[TraceRequest], start: int, stop: int | None) -> Requests:
+    """The start-th to the one before the stop-th, rebased."""
+    return rebase(requests[start:stop])
+
+
+def slice_by(requests: Sequence[TraceRequest], text: str) -> Requests:
+    """`100:400` by count, `60s:120s` by time; either side may be empty. ConfigError for anything else."""
+    left, colon, right = (part.strip() for part in text.partition(":"))
+    try:
+        if not colon:
+            raise ValueError
+        if left.endswith("s") or right.endswith("s"):
+            stop_s = float(right.removesuffix("s")) if right else float("inf")
+            return slice_time(requests, float(left.removesuffix("s") or 0), stop_s)
+        start, stop = int(left or 0), int(right) if right else None
+        if start < 0 or (stop is not None and stop < 0):
+            raise ValueError
+        return slice_count(requests, start, stop)
+    except ValueError:
+        raise ConfigError(f"cannot slice by {text!r}; write 100:400 (requests) or 60s:120s (seconds)") from None
+
+
+def rescale_time(requests: Iterable[TraceRequest], factor: float) -> Requests:
+    """Arrival times multiplied by `factor`: 2 halves the rate and keeps the bursts' shape."""
+    return [replace(request, arrival_s=request.arrival_s * factor) for request in requests]
+
+
+def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Requests:
+    """Time stretched so that the mean rate, of n - 1 gaps, is `rate_rps`; rebased."""
+    ordered = rebase(requests)
+    if len(ordered) < 2 or ordered[-1].arrival_s == 0:
+        return ordered
+    return rescale_time(ordered, (len(ordered) - 1) / ordered[-1].arrival_s / rate_rps)
+
+
+def scale_lengths(requests: Iterable[TraceRequest], prompt: float = 1.0, output: float = 1.0) -> Requests:
+    """Lengths multiplied and rounded; what was at least one token stays at least one."""
+
+    def scaled(count: int, factor: float) -> int:
+        return max(1, round(count * factor)) if count else 0
+
+    return [
+        replace(
+            request,
+            prompt_tokens=scaled(request.prompt_tokens, prompt),
+            cached_tokens=min(scaled(request.cached_tokens, prompt), scaled(request.prompt_tokens, prompt)),
+            output_tokens=scaled(request.output_tokens, output),
+        )
+        for request in requests
+    ]
+
+
+def clip_lengths(
+    requests: Iterable[TraceRequest], max_prompt: int | None = None, max_output: int | None = None, least: int = 1
+) -> Requests:
+    """Lengths brought into [least, max]: nothing is dropped, long prompts are cut."""
+
+    def clipped(count: int, most: int | None) -> int:
+        return max(least, count if most is None else min(count, most))
+
+    return [
+        replace(
+            request,
+            prompt_tokens=clipped(request.prompt_tokens, max_prompt),
+            cached_tokens=min(request.cached_tokens, clipped(request.prompt_tokens, max_prompt)),
+            output_tokens=clipped(request.output_tokens, max_output),
+        )
+        for request in requests
+    ]
+
+
+def spread_batches(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Requests:
+    """Requests that share a time stamp (traces with coarse clocks) spread uniformly up to the next stamp.
+
+    The last stamp's are spread over the median distance between stamps. Order between stamps and counts are kept.
+    """
+    stamps = sorted({request.arrival_s for request in requests})
+    if len(stamps) < 2:
+        return list(requests)
+    widths = dict(zip(stamps, [*np.diff(stamps), float(np.median(np.diff(stamps)))], strict=True))
+    counts: dict[float, int] = {}
+    for request in requests:
+        counts[request.arrival_s] = counts.get(request.arrival_s, 0) + 1
+    spread = [
+        replace(request, arrival_s=request.arrival_s + float(rng.random()) * float(widths[request.arrival_s]))
+        if counts[request.arrival_s] > 1
+        else request
+        for request in requests
+    ]
+    return sorted(spread, key=lambda request: request.arrival_s)
+
+
+def with_arrivals(requests: Sequence[TraceRequest], arrivals: Arrivals, rng: np.random.Generator) -> Requests:
+    """The same requests in the same order, at new times."""
+    times = arrivals.times(rng, len(requests))
+    return [replace(request, arrival_s=float(time)) for request, time in zip(requests, times, strict=True)]
+
+
+def start_sessions(requests: Sequence[TraceRequest], sessions_per_s: float, rng: np.random.Generator) -> Requests:
+    """For traces without a common clock: sessions, in order of appearance, start as a Poisson process; inside a session
+    times are as recorded (open loop: a request does not wait for the answer before it)."""
+    names = list(dict.fromkeys(request.session for request in requests))
+    starts = dict(zip(names, Poisson(sessions_per_s).times(rng, len(names)), strict=True))
+    return rebase(
+        replace(request, arrival_s=request.arrival_s + float(starts[request.session])) for request in requests
+    )
+
+
+def classify(requests: Iterable[TraceRequest], long_threshold: int) -> Requests:
+    """Requests without a class become `long` (prompt above the threshold) or `short`."""
+    return [
+        request
+        if request.klass
+        else replace(request, klass="long" if request.prompt_tokens > long_threshold else "short")
+        for request in requests
+    ]

@@ -1,9 +1,0 @@
-"""What is asked of a server: traces, length distributions, arrival processes, and named mixes of them.
-
-Torch-free and clock-free; all randomness comes from a numpy Generator that the caller seeds. The load client and the
-simulator take the same `TraceRequest`s.
-"""
-
-from headway.workload.request import Trace, TraceError, TraceRequest
-
-__all__ = ["Trace", "TraceError", "TraceRequest"]
