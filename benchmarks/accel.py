@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable
 
 from headway.perf.accelerator.assumptions import PRESETS, assumptions
-from headway.perf.accelerator.iteration_work import Work
-from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.iteration_work import IterationWork
+from headway.perf.accelerator.operators import OperatorSetting
 from headway.perf.accelerator.presets import machine as accelerator
 from headway.perf.accelerator.serving import AcceleratorLatency
 from headway.perf.accelerator.stage import evaluate, simulate_stage
 from headway.perf.accelerator.timeline import Mode
 from headway.perf.hardware.models import model
-from headway.perf.latency.base import Load, load_s, one_chunk_s
-from headway.research.packing_prefetch_capacity import Limits, at_rate, capacity, instance, sarathi
+from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
+from headway.research.packing_prefetch_capacity import ServiceLimits, at_rate, capacity, instance, sarathi
 from headway.research.packing_prefetch_service import KV_TOKENS, requests
 from headway.serving.load.machine import machine
 
@@ -42,9 +42,11 @@ def median_us(call: Callable[[int], object], rounds: int) -> float:
 
 def stages(preset: str, name: str, rounds: int) -> dict[str, object]:
     """One stage of random size after another, and one again and again."""
-    setting = Setting(model(name), accelerator("tpuv6e"), assumed=assumptions(preset))
+    setting = OperatorSetting(model(name), accelerator("tpuv6e"), assumed=assumptions(preset))
     works = [
-        Work(prefill_tokens=128 + 13 * i % 2048, prefill_past=97 * i % 30_000, decodes=32, kv_tokens=65_536 + 64 * i)
+        IterationWork(
+            prefill_tokens=128 + 13 * i % 2048, prefill_past=97 * i % 30_000, decodes=32, kv_tokens=65_536 + 64 * i
+        )
         for i in range(rounds)
     ]
     cold = median_us(lambda i: evaluate(setting, works[i]), rounds)
@@ -53,7 +55,7 @@ def stages(preset: str, name: str, rounds: int) -> dict[str, object]:
     latency = AcceleratorLatency(setting, "prefetch")
 
     def ask(i: int) -> float:
-        load = Load(32, 32, 65_536 + i)
+        load = BatchLoad(32, 32, 65_536 + i)
         return load_s(latency, load.with_chunk(512, one_chunk_s(latency, 97 * i, 512), 97 * i))
 
     return {
@@ -67,12 +69,14 @@ def stages(preset: str, name: str, rounds: int) -> dict[str, object]:
 
 def search(preset: str, name: str, data: str, schedule: Mode, count: int) -> dict[str, object]:
     """The highest rate within the paper's limits, to 2%."""
-    setting = Setting(model(name), accelerator("tpuv6e" if "8b" in name else "tpuv7"), assumed=assumptions(preset))
+    setting = OperatorSetting(
+        model(name), accelerator("tpuv6e" if "8b" in name else "tpuv7"), assumed=assumptions(preset)
+    )
     drawn = requests(data, count, 0)
-    limit_s = simulate_stage(setting, Work(decodes=32, kv_tokens=32 * 4096)).decode_s
+    limit_s = simulate_stage(setting, IterationWork(decodes=32, kv_tokens=32 * 4096)).decode_s
     began = time.process_time()
     spec = instance(setting, schedule, sarathi(512), KV_TOKENS)
-    found = capacity(spec, lambda qps: at_rate(drawn, qps), Limits(tbt_s=limit_s))
+    found = capacity(spec, lambda qps: at_rate(drawn, qps), ServiceLimits(tbt_s=limit_s))
     return {
         "preset": preset,
         "model": name,

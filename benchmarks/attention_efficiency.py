@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from headway.runtime.attention.base import Segment
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 
@@ -60,7 +60,7 @@ def rates(rows: int, past: int, heads: tuple[int, int], dim: int, block: int | N
     flops = 4 * heads[0] * dim * (rows * past + rows * (rows + 1) / 2)
 
     def whole(backend: CpuBackend) -> object:
-        plan = backend.plan([Segment(0, rows, past, runs)], pool)
+        plan = backend.plan([BatchSegment(0, rows, past, runs)], pool)
         return backend.run(0, q, k, v, plan)
 
     backends = CpuBackend(True), CpuBackend(False)

@@ -24,7 +24,7 @@ import yaml
 from headway.cli.timed import scenario_of, spec_of, timed_cluster
 from headway.core.sampling import SamplingParams
 from headway.core.scratch_folder import ScratchFolder
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.engine.protocol import SubmitRequest
 from headway.serving.load.machine import machine
 from headway.sim.cluster.build import placement_of
 from headway.sim.cluster.event_loop import simulate_cluster
@@ -83,7 +83,7 @@ async def live(file: Path, requests: Sequence[TraceRequest]) -> Waits:
         prompt = np.ones(request.prompt_tokens, np.int32).tobytes()
         await asyncio.sleep(at_s - time.monotonic())
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-        submit = Submit(id=f"r{number}", received_s=at_s, prompt_tokens=request.prompt_tokens, params=params)
+        submit = SubmitRequest(id=f"r{number}", received_s=at_s, prompt_tokens=request.prompt_tokens, params=params)
         first_s = None
         async for delta in client.generate(submit, prompt):
             if delta.error is not None:

@@ -46,10 +46,10 @@ from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
 from headway.runtime.cluster.launch import launcher
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import Arrived, FromInstance, Proceed, RunDone, RunPaused
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.cluster.messages import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
+from headway.runtime.engine.protocol import SubmitRequest
 from headway.serving.load.machine import machine
-from headway.sim.cluster.result import Bar
+from headway.sim.cluster.result import GanttBar
 from headway.sim.replay import read_log
 from headway.sim.report.gantt import gantt_figure
 from headway.sim.report.live_trace import timeline
@@ -77,7 +77,7 @@ class Watched(LiveInstance):
     hear: Any = None
 
     def tell(self, message: msgspec.Struct, *frames: Any) -> None:
-        if isinstance(message, Proceed) and self.hear is not None:
+        if isinstance(message, ResumeSpan) and self.hear is not None:
             self.hear(self.number, message.id, time.monotonic())
         super().tell(message, *frames)
 
@@ -87,25 +87,25 @@ class Watcher(ClusterClient):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.done: list[tuple[int, RunDone]] = []
-        self.paused: list[tuple[float, int, RunPaused]] = []
-        self.arrived: list[tuple[int, Arrived]] = []
+        self.done: list[tuple[int, SpanTaskDone]] = []
+        self.paused: list[tuple[float, int, SpanTaskPaused]] = []
+        self.arrived: list[tuple[int, KvArrived]] = []
         self.proceeds: list[tuple[int, str, float]] = []
         for each in self.fleet:
             each.hear = lambda *what: self.proceeds.append(what)  # type: ignore[attr-defined]
 
     def said(self, number: int, message: FromInstance) -> None:
-        if isinstance(message, RunDone):
+        if isinstance(message, SpanTaskDone):
             self.done.append((number, message))
-        elif isinstance(message, RunPaused):
+        elif isinstance(message, SpanTaskPaused):
             self.paused.append((time.monotonic(), number, message))
-        elif isinstance(message, Arrived):
+        elif isinstance(message, KvArrived):
             self.arrived.append((number, message))
         super().said(number, message)
 
     def shares(self) -> list[float]:
         """Of each pause: what the group keeps of activations, as a share of the KV that its run will have."""
-        kept: dict[tuple[str, int, int], list[RunPaused]] = {}
+        kept: dict[tuple[str, int, int], list[SpanTaskPaused]] = {}
         for _, _, said in self.paused:
             kept.setdefault((said.id, said.index, said.layer), []).append(said)
         return [
@@ -113,23 +113,25 @@ class Watcher(ClusterClient):
             for each in kept.values()
         ]
 
-    def bars(self, logs: Sequence[Path], zero_s: float) -> list[Bar]:
+    def bars(self, logs: Sequence[Path], zero_s: float) -> list[GanttBar]:
         """Runs, pauses, pieces of KV and iterations, in seconds from `zero_s`."""
-        found: list[Bar] = []
+        found: list[GanttBar] = []
         for number, run in self.done:
             name, at_s = _name(run.id), run.began_s
             for pause_s, on, said in self.paused:
                 if (on, said.id, said.index) != (number, run.id, run.index):
                     continue
                 again = [s for n, request, s in self.proceeds if (n, request) == (number, run.id) and s > pause_s]
-                found.append(Bar("span", number, at_s, pause_s, name))
-                found.append(Bar("pause", number, pause_s, min(again), name))
+                found.append(GanttBar("span", number, at_s, pause_s, name))
+                found.append(GanttBar("pause", number, pause_s, min(again), name))
                 at_s = min(again)
-            found.append(Bar("span", number, at_s, run.ended_s, name))
+            found.append(GanttBar("span", number, at_s, run.ended_s, name))
         for number, piece in self.arrived:
-            found.append(Bar("transfer", piece.source, piece.began_s, piece.ended_s, _name(piece.id), f"to {number}"))
+            found.append(
+                GanttBar("transfer", piece.source, piece.began_s, piece.ended_s, _name(piece.id), f"to {number}")
+            )
         for number, log in enumerate(logs):
-            found += [Bar("batch", number, start_s, end_s, "") for start_s, end_s in _busy(log)]
+            found += [GanttBar("batch", number, start_s, end_s, "") for start_s, end_s in _busy(log)]
         return [
             bar._replace(start_s=bar.start_s - zero_s, end_s=bar.end_s - zero_s)
             for bar in found
@@ -222,7 +224,7 @@ async def ask(client: Watcher, name: str, request: TraceRequest, due_s: float) -
     ids = np.random.default_rng(request.prompt_tokens).integers(3, info.vocab_size, request.prompt_tokens, np.int32)
     await asyncio.sleep(due_s - time.monotonic())
     params = SamplingParams(temperature=0.0, max_tokens=max(2, request.output_tokens), ignore_eos=True)
-    submit = Submit(id=name, received_s=due_s, prompt_tokens=request.prompt_tokens, params=params)
+    submit = SubmitRequest(id=name, received_s=due_s, prompt_tokens=request.prompt_tokens, params=params)
     async for delta in client.generate(submit, ids.tobytes()):
         if delta.error is not None:
             raise SystemExit(f"{name}: {delta.error}")

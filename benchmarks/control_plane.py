@@ -33,9 +33,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.kv.block_allocator import BlockTables
-from headway.runtime.executor.messages import Done, Plan
+from headway.runtime.executor.messages import BatchPlan, PlanDone
 from headway.runtime.executor.plan_stream import PlanWriter, StreamState, replay
 from headway.serving.load.machine import machine
 
@@ -80,7 +80,7 @@ class Engine:
 
     def first(self) -> list[bytes]:
         """Reserve what the context takes."""
-        return self._frames(Part(0, DecodeGroup(), (), self._grown(self.known)))
+        return self._frames(GroupBatch(0, DecodeGroup(), (), self._grown(self.known)))
 
     def step(self, kind: str) -> list[bytes]:
         """The frames of one iteration."""
@@ -88,9 +88,9 @@ class Engine:
         ops = self._grown(self.known + rows)
         if kind == "decode":
             group = DecodeGroup((NAME,), self.known, 1, 0, (NAME,))
-            part = Part(0, group, (), ops)
+            part = GroupBatch(0, group, (), ops)
         else:
-            part = Part(0, DecodeGroup(), (Chunk(NAME, self.known, CHUNK, False),), ops)
+            part = GroupBatch(0, DecodeGroup(), (Chunk(NAME, self.known, CHUNK, False),), ops)
         self.known += rows
         return self._frames(part)
 
@@ -100,7 +100,7 @@ class Engine:
         verb = "reserve" if self._held == blocks else "grow"
         return (KvOp(verb, NAME, blocks),) if blocks else ()  # type: ignore[arg-type]
 
-    def _frames(self, part: Part) -> list[bytes]:
+    def _frames(self, part: GroupBatch) -> list[bytes]:
         frames = [_encoder.encode(self._writer.write(part))]
         if self._sends_tables:
             frames.append(self._table[: self._held].tobytes())
@@ -113,7 +113,7 @@ def rank(endpoint: str, blocks: int) -> None:
     """A rank that reads plans as the product's ranks do, keeps what comes beside them, and answers."""
     socket = zmq.Context().socket(zmq.DEALER)
     socket.connect(endpoint)
-    decoder = msgspec.msgpack.Decoder(Plan)
+    decoder = msgspec.msgpack.Decoder(BatchPlan)
     state = StreamState(BlockTables(blocks))
     kept: dict[int, np.ndarray[Any, Any]] = {}
     socket.send(b"")
@@ -131,7 +131,7 @@ def rank(endpoint: str, blocks: int) -> None:
             if index not in kept or kept[index].size < came.size:
                 kept[index] = np.empty(2 * came.size, dtype=np.int32)
             kept[index][: came.size] = came
-        socket.send(_encoder.encode(Done(plan.seq, 0.0, 0.0)))
+        socket.send(_encoder.encode(PlanDone(plan.seq, 0.0, 0.0)))
 
 
 def measure(socket: zmq.Socket[bytes], name: bytes, kind: str, variant: str, context: int, block: int, n: int) -> Row:

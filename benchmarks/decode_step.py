@@ -15,8 +15,8 @@ import time
 import torch
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.attention.base import Segment
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.attention.base import BatchSegment
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.model.sampling import make_state, sample
 
@@ -32,14 +32,14 @@ def read_bandwidth(megabytes: int = 256, repeats: int = 15) -> float:
     return data.numel() * 4 / min(times)
 
 
-def weight_bytes(decoder: Decoder) -> int:
+def weight_bytes(decoder: DecoderModel) -> int:
     """Bytes of weights that a decode step reads: all but the embedding table."""
     embedding = decoder.weights.embedding
     held = decoder.weights.parameters - (embedding.numel() if embedding is not None else 0)
     return held * decoder.dtype.itemsize
 
 
-def step_times(decoder: Decoder, batch: int, context: int, steps: int, block: int | None) -> list[float]:
+def step_times(decoder: DecoderModel, batch: int, context: int, steps: int, block: int | None) -> list[float]:
     """Seconds of `steps` decode steps of `batch` requests that hold `context` tokens each."""
     span = context + steps + 8
     pool = decoder.make_pool(batch * span)
@@ -50,7 +50,7 @@ def step_times(decoder: Decoder, batch: int, context: int, steps: int, block: in
     for step in range(steps + 5):
         start = time.perf_counter()
         past = context + step - 5
-        segments = [Segment(row, 1, past, _runs(row, batch, span, block)) for row in range(batch)]
+        segments = [BatchSegment(row, 1, past, _runs(row, batch, span, block)) for row in range(batch)]
         positions = torch.full((batch,), past, dtype=torch.int64)
         plan = decoder.backend.plan(segments, pool)
         logits = decoder.forward(tokens, positions, plan, None)

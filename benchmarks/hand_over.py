@@ -37,21 +37,21 @@ import torch
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
 from headway.runtime.cluster.messages import (
-    Admit,
-    Arrived,
-    Compute,
-    Forget,
-    Meet,
-    Peer,
-    Reserve,
-    Reserved,
-    Run,
-    RunDone,
-    Send,
+    AdmitRequest,
+    ComputeSpan,
+    ForgetRequest,
+    KvArrived,
+    KvReserved,
+    MeetPeers,
+    PeerAddress,
+    ReserveKv,
+    SendKv,
+    SpanTask,
+    SpanTaskDone,
 )
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
-from headway.runtime.engine.protocol import Delta, EngineInfo, Fatal, Outputs, Submit
+from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, OutputDelta, SubmitRequest
 from headway.runtime.kv_transfer.peer import prepare
 
 KINDS = ("alone", "chunks", "layers", "afterwards")
@@ -88,9 +88,9 @@ class Instance:
         while True:
             message = await self.child.receive()
             now = time.monotonic()
-            if isinstance(message, Fatal):
+            if isinstance(message, FatalError):
                 raise SystemExit(message.error)
-            if isinstance(message, Outputs):
+            if isinstance(message, IterationOutputs):
                 for delta in message.deltas:
                     self.heard.put_nowait((now, delta))
             else:
@@ -117,7 +117,7 @@ class Bench:
         self.params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4)
 
     def submit(self, on: int, name: str, phase: Any, output: tuple[int, ...] = ()) -> None:
-        message = Submit(
+        message = SubmitRequest(
             id=name, prompt_tokens=self.tokens, params=self.params, received_s=time.monotonic(), phase=phase,
             output=output,
         )  # fmt: skip
@@ -125,7 +125,7 @@ class Bench:
 
     async def token(self, on: int, name: str) -> tuple[float, int]:
         while True:
-            now, delta = await self.instances[on].hear(Delta, name)
+            now, delta = await self.instances[on].hear(OutputDelta, name)
             if delta.tokens:
                 return now, delta.tokens[0]
 
@@ -139,15 +139,15 @@ class Bench:
             first_s, one = await self.token(PREFILLS, name)
             second_s, two = await self.token(PREFILLS, name)
         else:
-            second.tell(Reserve(name, self.tokens))
-            await second.hear(Reserved, name)
-            send = Send(id=name, piece=1, start=0, end=self.tokens, to=DECODES)
+            second.tell(ReserveKv(name, self.tokens))
+            await second.hear(KvReserved, name)
+            send = SendKv(id=name, piece=1, start=0, end=self.tokens, to=DECODES)
             if kind == "layers":
-                first.tell(Admit(id=name, prompt_tokens=self.tokens, params=self.params), self.prompt)
-                run = Run(0, self.tokens, (PREFILLS,), Strategy(attn="ring"))
-                first.tell(Compute(id=name, index=0, run=run, last=True))
+                first.tell(AdmitRequest(id=name, prompt_tokens=self.tokens, params=self.params), self.prompt)
+                run = SpanTask(0, self.tokens, (PREFILLS,), Strategy(attn="ring"))
+                first.tell(ComputeSpan(id=name, index=0, run=run, last=True))
                 first.tell(send)
-                first_s, done = await first.hear(RunDone, name)
+                first_s, done = await first.hear(SpanTaskDone, name)
                 one = done.delta.tokens[0]
             else:
                 self.submit(PREFILLS, name, "prefill")
@@ -156,7 +156,7 @@ class Bench:
                 first_s, one = await self.token(PREFILLS, name)
                 if kind == "afterwards":
                     first.tell(send)
-            came_s, arrived = await second.hear(Arrived, name)
+            came_s, arrived = await second.hear(KvArrived, name)
             asked_s = time.monotonic()
             self.submit(DECODES, name, "decode", (one,))
             second_s, two = await self.token(DECODES, name)
@@ -166,7 +166,7 @@ class Bench:
                 "decode": second_s - max(asked_s, first_s),
             }
         for instance in self.instances:
-            instance.tell(Forget(name))
+            instance.tell(ForgetRequest(name))
         await asyncio.sleep(0.2)
         return found | {"gap": second_s - first_s, "tokens": (one, two), "prefill": first_s - began_s}
 
@@ -216,9 +216,11 @@ async def measure(options: argparse.Namespace) -> None:
 
 async def _measure(instances: list[Instance], options: argparse.Namespace) -> None:
     infos = [await instance.start() for instance in instances]
-    table = tuple(Peer(number, 0, info.peer_address or "", info.peer_others) for number, info in enumerate(infos))
+    table = tuple(
+        PeerAddress(number, 0, info.peer_address or "", info.peer_others) for number, info in enumerate(infos)
+    )
     for instance in instances:
-        instance.tell(Meet(table))
+        instance.tell(MeetPeers(table))
     info = infos[DECODES]
     token_bytes = info.kv_bytes // info.kv_tokens_total
     prompt = np.random.default_rng(0).integers(5, info.vocab_size, options.tokens, dtype=np.int32)

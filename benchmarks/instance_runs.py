@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import Run
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.peers import Peer, Peers
+from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
 from headway.runtime.model.random_weights import random_decoder, reference_config
-from headway.runtime.sequence_parallel.span_executor import Runs
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 64
@@ -48,10 +48,10 @@ class Bench:
         self.number, self.options = number, options
         config = replace(reference_config(options.tokens + options.steps + 8), layers=options.layers)
         decoder = random_decoder(config, getattr(torch, options.dtype))
-        self.worker = Worker(decoder, 2 * options.tokens // BLOCK + 1, BLOCK, ())
-        self.peers = Peers(number, 0, f"unix:{folder}/{number}")
-        self.peers.meet([Peer(other, 0, f"unix:{folder}/{other}") for other in range(instances)])
-        self.runs = Runs(self.worker, self.peers, ())
+        self.worker = ModelWorker(decoder, 2 * options.tokens // BLOCK + 1, BLOCK, ())
+        self.peers = PeerNetwork(number, 0, f"unix:{folder}/{number}")
+        self.peers.meet([PeerAddress(other, 0, f"unix:{folder}/{other}") for other in range(instances)])
+        self.runs = SpanExecutor(self.worker, self.peers, ())
         prompt = np.random.default_rng(0).integers(3, config.vocab_size, options.tokens, dtype=np.int32)
         self.steps: list[float] = []
         self.epoch = 1
@@ -61,10 +61,10 @@ class Bench:
         tokens = self.options.tokens
         self.worker.admit(name, tokens, self.prompt, GREEDY)
         self.worker.replay((KvOp("reserve", name, -(-(tokens + self.options.steps) // BLOCK)),))
-        self.worker.run(Part(0, DecodeGroup(), (Chunk(name, 0, tokens, True),)))
+        self.worker.run(GroupBatch(0, DecodeGroup(), (Chunk(name, 0, tokens, True),)))
         for step in range(self.options.steps):
             start = time.perf_counter()
-            self.worker.run(Part(0, DecodeGroup((name,), tokens + step + 1, self.epoch)))
+            self.worker.run(GroupBatch(0, DecodeGroup((name,), tokens + step + 1, self.epoch)))
             self.steps.append(time.perf_counter() - start)
         self.epoch += 1
         self.worker.replay((KvOp("free", name, 0),))
@@ -73,13 +73,13 @@ class Bench:
     def run(self, name: str, attn: str, group: tuple[int, ...], layer: list[float], rows: int = 0) -> None:
         tokens = self.options.tokens
         self.runs.admit(name, self.prompt, GREEDY, ())
-        run = Run(0, tokens, group, Strategy(attn=attn), rows=rows)  # type: ignore[arg-type]
+        run = SpanTask(0, tokens, group, Strategy(attn=attn), rows=rows)  # type: ignore[arg-type]
         self.runs.begin(name, run, (), True, (), lambda count, anew: [(0, count)], lambda: None)
         self.runs.go(name, lambda: False, lambda done: layer.append(time.perf_counter()))
         drawn, _ = self.runs.finish(name, True)
         for step in range(tokens, tokens + self.options.steps):
             start = time.perf_counter()
-            one = Run(step, step + 1, group, Strategy(attn=attn), in_place=True)  # type: ignore[arg-type]
+            one = SpanTask(step, step + 1, group, Strategy(attn=attn), in_place=True)  # type: ignore[arg-type]
             said = (3,) if drawn is None else (drawn.token,)
             self.runs.begin(name, one, (), False, said, lambda count, anew: [(0, count)], lambda: None)
             self.runs.go(name, None, lambda done: None)

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.perf.latency.layout import Layout
-from headway.runtime.attention.base import Segment
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
-from headway.runtime.attention.partial import Partials, Reading
+from headway.runtime.attention.partial import PartialAttention, PartialRead
 from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, rendezvous
-from headway.runtime.executor.group_attention import Ask, GroupAttention, Visit
+from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
 from headway.runtime.executor.rank_layout import place_of
 
 HOST = "127.0.0.1"
@@ -71,11 +71,11 @@ def measure(rank: int, args: argparse.Namespace) -> list[tuple[float, float, flo
     heads = args.q_heads + 2 * args.kv_heads
     rows = torch.randn(1, heads, args.dim).to(dtype)
     q, k, v = torch.split_with_sizes(rows, (args.q_heads, args.kv_heads, args.kv_heads), 1)
-    links = GlooLinks(place_of(Layout(kvp=groups), rank), 1, dtype)
+    links = GlooLinks(place_of(ParallelLayout(kvp=groups), rank), 1, dtype)
     shared = GroupAttention(CpuBackend(), links, args.q_heads)
-    whole = Segment(0, 1, args.tokens, ((0, slots),))
-    own = Segment(0, 1, args.tokens - share * owner, ((share * owner, slots - share * owner),))
-    reading = Reading(0, 1, own.runs if rank == owner else ((0, share),), rank == owner)
+    whole = BatchSegment(0, 1, args.tokens, ((0, slots),))
+    own = BatchSegment(0, 1, args.tokens - share * owner, ((share * owner, slots - share * owner),))
+    reading = PartialRead(0, 1, own.runs if rank == owner else ((0, share),), rank == owner)
 
     def one() -> None:
         if rank == owner:
@@ -84,17 +84,17 @@ def measure(rank: int, args: argparse.Namespace) -> list[tuple[float, float, flo
                 shared.run(layer, q, k, v, plan)
 
     def local() -> None:
-        partials = Partials([reading], pool, kernels())
+        partials = PartialAttention([reading], pool, kernels())
         for layer in range(args.layers):
             partials.run(layer, q)
 
     def merged() -> None:
         if rank == owner:
-            plan = shared.share([own], pool, [Ask(group, (own,)) for group in range(owner)], ())
+            plan = shared.share([own], pool, [RemoteQuery(group, (own,)) for group in range(owner)], ())
             for layer in range(args.layers):
                 shared.run(layer, q, k, v, plan)
         else:
-            plan = shared.share((), pool, (), [Visit(owner, 1, [(0, share)])])
+            plan = shared.share((), pool, (), [RemoteRows(owner, 1, [(0, share)])])
             for layer in range(args.layers):
                 shared.visit(layer, plan)
 

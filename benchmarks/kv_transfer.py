@@ -29,8 +29,8 @@ import numpy as np
 
 from headway.kv.slot_ranges import Indices
 from headway.runtime.kv_transfer import send_queue as outlet
-from headway.runtime.kv_transfer.connector import KvPart, KvPlace, Save, make_connector
-from headway.runtime.kv_transfer.peers import Peer, Peers
+from headway.runtime.kv_transfer.connector import KvPart, KvPlace, SaveKv, make_connector
+from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
 
 LAYERS = 8
 WAYS = ("shared", "socket", "nixl")
@@ -66,12 +66,12 @@ class Side:
         self.peers, self.connectors, self.rung = {}, {}, {}
         for way in options.ways:
             arena = options.arena_mib << 20 if way == "shared" else 0
-            self.peers[way] = Peers(number, 0, f"unix:{folder}/{way}{number}", arena_bytes=arena)
+            self.peers[way] = PeerNetwork(number, 0, f"unix:{folder}/{way}{number}", arena_bytes=arena)
             self.rung[way] = threading.Event()
             self.connectors[way] = make_connector(
                 "nixl" if way == "nixl" else "peers", self.peers[way], self.rung[way].set
             )
-            self.peers[way].meet([Peer(n, 0, f"unix:{folder}/{way}{n}") for n in (0, 1)])
+            self.peers[way].meet([PeerAddress(n, 0, f"unix:{folder}/{way}{n}") for n in (0, 1)])
 
     def send(self, name: str, way: str, layout: str) -> tuple[float, float]:
         """When it began, and CPU seconds until all has left."""
@@ -79,8 +79,8 @@ class Side:
         part = KvPart(self.pool, range(self.options.heads), 0, positions, slots)
         began_s, used_s = time.monotonic(), time.process_time()
         for layer in range(LAYERS):
-            self.connectors[way].save_kv_layer(Save(name, 1, 1), layer, part)
-        self.connectors[way].finish_save(Save(name, 1, 1))
+            self.connectors[way].save_kv_layer(SaveKv(name, 1, 1), layer, part)
+        self.connectors[way].finish_save(SaveKv(name, 1, 1))
         while self.connectors[way]._unanswered:  # type: ignore[attr-defined]
             time.sleep(0.002)
         return began_s, time.process_time() - used_s

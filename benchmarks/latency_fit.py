@@ -17,13 +17,21 @@ import numpy.typing as npt
 
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.base import one_chunk_s
-from headway.perf.latency.fitted import Assumptions, Layout, fitted
+from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
 from headway.perf.latency.operators.collective import fit_collectives
 from headway.perf.latency.operators.decode import fit_decode
 from headway.perf.latency.operators.elementwise import fit_elementwise
 from headway.perf.latency.operators.linear import fit_linear
 from headway.perf.latency.operators.prefill import fit_prefill
-from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, Profile
+from headway.perf.latency.operators.profiles import (
+    COLLECTIVE,
+    DECODE,
+    ELEMENTWISE,
+    LINEAR,
+    PREFILL,
+    Column,
+    OperatorProfile,
+)
 from headway.perf.latency.operators.readers import read_all
 from headway.perf.latency.prefill_cache import PrefillCache
 
@@ -52,7 +60,9 @@ def error(predicted: Column, measured: Column) -> Errors:
     return np.abs(predicted / measured - 1.0)
 
 
-def held_out(profile: Profile, size: str, predict: Callable[[Profile, Profile], Column]) -> Errors:
+def held_out(
+    profile: OperatorProfile, size: str, predict: Callable[[OperatorProfile, OperatorProfile], Column]
+) -> Errors:
     """Errors over all folds of one profile; `predict(train, test)`."""
     which = folds(profile.x[size])
     found = [np.zeros(0)]
@@ -63,16 +73,16 @@ def held_out(profile: Profile, size: str, predict: Callable[[Profile, Profile], 
     return np.concatenate(found)
 
 
-def by_linear(train: Profile, test: Profile) -> Column:
+def by_linear(train: OperatorProfile, test: OperatorProfile) -> Column:
     fit = fit_linear(test.device, [train], trees=0)
     return fit.ms(test.x["m"], int(test.x["k"][0]), int(test.x["n"][0]))
 
 
-def by_elementwise(train: Profile, test: Profile) -> Column:
+def by_elementwise(train: OperatorProfile, test: OperatorProfile) -> Column:
     return fit_elementwise([train]).ms(test.op, test.x["tokens"], int(test.x["width"][0]))
 
 
-def by_prefill(train: Profile, test: Profile) -> Column:
+def by_prefill(train: OperatorProfile, test: OperatorProfile) -> Column:
     fit = fit_prefill(accelerator(test.device).kernels, [train])
     out = np.zeros(len(test))
     for q, kv in np.unique(np.stack([test.x["q_heads"], test.x["kv_heads"]], axis=1), axis=0):
@@ -84,7 +94,7 @@ def by_prefill(train: Profile, test: Profile) -> Column:
     return out
 
 
-def by_decode(train: Profile, test: Profile) -> Column:
+def by_decode(train: OperatorProfile, test: OperatorProfile) -> Column:
     fit = fit_decode(accelerator(test.device).kernels, [train])
     out = np.zeros(len(test))
     for q, kv in np.unique(np.stack([test.x["q_heads"], test.x["kv_heads"]], axis=1), axis=0):
@@ -93,7 +103,7 @@ def by_decode(train: Profile, test: Profile) -> Column:
     return out
 
 
-def by_collective(train: Profile, test: Profile) -> Column:
+def by_collective(train: OperatorProfile, test: OperatorProfile) -> Column:
     fit = fit_collectives([train])
     out = np.zeros(len(test))
     for workers, across in np.unique(np.stack([test.x["workers"], test.x["across"]], axis=1), axis=0):
@@ -102,12 +112,12 @@ def by_collective(train: Profile, test: Profile) -> Column:
     return out
 
 
-def one_chunk_rows(profile: Profile) -> Profile:
+def one_chunk_rows(profile: OperatorProfile) -> OperatorProfile:
     """Single prompts only: a batch's chunks are summed by the scheduler."""
     return profile.where((profile.x["batch"] == 1) & (profile.x["chunk"] > 0))
 
 
-def families(profiles: Sequence[Profile]) -> dict[tuple[str, str, str], Errors]:
+def families(profiles: Sequence[OperatorProfile]) -> dict[tuple[str, str, str], Errors]:
     """(device, model or grid, family) → errors on held-out sizes."""
     found: dict[tuple[str, str, str], list[Errors]] = {}
     for p in profiles:
@@ -132,7 +142,7 @@ OPS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 LIGHT = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add", "add")
 
 
-def layers(profiles: Sequence[Profile]) -> dict[str, Errors]:
+def layers(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
     """Whole iterations of each (device, model): per layer the matrix products, elementwise operators, all-reduces
     (vLLM's) and attention (vLLM's, of the same heads), at token counts that each of them had held out. Prompts of T
     tokens, and T decodes of 1 K cached tokens each. Pairs whose heads or all-reduce no source measured are left out."""
@@ -164,8 +174,9 @@ def layers(profiles: Sequence[Profile]) -> dict[str, Errors]:
 
 
 def _iteration(
-    own: dict[str, Profile], heads: Profile, reduce: list[Profile], t: float, size: str, tp: int, hidden: int,
-    source: Profile, rank: tuple[int, int],
+    own: dict[str, OperatorProfile], heads: OperatorProfile, reduce: list[OperatorProfile],
+    t: float, size: str, tp: int, hidden: int,
+    source: OperatorProfile, rank: tuple[int, int],
 ) -> tuple[float, float] | None:  # fmt: skip
     """(predicted, measured) ms of a layer with every measurement at t left out of every fit."""
     predicted = measured = 0.0
@@ -196,7 +207,7 @@ def _iteration(
     return predicted, measured
 
 
-def unseen_models(profiles: Sequence[Profile]) -> dict[tuple[str, str], dict[str, Errors]]:
+def unseen_models(profiles: Sequence[OperatorProfile]) -> dict[tuple[str, str], dict[str, Errors]]:
     """Each model left out with every matrix shape and width that it uses, of all owners: by family, and its layer."""
     found: dict[tuple[str, str], dict[str, Errors]] = {}
     for device in sorted({p.device for p in profiles if p.family == LINEAR}):
@@ -229,11 +240,11 @@ def unseen_models(profiles: Sequence[Profile]) -> dict[tuple[str, str], dict[str
     return found
 
 
-def _without(p: Profile, shapes: set[tuple[float, float]]) -> Profile:
+def _without(p: OperatorProfile, shapes: set[tuple[float, float]]) -> OperatorProfile:
     return p.where(np.array([(k, n) not in shapes for k, n in zip(p.x["k"], p.x["n"], strict=True)], dtype=np.bool_))
 
 
-def unseen_heads(profiles: Sequence[Profile]) -> dict[str, Errors]:
+def unseen_heads(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
     """Each head count of the attention grids left out."""
     found: dict[str, Errors] = {}
     for p in profiles:
@@ -249,11 +260,17 @@ def unseen_heads(profiles: Sequence[Profile]) -> dict[str, Errors]:
     return found
 
 
-def extrapolation(profiles: Sequence[Profile]) -> dict[str, Errors]:
+def extrapolation(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
     """Fitted up to a size, tested beyond it."""
     found: dict[str, list[Errors]] = {}
 
-    def add(name: str, rows: Profile, column: str, top: float, predict: Callable[[Profile, Profile], Column]) -> None:
+    def add(
+        name: str,
+        rows: OperatorProfile,
+        column: str,
+        top: float,
+        predict: Callable[[OperatorProfile, OperatorProfile], Column],
+    ) -> None:
         train, test = rows.where(rows.x[column] <= top), rows.where(rows.x[column] > top)
         if len(test) and len(train) > 3:
             found.setdefault(name, []).append(error(predict(train, test), test.ms))
@@ -289,19 +306,19 @@ def show(title: str, rows: Iterable[tuple[str, Errors]]) -> list[float]:
 def medha() -> None:
     """Isolated prefill against the statements that Medha makes, or that follow from them (never fitted to)."""
     print("\nMedha's settings (t_target a stage): seconds to prefill alone; unvalidated beyond the measured history")
-    told: tuple[tuple[str, str, str, Layout, float, tuple[int, ...]], ...] = (
-        ("8B, 16 x A100, TP8 x 2 stages", "a100", "llama-3-8b", Layout(tp=8, stages=2), 0.020, MEDHA_LENGTHS),
-        ("70B, 8 x H100, TP8", "h100", "llama-3-70b", Layout(tp=8), 0.050, (131072, 1_000_000)),
-        ("70B, 64 x H100, TP8 x 8 stages", "h100", "llama-3-70b", Layout(tp=8, stages=8), 0.030, (1_000_000,)),
+    told: tuple[tuple[str, str, str, ParallelLayout, float, tuple[int, ...]], ...] = (
+        ("8B, 16 x A100, TP8 x 2 stages", "a100", "llama-3-8b", ParallelLayout(tp=8, stages=2), 0.020, MEDHA_LENGTHS),
+        ("70B, 8 x H100, TP8", "h100", "llama-3-70b", ParallelLayout(tp=8), 0.050, (131072, 1_000_000)),
+        ("70B, 64 x H100, TP8 x 8 stages", "h100", "llama-3-70b", ParallelLayout(tp=8, stages=8), 0.030, (1_000_000,)),
     )  # fmt: skip
     for title, device, model, layout, target, lengths in told:
         for split in SPLITS:
-            cache = PrefillCache(fitted(device, model, layout, assumptions=Assumptions(split_kv=split)), target)
+            cache = PrefillCache(fitted(device, model, layout, assumptions=EngineAssumptions(split_kv=split)), target)
             cells = ", ".join(f"{n:,}: {cache.total_s(n):.3g} s" for n in lengths)
             print(f"{title}, {target * 1e3:.0f} ms, split KV {split}: {cells}")
     for split in SPLITS:
-        model8 = fitted("h100", "llama-3-8b", Layout(tp=8), assumptions=Assumptions(split_kv=split))
-        model70 = fitted("h100", "llama-3-70b", Layout(tp=8), assumptions=Assumptions(split_kv=split))
+        model8 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8), assumptions=EngineAssumptions(split_kv=split))
+        model70 = fitted("h100", "llama-3-70b", ParallelLayout(tp=8), assumptions=EngineAssumptions(split_kv=split))
         step = 1e3 * (one_chunk_s(model8, 1_000_000, 512) + float(model8.token_s(512, 512)[0]))
         ratio = one_chunk_s(model70, 500_000, 32) * 64 / one_chunk_s(model70, 500_000, 2048)
         name = f"split KV {split}"

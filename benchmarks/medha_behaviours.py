@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.research.base import Options
+from headway.research.base import RunOptions
 from headway.research.registry import EXPERIMENTS, experiment
 from headway.research.table import report_table
 from headway.sim.report.console import show
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
-    options = Options(seeds=tuple(int(seed) for seed in arguments.seeds.split(",")), jobs=arguments.jobs)
+    options = RunOptions(seeds=tuple(int(seed) for seed in arguments.seeds.split(",")), jobs=arguments.jobs)
     reports = [experiment(name)(options).to_json(name) for name in FIGURES]
     for report in reports:
         show(report_table(report, EXPERIMENTS[report["id"]][1]))

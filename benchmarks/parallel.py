@@ -30,7 +30,7 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
 from headway.serving.load.machine import machine
 from headway.sim.replay import read_log
-from headway.sim.report.live_trace import Timeline, timeline
+from headway.sim.report.live_trace import LiveTimeline, timeline
 
 LAYOUTS = {"one process": (1, 1), "S2": (1, 2), "T2": (2, 1)}
 
@@ -44,7 +44,7 @@ def prefill(model: str, tp: int, stages: int, tokens: int, chunking: str, schedu
     """Seconds to the first token of one prompt, and what the stages' timelines say."""
     from headway.core.sampling import SamplingParams
     from headway.runtime.build.engine import assemble
-    from headway.runtime.engine.protocol import Submit
+    from headway.runtime.engine.protocol import SubmitRequest
 
     with tempfile.TemporaryDirectory() as folder:
         log = f"{folder}/events.jsonl"
@@ -66,7 +66,7 @@ def prefill(model: str, tp: int, stages: int, tokens: int, chunking: str, schedu
         seconds = {}
         for name, length, count in (("warm", 2048, 4), ("long", tokens, 2)):
             prompt = np.random.default_rng(0).integers(5, 4000, length).astype(np.int32)
-            submit = Submit(
+            submit = SubmitRequest(
                 id=name,
                 prompt_tokens=length,
                 params=SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True),
@@ -91,7 +91,7 @@ def prefill(model: str, tp: int, stages: int, tokens: int, chunking: str, schedu
         return {"seconds": seconds["long"], **told}
 
 
-def overlap(told: Timeline) -> dict[str, Any]:
+def overlap(told: LiveTimeline) -> dict[str, Any]:
     """Shares of the long prefill's time: all stages compute, the pipeline fills, it drains, each stage waits between
     chunks; and the median wait of the first stage between two chunks, in seconds."""
     own = [one for one in told.slices if any(name == "long" for name, _, _ in one.chunks)]

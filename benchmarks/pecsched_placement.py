@@ -21,10 +21,10 @@ from headway.core.request import Request
 from headway.perf.hardware.links import link
 from headway.perf.hardware.models import model
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.pecsched.policy import Options, PecSched
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import ClusterBook, Instance, Links
-from headway.research.pecsched_drill import Drill, Drilled
+from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterState
+from headway.research.pecsched_drill import DrillResult, PlacementDrill
 from headway.serving.load.machine import machine
 from headway.sim.workload.presets import AZURE_CONV_IN
 
@@ -66,17 +66,18 @@ def requests(count: int, replicas: int, short_load: float, long_load: float, siz
     return sorted(made, key=lambda request: request.arrival_s)
 
 
-def drill(replicas: int, count: int, args: argparse.Namespace, literal: bool) -> Drilled:
+def drill(replicas: int, count: int, args: argparse.Namespace, literal: bool) -> DrillResult:
     network = link("ib-400")
-    prefills = [Instance(id=i, node=i // 8, role="prefill") for i in range(replicas)]
+    prefills = [ClusterInstance(id=i, node=i // 8, role="prefill") for i in range(replicas)]
     decodes = [
-        Instance(id=replicas + i, node=replicas // 8 + i // 8, role="decode") for i in range(max(4, replicas // 8))
+        ClusterInstance(id=replicas + i, node=replicas // 8 + i // 8, role="decode")
+        for i in range(max(4, replicas // 8))
     ]
-    book = ClusterBook([*prefills, *decodes], Links(inside=link("nvlink3"), across=network))
-    options = Options(long_replicas="fixed", long_sp=args.long_replicas)
-    policy = PecSched(Surroundings(latency=Quick(), shape=model("mistral-7b")), options, literal=literal)
+    book = ClusterState([*prefills, *decodes], ClusterLinks(inside=link("nvlink3"), across=network))
+    options = PecSchedOptions(long_replicas="fixed", long_sp=args.long_replicas)
+    policy = PecSched(PolicyContext(latency=Quick(), shape=model("mistral-7b")), options, literal=literal)
     work = requests(count, replicas, args.short_load, args.long_load, args.long_replicas)
-    run = Drill(policy, book, Quick(), stopwatch=time.process_time if args.cpu_clock else time.perf_counter)
+    run = PlacementDrill(policy, book, Quick(), stopwatch=time.process_time if args.cpu_clock else time.perf_counter)
     gc.collect()
     gc.disable()
     out = run.run(work, work[-1].arrival_s)
@@ -84,7 +85,7 @@ def drill(replicas: int, count: int, args: argparse.Namespace, literal: bool) ->
     return out
 
 
-def summary(out: Drilled, count: int) -> dict[str, float]:
+def summary(out: DrillResult, count: int) -> dict[str, float]:
     """Of the second half, when the cluster has filled. Microseconds."""
     short, long = out.short_s[len(out.short_s) // 2 :], out.long_s[len(out.long_s) // 2 :]
     return {

@@ -16,7 +16,7 @@ import time
 from headway.core.batch import Batch
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.policy.iteration.config import SchedulerConfig
@@ -34,7 +34,7 @@ def prepared(decodes: int, waiting: int, policy: str, chunking: str) -> tuple[Sc
     config = SchedulerConfig(
         policy=policy, chunking=chunking, t_target_s=0.1, max_num_seqs=decodes + waiting, max_num_batched_tokens=16384
     )
-    scheduler = Scheduler(config, roofline(SHAPE, RATES), Ledger(64_000_000, 64))
+    scheduler = Scheduler(config, roofline(SHAPE, RATES), BlockManager(64_000_000, 64))
     rng = random.Random(0)
     now = 0.0
     for i in range(decodes):

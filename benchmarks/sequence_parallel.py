@@ -24,7 +24,7 @@ import torch.distributed as dist
 from headway.core.span import Strategy
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.executor.gloo_links import join, rendezvous
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
 from headway.runtime.sequence_parallel.gloo import GlooTransport
@@ -42,7 +42,7 @@ class Bench:
     def __init__(self, rank: int, options: argparse.Namespace) -> None:
         self.rank, self.options = rank, options
         config = replace(reference_config(options.tokens + 8), layers=options.layers)
-        self.decoder: Decoder = random_decoder(config, getattr(torch, options.dtype))
+        self.decoder: DecoderModel = random_decoder(config, getattr(torch, options.dtype))
         self.transport = GlooTransport()
 
     def layouts(self, history: int) -> dict[str, KvLayout]:

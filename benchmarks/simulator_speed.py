@@ -21,7 +21,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.serving.load.machine import machine
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import Poisson
+from headway.sim.workload.arrivals import PoissonArrivals
 from headway.sim.workload.presets import preset
 from headway.sim.workload.readers import read_trace
 from headway.sim.workload.transforms import with_arrivals
@@ -33,7 +33,7 @@ CAPACITY_RPS = 8.0
 def lengths(trace: str | None, count: int) -> list[TraceRequest]:
     if trace is not None:
         return list(read_trace(trace).requests[:count])
-    return preset("azure-conv-like").draw(np.random.default_rng(0), Poisson(1.0), count)
+    return preset("azure-conv-like").draw(np.random.default_rng(0), PoissonArrivals(1.0), count)
 
 
 def measure(spec: InstanceSpec, requests: list[TraceRequest], fast_forward: bool, rounds: int) -> dict[str, float]:
@@ -68,7 +68,7 @@ def main() -> None:
     spec = InstanceSpec(config=config, latency=fitted("a100-80gb", "llama-3-8b"), kv_tokens=400_000, block_tokens=16)
     rows = {}
     for name, load in (("saturated", 2.0), ("low load", 0.2)):
-        timed = with_arrivals(requests, Poisson(CAPACITY_RPS * load), np.random.default_rng(1))
+        timed = with_arrivals(requests, PoissonArrivals(CAPACITY_RPS * load), np.random.default_rng(1))
         for fast_forward in (False, True):
             label = f"{name}, {'with' if fast_forward else 'without'} fast-forward"
             rows[label] = measure(spec, timed, fast_forward, arguments.rounds)

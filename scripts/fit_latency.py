@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.perf.latency.operators.device_fit import encode, fit_device
-from headway.perf.latency.operators.profiles import Profile
+from headway.perf.latency.operators.profiles import OperatorProfile
 from headway.perf.latency.operators.readers import read_all
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ def profile_files(root: Path) -> list[Path]:
     return sorted(p for p in root.rglob("*") if p.name.endswith((".csv.gz", ".csv", ".parquet")))
 
 
-def make(device: str, profiles: Sequence[Profile]) -> bytes:
+def make(device: str, profiles: Sequence[OperatorProfile]) -> bytes:
     """One device's file."""
     return encode(fit_device(device, profiles, SOURCES, TOLERANCE))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from headway.perf.accelerator.assumptions import assumptions
-from headway.perf.accelerator.iteration_work import Techniques, Work
-from headway.perf.accelerator.operators import Setting
-from headway.perf.accelerator.precision import BYTES, Precision
+from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
+from headway.perf.accelerator.operators import OperatorSetting
+from headway.perf.accelerator.precision import BYTES, OperandTypes
 from headway.perf.accelerator.presets import MACHINES, machine
 from headway.perf.hardware.models import MODELS, model
 
 
-def study(preset: str = "default", name: str = "llama-3.1-8b", on: str = "tpuv6e") -> Setting:
-    return Setting(model(name), machine(on), assumed=assumptions(preset))
+def study(preset: str = "default", name: str = "llama-3.1-8b", on: str = "tpuv6e") -> OperatorSetting:
+    return OperatorSetting(model(name), machine(on), assumed=assumptions(preset))
 
 
 @st.composite
-def settings_of(draw: st.DrawFn) -> Setting:
+def settings_of(draw: st.DrawFn) -> OperatorSetting:
     """Any model on any machine, with buffers and bandwidth of their own, any precision and techniques."""
     base = machine(draw(st.sampled_from(sorted(MACHINES))))
     on = base.with_(
@@ -33,21 +33,21 @@ def settings_of(draw: st.DrawFn) -> Setting:
         decode_attention=draw(st.sampled_from(("vector", "array", "fastest"))),
     )
     kinds = st.sampled_from(sorted(BYTES))
-    precision = Precision(weights=draw(kinds), kv=draw(kinds))
-    techniques = Techniques(
+    precision = OperandTypes(weights=draw(kinds), kv=draw(kinds))
+    techniques = TechniqueSet(
         flash_attention=draw(st.booleans()),
         fusion=draw(st.sampled_from(("auto", "off"))),
         double_buffering=draw(st.booleans()),
     )
-    return Setting(model(draw(st.sampled_from(sorted(MODELS)))), on, precision, assumed, techniques)
+    return OperatorSetting(model(draw(st.sampled_from(sorted(MODELS)))), on, precision, assumed, techniques)
 
 
 @st.composite
-def works(draw: st.DrawFn) -> Work:
+def works(draw: st.DrawFn) -> IterationWork:
     """A chunk, a decode batch, or both."""
     prefill = draw(st.sampled_from((0, 1, 16, 100, 128, 512, 1000, 2048, 8192)))
     decodes = draw(st.sampled_from((0, 1, 8, 32, 200) if prefill else (1, 8, 32, 200)))
-    return Work(
+    return IterationWork(
         prefill_tokens=prefill,
         prefill_past=draw(st.sampled_from((0, 1000, 100_000))) if prefill else 0,
         decodes=decodes,

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from accelerator.accel_cases import study
 from headway.core.errors import ConfigError
-from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.iteration_work import IterationWork
 from headway.perf.accelerator.serving import AcceleratorLatency
 from headway.perf.accelerator.stage import evaluate
 from headway.perf.accelerator.timeline import Mode
-from headway.perf.latency.base import Load, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s, solve_tokens
 from headway.research.packing_prefetch_capacity import (
-    Limits,
+    ServiceLimits,
     at_rate,
     bandwidth_to_match,
     capacity,
@@ -38,10 +38,10 @@ def test_a_batch_takes_what_the_stage_takes(
 ) -> None:
     if not chunk and not decodes:
         return
-    model, work = MODELS[preset, mode], Work(
+    model, work = MODELS[preset, mode], IterationWork(
         prefill_tokens=chunk, prefill_past=past if chunk else 0, decodes=decodes, kv_tokens=decodes * each
     )  # fmt: skip
-    load = Load(decodes, decodes, decodes * each)
+    load = BatchLoad(decodes, decodes, decodes * each)
     if chunk:
         load = load.with_chunk(chunk, one_chunk_s(model, past, chunk), past)
     expected = getattr(evaluate(study(preset), work), mode).total_s
@@ -56,7 +56,7 @@ def test_one_chunk_at_a_time_is_what_the_vector_says_and_terms_bound_the_whole(p
         assert [one_chunk_s(model, past, c) for c in (0, 1, 100, 3000)] == pytest.approx(vector[[0, 1, 100, 3000]])
         assert np.all(np.diff(vector) >= -1e-12)
     for rows in (100, 700, 2000):
-        load = Load(rows, 64, 64 * 2000).with_chunk(512, one_chunk_s(model, 900, 512), 900)
+        load = BatchLoad(rows, 64, 64 * 2000).with_chunk(512, one_chunk_s(model, 900, 512), 900)
         padded = 128 if preset == "paper" else 0
         terms = float(model.token_s(load.tokens + padded, load.tokens + padded)[0])
         assert load_s(model, load) <= terms + model.decode_s(64, 64 * 2000) + load.chunk_s + 1e-12
@@ -64,7 +64,7 @@ def test_one_chunk_at_a_time_is_what_the_vector_says_and_terms_bound_the_whole(p
 
 def test_adaptive_chunks_use_the_whole_batch_and_keep_its_time() -> None:
     packing, prefetch = MODELS["default", "packing"], MODELS["default", "prefetch"]
-    load = Load(32, 32, 100_000)
+    load = BatchLoad(32, 32, 100_000)
     sizes = []
     for model in (packing, prefetch):
         tokens, attention_s = solve_tokens(model, load, 2000, 8192, 0.030)
@@ -83,7 +83,7 @@ def test_a_scheduler_always_packs() -> None:
 
 def test_capacity_holds_where_it_says_and_prefetch_gains() -> None:
     setting, drawn = study("paper"), requests("arxiv", 60, 0)
-    limits, found = Limits(tbt_s=0.0167), {}
+    limits, found = ServiceLimits(tbt_s=0.0167), {}
     for mode in ("packing", "prefetch"):
         spec = instance(setting, mode, sarathi(512), 131072)  # type: ignore[arg-type]
         answer = capacity(spec, lambda qps: at_rate(drawn, qps), limits, ratio=1.1)

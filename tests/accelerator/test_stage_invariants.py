@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from accelerator.accel_cases import settings_of, study, works
 from headway.perf.accelerator import sizing as answers
-from headway.perf.accelerator.iteration_work import Work
-from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.iteration_work import IterationWork
+from headway.perf.accelerator.operators import OperatorSetting
 from headway.perf.accelerator.stage import evaluate
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -19,7 +19,7 @@ EPSILON = 1e-9
 
 @MANY
 @given(settings_of(), works())
-def test_prefetch_is_at_most_packing_at_most_serial(setting: Setting, work: Work) -> None:
+def test_prefetch_is_at_most_packing_at_most_serial(setting: OperatorSetting, work: IterationWork) -> None:
     report = evaluate(setting, work)
     prefetch, packing, serial = (report.total_s(mode) for mode in ("prefetch", "packing", "serial"))
     assert prefetch <= packing * (1 + EPSILON) <= serial * (1 + 2 * EPSILON)
@@ -28,7 +28,7 @@ def test_prefetch_is_at_most_packing_at_most_serial(setting: Setting, work: Work
 
 @MANY
 @given(settings_of(), works())
-def test_no_schedule_beats_its_bytes_or_its_arithmetic(setting: Setting, work: Work) -> None:
+def test_no_schedule_beats_its_bytes_or_its_arithmetic(setting: OperatorSetting, work: IterationWork) -> None:
     report = evaluate(setting, work)
     for line in (report.packing, report.prefetch, report.prefill, report.decode):
         if line is not None:
@@ -39,7 +39,9 @@ def test_no_schedule_beats_its_bytes_or_its_arithmetic(setting: Setting, work: W
 
 @MANY
 @given(settings_of(), works())
-def test_every_kv_byte_is_fetched_once_and_the_buffer_never_overflows(setting: Setting, work: Work) -> None:
+def test_every_kv_byte_is_fetched_once_and_the_buffer_never_overflows(
+    setting: OperatorSetting, work: IterationWork
+) -> None:
     line = evaluate(setting, work).prefetch
     ahead = sum(slot.prefetched for slot in line.slots)
     decode = [slot for slot in line.slots if slot.op.name == "decode attention"]
@@ -56,14 +58,14 @@ def test_every_kv_byte_is_fetched_once_and_the_buffer_never_overflows(setting: S
 
 @FEW
 @given(settings_of(), works())
-def test_without_a_buffer_prefetch_is_packing(setting: Setting, work: Work) -> None:
+def test_without_a_buffer_prefetch_is_packing(setting: OperatorSetting, work: IterationWork) -> None:
     report = evaluate(setting._replace(machine=setting.machine.with_(prefetch_bytes=0)), work)
     assert report.prefetch.total_s == report.packing.total_s
 
 
 @FEW
 @given(settings_of(), works(), st.sampled_from((1.1, 2.0, 7.0)))
-def test_more_buffer_and_more_bandwidth_never_hurt(setting: Setting, work: Work, times: float) -> None:
+def test_more_buffer_and_more_bandwidth_never_hurt(setting: OperatorSetting, work: IterationWork, times: float) -> None:
     on = setting.machine
     base = evaluate(setting, work)
     for changes in (
@@ -77,7 +79,7 @@ def test_more_buffer_and_more_bandwidth_never_hurt(setting: Setting, work: Work,
 
 @FEW
 @given(settings_of(), works())
-def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: Setting, work: Work) -> None:
+def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: OperatorSetting, work: IterationWork) -> None:
     found = answers.buffer(setting, work)
     assert answers.searched_buffer(setting, work) == pytest.approx(found.useful, rel=1e-6, abs=2)
     if found.smallest is not None:
@@ -90,7 +92,7 @@ def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: Setting, 
 
 @FEW
 @given(settings_of(), works())
-def test_the_closed_form_of_the_bandwidth_is_what_a_search_finds(setting: Setting, work: Work) -> None:
+def test_the_closed_form_of_the_bandwidth_is_what_a_search_finds(setting: OperatorSetting, work: IterationWork) -> None:
     exact, searched = answers.packing_bandwidth(setting, work), answers.searched_bandwidth(setting, work)
     if exact is None or searched is None:
         assert exact is searched or (exact or 0) > 1000 * setting.machine.bandwidth
@@ -99,15 +101,18 @@ def test_the_closed_form_of_the_bandwidth_is_what_a_search_finds(setting: Settin
 
 
 def test_64k_tokens_saturate_below_256_mib() -> None:
-    found = answers.buffer(study("paper"), Work(prefill_tokens=1024, decodes=32, kv_tokens=65536))
+    found = answers.buffer(study("paper"), IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536))
     assert found.kv == 256 << 20
     assert found.hides
     assert 192 << 20 < (found.smallest or 0) <= 256 << 20
 
 
 def test_the_smallest_chunk_hides_and_one_token_less_does_not() -> None:
-    work = Work(prefill_tokens=1024, decodes=32, kv_tokens=65536)
+    work = IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536)
     chunk = answers.smallest_chunk(study("paper"), work)
     assert chunk is not None
     for tokens, hides in ((chunk, True), (chunk - 1, False)):
-        assert answers.buffer(study("paper"), Work(prefill_tokens=tokens, decodes=32, kv_tokens=65536)).hides is hides
+        assert (
+            answers.buffer(study("paper"), IterationWork(prefill_tokens=tokens, decodes=32, kv_tokens=65536)).hides
+            is hides
+        )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.core.errors import ConfigError
-from headway.runtime.attention.base import Segment, make_backend
+from headway.runtime.attention.base import BatchSegment, make_backend
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
@@ -61,7 +61,7 @@ def test_any_interleaving_equals_each_request_alone(
         for index, chunks in enumerate(requests):
             if step < len(chunks):
                 past = sum(chunks[:step])
-                segments.append(Segment(row, chunks[step], past, runs[index]))
+                segments.append(BatchSegment(row, chunks[step], past, runs[index]))
                 rows.append((index, past, past + chunks[step]))
                 row += chunks[step]
         plan = backend.plan(segments, pool)
@@ -84,7 +84,7 @@ def test_compiled_decode_equals_aten_over_many_tiles(context: int) -> None:
     pool.data.normal_(generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, heads, 64, generator=generator).bfloat16() * 2 for heads in (8, 2, 2))
-    segments = [Segment(0, 1, context, ((0, context + 1),))]
+    segments = [BatchSegment(0, 1, context, ((0, context + 1),))]
     backends = (CpuBackend(True), CpuBackend(False))
     outs = [backend.run(0, q, k, v, backend.plan(segments, pool)).float() for backend in backends]
     wanted = attend(q.transpose(0, 1).float(), pool.data[0, 0].float(), pool.data[0, 1].float(), False)[0]
@@ -101,11 +101,11 @@ def test_adjacent_runs_are_one_view_and_cuts_are_exact() -> None:
 def test_a_plan_refuses_rows_without_slots_and_gaps() -> None:
     pool, backend = KvPool(1, 1, 16, 16, torch.float32), CpuBackend()
     with pytest.raises(ValueError, match="8 slots for 8"):
-        backend.plan([Segment(0, 1, 8, ((0, 8),))], pool)
+        backend.plan([BatchSegment(0, 1, 8, ((0, 8),))], pool)
     with pytest.raises(ValueError, match="ends at row 2"):
-        backend.plan([Segment(0, 2, 0, ((0, 8),)), Segment(3, 1, 0, ((8, 8),))], pool)
+        backend.plan([BatchSegment(0, 2, 0, ((0, 8),)), BatchSegment(3, 1, 0, ((8, 8),))], pool)
     with pytest.raises(ValueError, match="outside the pool"):
-        backend.plan([Segment(0, 2, 0, ((15, 8),))], pool)
+        backend.plan([BatchSegment(0, 2, 0, ((15, 8),))], pool)
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention import primitive
-from headway.runtime.attention.base import Segment
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 
 Q_HEADS, KV_HEADS, DIM = 8, 2, 64
-FIRST = [Segment(0, 40, 0, ((64, 16), (0, 64))), Segment(40, 7, 0, ((96, 32),))]
-SECOND = [Segment(0, 1, 7, ((96, 32),)), Segment(1, 30, 40, ((64, 16), (0, 64)))]
+FIRST = [BatchSegment(0, 40, 0, ((64, 16), (0, 64))), BatchSegment(40, 7, 0, ((96, 32),))]
+SECOND = [BatchSegment(0, 1, 7, ((96, 32),)), BatchSegment(1, 30, 40, ((64, 16), (0, 64)))]
 """A prompt in two runs and a short one; then its next chunk, and a decode of the short one."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.runtime.attention.base import Segment
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
@@ -88,7 +88,7 @@ def test_a_chunk_over_any_runs_is_exact_causal_attention(
     outs = []
     for compiled in (True, False):
         backend = CpuBackend(compiled)
-        plan = backend.plan([Segment(0, rows, past, runs)], pool)
+        plan = backend.plan([BatchSegment(0, rows, past, runs)], pool)
         assert (plan.prefill is not None) == compiled
         outs.append(backend.run(0, *batch, plan).transpose(0, 1).double())
     wanted, _ = exact(q, k, v, True)
@@ -133,7 +133,7 @@ def test_spans_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
     pool, runs = in_pool(k, v, 300, keys - rows, 0)
     backend = CpuBackend()
     batch = [x.transpose(0, 1) for x in (q, k[:, keys - rows :], v[:, keys - rows :])]
-    out = backend.run(0, *batch, backend.plan([Segment(0, rows, keys - rows, runs)], pool))
+    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, keys - rows, runs)], pool))
     wanted, _ = exact(q, k, v, True)
     assert (out.transpose(0, 1).double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
 
@@ -202,7 +202,7 @@ def test_chunks_that_share_a_prefix_in_one_iteration() -> None:
         pool.data[0, plane, :, 100 : 100 + past] = data[:, :past]
     segments, start = [], 0
     for count in rows:
-        segments.append(Segment(start, count, past, ((100, past), (500 + start, count))))
+        segments.append(BatchSegment(start, count, past, ((100, past), (500 + start, count))))
         start += count
     batch = [x.transpose(0, 1).contiguous() for x in (q, k[:, past:], v[:, past:])]
     backend = CpuBackend()
@@ -216,6 +216,10 @@ def test_chunks_that_share_a_prefix_in_one_iteration() -> None:
 
 def test_a_plan_refuses_runs_outside_the_pool() -> None:
     pool = KvPool(1, 1, 64, 64, torch.bfloat16)
-    for segment in (Segment(0, 4, 62, ((0, 66),)), Segment(0, 1, 64, ((0, 65),)), Segment(0, 4, 0, ((-1, 4),))):
+    for segment in (
+        BatchSegment(0, 4, 62, ((0, 66),)),
+        BatchSegment(0, 1, 64, ((0, 65),)),
+        BatchSegment(0, 4, 0, ((-1, 4),)),
+    ):
         with pytest.raises(ValueError, match="outside the pool"):
             CpuBackend().plan([segment], pool)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.runtime.attention import primitive
-from headway.runtime.attention.base import AttentionBackend, Segment, make_backend
+from headway.runtime.attention.base import AttentionBackend, BatchSegment, make_backend
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.sdpa import SdpaBackend
@@ -23,7 +23,7 @@ DEVICES = [
 
 
 def answers(
-    backend: AttentionBackend, batches: list[list[Segment]], dtype: torch.dtype, device: str = "cpu"
+    backend: AttentionBackend, batches: list[list[BatchSegment]], dtype: torch.dtype, device: str = "cpu"
 ) -> list[Tensor]:
     """Each batch over all layers, as fp32 on CPU; of shared segments nothing is said. Slots that nobody has written
     hold NaN."""
@@ -49,7 +49,7 @@ def answers(
     return outs
 
 
-def check(batches: list[list[Segment]], dtype: torch.dtype, device: str, mask: int = 1 << 25) -> None:
+def check(batches: list[list[BatchSegment]], dtype: torch.dtype, device: str, mask: int = 1 << 25) -> None:
     wanted = answers(CpuBackend(None), batches, torch.float32)
     for got, want in zip(answers(SdpaBackend(mask), batches, dtype, device), wanted, strict=True):
         assert (got - want).abs().max() <= MOST[dtype] * want.abs().max()
@@ -60,16 +60,16 @@ def check(batches: list[list[Segment]], dtype: torch.dtype, device: str, mask: i
 def test_prompts_then_decodes_beside_a_chunk(device: str, dtype: torch.dtype) -> None:
     """Runs out of order, decodes of one length and of several, one that others attend, and a chunk over a history."""
     first = [
-        Segment(0, 40, 0, ((64, 16), (0, 64))),
-        Segment(40, 7, 0, ((96, 32),)),
-        Segment(47, 5, 0, ((128, 32),)),
-        Segment(52, 7, 0, ((160, 32),)),
+        BatchSegment(0, 40, 0, ((64, 16), (0, 64))),
+        BatchSegment(40, 7, 0, ((96, 32),)),
+        BatchSegment(47, 5, 0, ((128, 32),)),
+        BatchSegment(52, 7, 0, ((160, 32),)),
     ]
     then = [
-        Segment(0, 1, 7, ((96, 32),)),
-        Segment(1, 1, 5, ((128, 32),)),
-        Segment(2, 1, 7, ((160, 32),), shared=True),
-        Segment(3, 30, 40, ((64, 16), (0, 64))),
+        BatchSegment(0, 1, 7, ((96, 32),)),
+        BatchSegment(1, 1, 5, ((128, 32),)),
+        BatchSegment(2, 1, 7, ((160, 32),), shared=True),
+        BatchSegment(3, 30, 40, ((64, 16), (0, 64))),
     ]
     check([first, then], dtype, device)
     check([first, then], dtype, device, mask=1000)
@@ -84,11 +84,11 @@ def test_any_chunking_of_any_prompts(prompts: list[list[int]], mask: int) -> Non
     """Each prompt in its chunks, several prompts a batch."""
     batches = []
     for step in range(max(map(len, prompts))):
-        segments: list[Segment] = []
+        segments: list[BatchSegment] = []
         at = 0
         for number, chunks in enumerate(prompts):
             if step < len(chunks):
-                segments.append(Segment(at, chunks[step], sum(chunks[:step]), ((number * 64, 64),)))
+                segments.append(BatchSegment(at, chunks[step], sum(chunks[:step]), ((number * 64, 64),)))
                 at += chunks[step]
         batches.append(segments)
     check(batches, torch.float32, "cpu", mask)
@@ -98,9 +98,9 @@ def test_what_cannot_be_is_refused() -> None:
     pool = KvPool(1, KV_HEADS, 16, DIM, torch.float32)
     backend = make_backend("sdpa")
     with pytest.raises(ValueError, match="slots"):
-        backend.plan([Segment(0, 4, 0, ((0, 3),))], pool)
+        backend.plan([BatchSegment(0, 4, 0, ((0, 3),))], pool)
     with pytest.raises(ValueError, match="outside"):
-        backend.plan([Segment(0, 4, 0, ((14, 4),))], pool)
+        backend.plan([BatchSegment(0, 4, 0, ((14, 4),))], pool)
 
 
 @pytest.mark.parametrize("device", DEVICES)

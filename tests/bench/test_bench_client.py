@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headway.serving.load.client import Client, Endpoint, Job, error_message, request_body
+from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, error_message, request_body
 from headway.serving.load.open_loop import run_open_loop
 from headway.serving.load.prompts import PromptPool, vocab_size_of
 from headway.serving.load.server_process import free_port
@@ -17,13 +17,15 @@ from headway.sim.metrics import RequestRecord, SloTargets
 Start = Callable[..., str]
 
 
-def job(number: int = 0, prompt: bytes = b"[5,6,7]", output: int = 4, due_s: float = 0.0, **more: object) -> Job:
-    return Job(id=f"r{number}", prompt=prompt, prompt_tokens=3, output_tokens=output, due_s=due_s, **more)  # type: ignore[arg-type]
+def job(
+    number: int = 0, prompt: bytes = b"[5,6,7]", output: int = 4, due_s: float = 0.0, **more: object
+) -> LoadRequest:
+    return LoadRequest(id=f"r{number}", prompt=prompt, prompt_tokens=3, output_tokens=output, due_s=due_s, **more)  # type: ignore[arg-type]
 
 
-def send(url: str, *jobs: Job, **options: object) -> list[RequestRecord]:
+def send(url: str, *jobs: LoadRequest, **options: object) -> list[RequestRecord]:
     async def run() -> list[RequestRecord]:
-        async with Client(Endpoint(base_url=url, model="fake", **options)) as client:  # type: ignore[arg-type]
+        async with LoadClient(TargetEndpoint(base_url=url, model="fake", **options)) as client:  # type: ignore[arg-type]
             return (await run_open_loop(client, jobs)).records
 
     return asyncio.run(run())
@@ -90,7 +92,7 @@ def test_a_stopped_run_still_has_a_record_for_each_request(serve_fake: Start) ->
     url = serve_fake("--speed", "1")
 
     async def run() -> tuple[list[RequestRecord], bool]:
-        async with Client(Endpoint(base_url=url, model="fake")) as client:
+        async with LoadClient(TargetEndpoint(base_url=url, model="fake")) as client:
             task = asyncio.create_task(run_open_loop(client, [job(i, due_s=i * 0.2) for i in range(4)]))
             await asyncio.sleep(0.3)
             task.cancel()
@@ -105,18 +107,18 @@ def test_a_stopped_run_still_has_a_record_for_each_request(serve_fake: Start) ->
 def test_a_million_ids_are_sent_as_they_are(serve_fake: Start) -> None:
     pool = PromptPool(np.random.default_rng(0), 4096, 1_000_000)
     url = serve_fake("--speed", "1e9")
-    (got,) = send(url, Job(id="m", prompt=pool.json(1_000_000), prompt_tokens=1_000_000, output_tokens=1))
+    (got,) = send(url, LoadRequest(id="m", prompt=pool.json(1_000_000), prompt_tokens=1_000_000, output_tokens=1))
     assert got.ok, got.error
     assert got.prompt_tokens == 1_000_000
 
 
 def test_bodies_hold_the_prompt_and_only_openai_fields_when_asked() -> None:
-    body = json.loads(request_body(Endpoint(base_url="", model="m"), job()))
+    body = json.loads(request_body(TargetEndpoint(base_url="", model="m"), job()))
     assert body["prompt"] == [5, 6, 7]
     assert (body["ignore_eos"], body["min_tokens"], body["max_tokens"]) == (True, 4, 4)
-    plain = json.loads(request_body(Endpoint(base_url="", model="m", extensions=False), job()))
+    plain = json.loads(request_body(TargetEndpoint(base_url="", model="m", extensions=False), job()))
     assert plain.keys() == {"model", "max_tokens", "temperature", "stream", "stream_options", "prompt"}
-    assert Endpoint(base_url="http://h:1/v1/", model="m").path("models") == "http://h:1/v1/models"
+    assert TargetEndpoint(base_url="http://h:1/v1/", model="m").path("models") == "http://h:1/v1/models"
 
 
 @pytest.mark.parametrize(

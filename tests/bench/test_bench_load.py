@@ -13,7 +13,7 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.serving.load import command
-from headway.serving.load.goodput import Goodput
+from headway.serving.load.goodput import GoodputTargets
 from headway.sim.metrics import SloTargets
 
 
@@ -177,13 +177,13 @@ def test_ctrl_c_shows_what_was_done(serve_fake, tmp_path: Path) -> None:  # type
 
 
 def test_goodput_by_class() -> None:
-    goodput = Goodput(["ttft:500", "long.ttft:30000", "tbt:100", "e2el:9000"])
+    goodput = GoodputTargets(["ttft:500", "long.ttft:30000", "tbt:100", "e2el:9000"])
     assert goodput.of("short") == SloTargets(ttft_s=0.5, tbt_s=0.1, e2e_s=9.0)
     assert goodput.of("long") == SloTargets(ttft_s=30.0, tbt_s=0.1, e2e_s=9.0)
     assert goodput.to_json()["long"] == {"ttft_s": 30.0}
     for wrong in ("ttft", "speed:3", "ttft:-1", "ttft:x", "ttft:nan"):
         with pytest.raises(ConfigError, match="METRIC"):
-            Goodput([wrong])
+            GoodputTargets([wrong])
 
 
 @pytest.mark.parametrize(

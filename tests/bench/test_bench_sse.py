@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.serving.load.client import Job
-from headway.serving.load.sse import Event, SseParser
+from headway.serving.load.client import LoadRequest
+from headway.serving.load.sse import SseEvent, SseParser
 from headway.serving.load.stream import StreamedAnswer
 
 STREAM = (
     b': hello\n\ndata: {"a": 1}\r\n\r\n'
     b"event: error\ndata: x\ndata: y\nid: 4\n\nevent: empty\n\ndata:[DONE]\n\ndata: cut off"
 )
-EVENTS = [Event("message", b'{"a": 1}'), Event("error", b"x\ny"), Event("message", b"[DONE]")]
+EVENTS = [SseEvent("message", b'{"a": 1}'), SseEvent("error", b"x\ny"), SseEvent("message", b"[DONE]")]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
@@ -25,12 +25,12 @@ def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
 def collect(*chunks: bytes) -> StreamedAnswer:
     answer = StreamedAnswer()
     for number, chunk in enumerate(chunks):
-        answer.take(Event("message", chunk), float(number))
+        answer.take(SseEvent("message", chunk), float(number))
     return answer
 
 
 def record(answer: StreamedAnswer):  # type: ignore[no-untyped-def]
-    job = Job(id="a", prompt=b"[]", prompt_tokens=3, output_tokens=4)
+    job = LoadRequest(id="a", prompt=b"[]", prompt_tokens=3, output_tokens=4)
     return answer.record(job, sent_s=0.0, finish_s=9.0, error=answer.verdict())
 
 

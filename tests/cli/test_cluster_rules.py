@@ -13,11 +13,11 @@ from headway.cli.cluster_rules import check_moves, links, live_rules, rules_of, 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.perf.latency.groups import GroupShape
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.ring import RingLatency
 from headway.perf.latency.tables import TableLatency, TableSource
-from headway.runtime.cluster.cluster_file import ClusterFile, Pool, idle_pools
+from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, idle_pools
 from headway.runtime.engine.protocol import EngineInfo
 
 CONFIG = {
@@ -26,7 +26,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 
-APART = (Pool(role="prefill"), Pool(role="decode"))
+APART = (InstancePool(role="prefill"), InstancePool(role="decode"))
 INFO = EngineInfo(
     model="m", architecture="a", dtype="float32", device="cuda", max_model_len=512, vocab_size=128, kv_tokens_total=512,
     kv_block_tokens=8, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02, max_num_seqs=64,
@@ -40,9 +40,9 @@ MOVES = EngineInfo(**{name: getattr(INFO, name) for name in INFO.__struct_fields
     [
         (ClusterFile(pools=APART, placement="tetris"), False),
         (ClusterFile(pools=APART, placement="fifo", options={"long_sp": 1}), False),
-        (ClusterFile(pools=(Pool(),), placement="tetris"), False),
-        (ClusterFile(pools=(Pool(),), placement="fifo", options={"long_sp": 1}), True),
-        (ClusterFile(pools=(Pool(),)), True),
+        (ClusterFile(pools=(InstancePool(),), placement="tetris"), False),
+        (ClusterFile(pools=(InstancePool(),), placement="fifo", options={"long_sp": 1}), True),
+        (ClusterFile(pools=(InstancePool(),)), True),
     ],
 )
 def test_an_instance_whose_kv_does_not_move_serves_whole_requests_only(file: ClusterFile, whole: bool) -> None:
@@ -58,7 +58,8 @@ def test_policies_reckon_with_what_the_first_instance_that_prefills_has_measured
     """Not with a decode instance, which may be cut otherwise. Nor is what a ring passes that of other ranks."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     file = ClusterFile(
-        pools=(Pool(role="decode", count=2), Pool(role="prefill"), Pool(role="mixed")), placement="tetris"
+        pools=(InstancePool(role="decode", count=2), InstancePool(role="prefill"), InstancePool(role="mixed")),
+        placement="tetris",
     )
     tables = [
         TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, row_s), (64, 64 * row_s)),
@@ -97,7 +98,7 @@ def test_a_decode_pool_that_a_policy_never_uses_is_told_of(
     said = idle_pools(ClusterFile(pools=APART, placement=placement, options=options))
     assert len(said) == (words is not None)
     assert words is None or said[0].startswith(f"pools[1] is of role decode and does nothing: {words}")
-    assert idle_pools(ClusterFile(pools=(Pool(), Pool()), placement=placement, options=options)) == []
+    assert idle_pools(ClusterFile(pools=(InstancePool(), InstancePool()), placement=placement, options=options)) == []
 
 
 def test_what_is_odd_about_pools_is_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,18 +108,18 @@ def test_what_is_odd_about_pools_is_logged_at_the_start(tmp_path: Path, caplog: 
     info = msgspec.structs.replace(MOVES, latency=describe(table), layout="tp1-pp1-kvp1")
     small = msgspec.structs.replace(info, max_model_len=6000)
     large = msgspec.structs.replace(info, max_model_len=16_384)
-    file = ClusterFile(pools=(Pool(role="prefill", count=2), Pool(role="decode")), placement="fifo")
+    file = ClusterFile(pools=(InstancePool(role="prefill", count=2), InstancePool(role="decode")), placement="fifo")
     live_rules(file, str(tmp_path), [large, large, small], None)
     assert [each.message for each in caplog.records] == [
         "pools[1] is of role decode and does nothing: fifo decodes where it prefills",
         "requests of up to 6,000 tokens are served, output included: the longest are pools[0] 16,384, pools[1] 6,000",
     ]
     caplog.clear()
-    live_rules(ClusterFile(pools=(Pool(count=3),)), str(tmp_path), [large, large, large], None)
+    live_rules(ClusterFile(pools=(InstancePool(count=3),)), str(tmp_path), [large, large, large], None)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp0-pp1-kvp1", "tp1-pp1-kvp1 "])
 def test_what_is_no_layout_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
-        Layout.named(name)
+        ParallelLayout.named(name)

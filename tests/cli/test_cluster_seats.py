@@ -9,7 +9,7 @@ import pytest
 
 from headway.cli import cluster_seats, serve_options
 from headway.cli.cluster_rules import links
-from headway.cli.cluster_seats import Seats, instance_configs
+from headway.cli.cluster_seats import InstanceFactory, instance_configs
 from headway.core.errors import ConfigError, RequestError
 from headway.core.strict_yaml import load
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
@@ -74,7 +74,7 @@ def test_a_pool_gets_no_more_instances_than_a_file_may_say(monkeypatch: pytest.M
     monkeypatch.setattr(cluster_seats, "LiveInstance", Made)
     monkeypatch.setattr(cluster_seats, "LARGEST_POOL", 3)
     file, config = file_of({"count": 2}, {}), EngineConfig(model="m")
-    seats = Seats(file, [config] * 3, Path("folder"), {})
+    seats = InstanceFactory(file, [config] * 3, Path("folder"), {})
     there = seats.all()
     there.append(seats.another(3, 0, 0, None))
     seats.another(4, 1, 0, None)

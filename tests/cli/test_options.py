@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli.options import Option, add_options, boolean, print_config, resolve
+from headway.cli.options import SettingOption, add_options, boolean, print_config, resolve
 from headway.core.errors import ConfigError
 from headway.core.units import size, tokens
 
 OPTIONS = (
-    Option("port", int, 8000, "where to listen"),
-    Option("max_model_len", tokens, None, "longest context"),
-    Option("t_target", float, 0.5, "seconds"),
-    Option("quiet", boolean, False, "say less, 100% less"),
-    Option("api_key", str, None, "the key"),
-    Option("names", lambda v: tuple(v) if isinstance(v, list) else tuple(v.split(",")), (), "names"),
+    SettingOption("port", int, 8000, "where to listen"),
+    SettingOption("max_model_len", tokens, None, "longest context"),
+    SettingOption("t_target", float, 0.5, "seconds"),
+    SettingOption("quiet", boolean, False, "say less, 100% less"),
+    SettingOption("api_key", str, None, "the key"),
+    SettingOption("names", lambda v: tuple(v) if isinstance(v, list) else tuple(v.split(",")), (), "names"),
 )
 
 

@@ -11,40 +11,40 @@ from typing import Any
 import msgspec
 
 from headway.control.audit import check
-from headway.control.backend import Figures, Hands, Impossible
-from headway.control.controller import Machine
+from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.errors import RequestError
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
-    Held,
-    Hold,
+    HoldGranted,
+    HoldGroup,
     KvReady,
-    Paused,
-    Preempt,
-    Prefilled,
-    Refused,
-    Reject,
-    Release,
-    Resume,
+    PreemptRequest,
+    RejectRequest,
+    ReleaseGroup,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    RequestPrefilled,
+    ResumeRequest,
     SpanDone,
-    Transfer,
-    Woken,
+    SpanPaused,
+    TransferKv,
+    WakeupDue,
 )
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
-LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
+LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 LAYERS = 8
 
 
@@ -62,42 +62,42 @@ class Restless:
     def next_wakeup(self, now: float) -> float | None:
         return self.wake_s
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         self.heard.append(event)
         there = view.with_role("mixed")
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             self.requests[event.request.id] = event.request
             return self.begin(event.request, view) if there else self.later(event.request.id, view)
-        if isinstance(event, Finished | Dropped):
+        if isinstance(event, RequestFinished | RequestDropped):
             self.requests.pop(event.request, None)
             return self.nudge(view)
-        if isinstance(event, Refused):
+        if isinstance(event, ActionRefused):
             return self.later(event.request, view)
-        if isinstance(event, Woken):
+        if isinstance(event, WakeupDue):
             self.wake_s = None
             names, self.again = self.again, []
             known = [name for name in names if name in self.requests]
             if not there:
                 return [a for name in known for a in self.later(name, view)]
-            return [Enqueue(name, (self.rng.choice(there),), "all", beside=True) for name in known]
-        if isinstance(event, Held):
+            return [EnqueueRequest(name, (self.rng.choice(there),), "all", beside=True) for name in known]
+        if isinstance(event, HoldGranted):
             self.held.add(event.holder)
             return self.spans(self.requests[event.holder], view, event.group)
-        if isinstance(event, Paused):
+        if isinstance(event, SpanPaused):
             index = event.index
             decoded = event.progress.tokens > self.requests[event.request].prompt_tokens
             if index < 0 or (decoded and not event.progress.layer):
                 return self.decode(event.request, there, view)
-            return [Resume(event.request, self.rng.random())]
+            return [ResumeRequest(event.request, self.rng.random())]
         if isinstance(event, SpanDone) and event.last and event.request in self.requests:
             return self.decode(event.request, there, view)
-        if isinstance(event, Prefilled):
+        if isinstance(event, RequestPrefilled):
             return self.decode(event.request, there, view)
         if isinstance(event, KvReady):
-            return [Enqueue(event.request, (event.instance,), "decode", self.rng.random() < 0.3)]
+            return [EnqueueRequest(event.request, (event.instance,), "decode", self.rng.random() < 0.3)]
         return self.nudge(view)
 
-    def later(self, name: str, view: ClusterView) -> list[Action]:
+    def later(self, name: str, view: ClusterSnapshot) -> list[Action]:
         if name in self.requests:
             self.again.append(name)
             if self.wake_s is None or self.wake_s <= view.now_s:
@@ -107,61 +107,61 @@ class Restless:
     def group(self, there: Sequence[int], most: int = 4) -> tuple[int, ...]:
         return tuple(self.rng.sample(list(there), min(len(there), self.rng.randint(1, most))))
 
-    def nudge(self, view: ClusterView) -> list[Action]:
+    def nudge(self, view: ClusterSnapshot) -> list[Action]:
         """Something that may be out of place."""
         if not self.requests or self.rng.random() < 0.5:
             return []
         name = self.rng.choice(sorted(self.requests))
-        preempt = Preempt(name)
-        release = Release(name) if name in self.held else preempt
-        return [self.rng.choice([preempt, preempt, release, Reject(name, "no") if "7#" in name else preempt])]
+        preempt = PreemptRequest(name)
+        release = ReleaseGroup(name) if name in self.held else preempt
+        return [self.rng.choice([preempt, preempt, release, RejectRequest(name, "no") if "7#" in name else preempt])]
 
-    def begin(self, request: Request, view: ClusterView) -> list[Action]:
+    def begin(self, request: Request, view: ClusterSnapshot) -> list[Action]:
         there, way = view.with_role("mixed"), self.rng.random()
         if way < 0.25:
-            return [Enqueue(request.id, self.group(there, 2), "all", self.rng.random() < 0.5)]
+            return [EnqueueRequest(request.id, self.group(there, 2), "all", self.rng.random() < 0.5)]
         if way < 0.45:
-            return [Enqueue(request.id, self.group(there, 2), "prefill", self.rng.random() < 0.5)]
+            return [EnqueueRequest(request.id, self.group(there, 2), "prefill", self.rng.random() < 0.5)]
         if way < 0.6:
-            return [Hold(request.id, self.group(there))]
+            return [HoldGroup(request.id, self.group(there))]
         if way < 0.7 and len(self.requests) > 1:
             free = [r for r in self.requests.values() if r.id != request.id][:2]
             group = self.group(there)
             along = tuple(Span(request=r, start=0, end=r.prompt_tokens, group=group) for r in free)
             span = Span(request=request, start=0, end=request.prompt_tokens, group=group)
-            batch = Commit(request.id, (span,), view.version, self.rng.random() < 0.5, along)
+            batch = CommitSpans(request.id, (span,), view.version, self.rng.random() < 0.5, along)
             to = self.rng.choice(there)
-            return [batch, *(Transfer(r.id, to, index=0) for r in (request, *free) if self.rng.random() < 0.4)]
+            return [batch, *(TransferKv(r.id, to, index=0) for r in (request, *free) if self.rng.random() < 0.4)]
         return self.spans(request, view, there)
 
-    def spans(self, request: Request, view: ClusterView, there: Sequence[int]) -> list[Action]:
+    def spans(self, request: Request, view: ClusterSnapshot, there: Sequence[int]) -> list[Action]:
         edges = sorted({0, request.prompt_tokens, *(self.rng.randrange(1, request.prompt_tokens) for _ in range(2))})
         spans = tuple(Span(request=request, start=a, end=b, group=self.group(there)) for a, b in pairwise(edges))
-        actions: list[Action] = [Commit(request.id, spans, view.version, self.rng.random() < 0.4)]
+        actions: list[Action] = [CommitSpans(request.id, spans, view.version, self.rng.random() < 0.4)]
         if self.rng.random() < 0.4:
             to = self.rng.choice(view.with_role("mixed") or (0,))
-            actions += [Transfer(request.id, to, index=i) for i in range(len(spans))]
+            actions += [TransferKv(request.id, to, index=i) for i in range(len(spans))]
         return actions
 
-    def decode(self, name: str, there: Sequence[int], view: ClusterView) -> list[Action]:
-        done: list[Action] = [Release(name)] if name in self.held else []
+    def decode(self, name: str, there: Sequence[int], view: ClusterSnapshot) -> list[Action]:
+        done: list[Action] = [ReleaseGroup(name)] if name in self.held else []
         self.held.discard(name)
         if not there:
             return [*done, *self.later(name, view)]
         if self.rng.random() < 0.5:
-            return [*done, Transfer(name, self.rng.choice(there), overlapped=self.rng.random() < 0.5)]
-        return [*done, Enqueue(name, self.group(there, 2), "decode", self.rng.random() < 0.5)]
+            return [*done, TransferKv(name, self.rng.choice(there), overlapped=self.rng.random() < 0.5)]
+        return [*done, EnqueueRequest(name, self.group(there, 2), "decode", self.rng.random() < 0.5)]
 
 
-class Chaos(Hands):
+class Chaos(InstanceBackend):
     """Drives a machine; everything takes a random time. `losses`: share of steps in which an instance comes or goes."""
 
     def __init__(self, seed: int, instances: int = 6, losses: float = 0.05, leavers: float = 0.05) -> None:
         self.rng = random.Random(seed)
         self.policy = Restless(seed)
-        every = [Instance(id=i, node=i // 2, capacity=1000) for i in range(instances)]
-        self.machine = Machine(
-            ClusterBook(every, Links(inside=LINK, across=LINK)), self, self.policy, layers=LAYERS, backends=2
+        every = [ClusterInstance(id=i, node=i // 2, capacity=1000) for i in range(instances)]
+        self.machine = ClusterController(
+            ClusterState(every, ClusterLinks(inside=LINK, across=LINK)), self, self.policy, layers=LAYERS, backends=2
         )
         self.losses, self.leavers = losses, leavers
         self.now, self.serial = 0.0, 0
@@ -184,8 +184,8 @@ class Chaos(Hands):
     def busy_s(self, group: tuple[int, ...]) -> float:
         return 0.0
 
-    def refresh(self, instance: int) -> Figures:
-        return Figures(0.0, 0, 0, self.machine.state.load[instance])
+    def refresh(self, instance: int) -> SchedulerStats:
+        return SchedulerStats(0.0, 0, 0, self.machine.state.load[instance])
 
     def soon(self, word: str, what: Any, most: float = 2.0) -> int:
         self.serial += 1
@@ -200,32 +200,32 @@ class Chaos(Hands):
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         if self.rng.random() < 0.3:
-            raise Impossible("too late")
+            raise ActionImpossible("too late")
         entry.driver = self.soon("paused", entry, 0.3)
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         entry.driver = None
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         if self.rng.random() < 0.02:
             raise RequestError("never")
         name = journey.request.id
         assert name not in self.stays
         self.stays[name] = self.soon("stayed", (journey, phase))
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
         del self.stays[journey.request.id]
         if journey.phase == "decode" and journey.tokens + 1 < journey.request.max_output_tokens:
             return journey.tokens + 1
         return journey.tokens
 
-    def announced(self, journey: Journey, target: int, now: float) -> None:
+    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
         assert not journey.ended
 
-    def send(self, piece: Piece, now: float) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         self.soon("sent", piece)
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         name = journey.request.id
         assert name not in self.ended
         self.ended[name] = why
@@ -304,7 +304,7 @@ class Chaos(Hands):
         elif away:
             machine.open(msgspec.structs.replace(machine.book.instances[self.rng.choice(away)]), self.now)
         elif len(state.load) < self.grown + 3:
-            machine.open(Instance(id=len(state.load), node=9, capacity=1000), self.now)
+            machine.open(ClusterInstance(id=len(state.load), node=9, capacity=1000), self.now)
 
     def end(self) -> None:
         """No more trouble: all instances are there, and every request comes to an end."""

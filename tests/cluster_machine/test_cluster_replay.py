@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_chaos import LAYERS, Chaos, Restless
 
-from headway.control.decision_log import Recorded
-from headway.control.replay import Replay
+from headway.control.decision_log import RecordingController
+from headway.control.replay import ReplayResult
 from headway.core.errors import ConfigError
-from headway.policy.placement.base import Action, Arrived, Enqueue, Event, Placement
-from headway.policy.placement.registry import Surroundings, make_placement
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
+from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.event_loop import simulate_cluster
-from headway.sim.noise import Noise
+from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import PerToken, cluster
@@ -36,15 +36,15 @@ OPTIONS: dict[str, dict[str, object]] = {
 TRAFFIC = [TraceRequest(0.11 * i, 16_000 if i % 9 == 3 else 150 + 37 * (i % 7), 3 + i % 5) for i in range(60)]
 
 
-def made(name: str) -> Placement:
+def made(name: str) -> PlacementPolicy:
     spec = cluster()
-    return make_placement(name, Surroundings(latency=PerToken(), shape=spec.shape), OPTIONS[name])
+    return make_placement(name, PolicyContext(latency=PerToken(), shape=spec.shape), OPTIONS[name])
 
 
-def recorded(name: str, policy: Placement) -> list[bytes]:
+def recorded(name: str, policy: PlacementPolicy) -> list[bytes]:
     lines: list[bytes] = []
     decode = 0 if name == "jsq" else 2
-    run = RunSpec(noise=Noise("lognormal", 0.3), seed=5, patience_s=20.0)
+    run = RunSpec(noise=NoiseSpec("lognormal", 0.3), seed=5, patience_s=20.0)
     simulate_cluster(cluster(4, decode), policy, TRAFFIC, run, record=lines.append)
     return lines
 
@@ -52,7 +52,7 @@ def recorded(name: str, policy: Placement) -> list[bytes]:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_a_simulation_replays_exactly(name: str) -> None:
     lines = recorded(name, made(name))
-    replay = Replay(lines, lambda _: made(name))
+    replay = ReplayResult(lines, lambda _: made(name))
     assert replay.run() is None
     assert replay.decisions > 2 * len(TRAFFIC)
 
@@ -60,13 +60,13 @@ def test_a_simulation_replays_exactly(name: str) -> None:
 class Contrary:
     """A policy that does otherwise with one request."""
 
-    def __init__(self, policy: Placement, name: str) -> None:
+    def __init__(self, policy: PlacementPolicy, name: str) -> None:
         self.policy, self.name = policy, name
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         actions = self.policy.on_event(event, view)
-        if isinstance(event, Arrived) and event.request.id == self.name:
-            return [Enqueue(self.name, (0,))]
+        if isinstance(event, RequestArrived) and event.request.id == self.name:
+            return [EnqueueRequest(self.name, (0,))]
         return actions
 
     def next_wakeup(self, now: float) -> float | None:
@@ -75,7 +75,7 @@ class Contrary:
 
 def test_another_decision_is_found_where_it_is_first_made() -> None:
     lines = recorded("fifo", made("fifo"))
-    difference = Replay(lines, lambda _: Contrary(made("fifo"), "r30")).run()
+    difference = ReplayResult(lines, lambda _: Contrary(made("fifo"), "r30")).run()
     assert difference is not None
     assert difference.at_s == pytest.approx(TRAFFIC[30].arrival_s)
     (kind, fields), actions = difference.replayed  # type: ignore[misc]
@@ -91,26 +91,26 @@ def test_what_computed_is_not_what_decides() -> None:
     for line in later:
         if line.get("said", "").startswith("span_s"):
             line["is"] *= 3.0
-    difference = Replay([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
+    difference = ReplayResult([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
     assert difference is not None
 
 
 def test_a_log_that_was_cut_off_replays_as_far_as_it_goes() -> None:
     lines = recorded("fifo", made("fifo"))
-    replay = Replay([*lines[:-1], lines[-1][:5]], lambda _: made("fifo"))
+    replay = ReplayResult([*lines[:-1], lines[-1][:5]], lambda _: made("fifo"))
     assert replay.run() is None
     with pytest.raises(ConfigError, match="first line"):
-        Replay(lines[1:], lambda _: made("fifo"))
+        ReplayResult(lines[1:], lambda _: made("fifo"))
     with pytest.raises(ConfigError):
-        Replay([], lambda _: made("fifo"))
+        ReplayResult([], lambda _: made("fifo"))
 
 
 @pytest.mark.parametrize("garbage", [b"GARBAGE\n", b'{"do":"arr\n', b"\0" * 99 + b"\n", b"[1]\n", b"\xff\n", b"\n"])
 def test_a_log_that_is_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 41 of the log cannot be read, and others follow"):
-        Replay([*lines[:40], garbage, *lines[41:]], lambda _: made("fifo"))
-    assert Replay([*lines, garbage], lambda _: made("fifo")).run() is None
+        ReplayResult([*lines[:40], garbage, *lines[41:]], lambda _: made("fifo"))
+    assert ReplayResult([*lines, garbage], lambda _: made("fifo")).run() is None
 
 
 @pytest.mark.parametrize("line", [{"do": "lost"}, {"do": "arrive", "t": 0.0}, {"do": "lost", "t": 0.0, "instance": 99}])
@@ -118,13 +118,13 @@ def test_a_callback_that_lacks_something_is_refused_with_the_line(line: dict[str
     lines = recorded("fifo", made("fifo"))
     lines[40] = msgspec.json.encode(line) + b"\n"
     with pytest.raises(ConfigError, match="line 41 of the log cannot be replayed: "):
-        Replay(lines, lambda _: made("fifo")).run()
+        ReplayResult(lines, lambda _: made("fifo")).run()
 
 
 def test_a_line_of_no_known_kind_is_refused_with_its_number() -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 3 of the log is not of a cluster's log"):
-        Replay([*lines[:2], b'{"x": 1}', *lines[3:]], lambda _: made("fifo"))
+        ReplayResult([*lines[:2], b'{"x": 1}', *lines[3:]], lambda _: made("fifo"))
 
 
 @settings(max_examples=25)
@@ -133,11 +133,11 @@ def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:
     lines: list[bytes] = []
     chaos = Chaos(seed)
     policy = chaos.policy
-    chaos.machine = Recorded(
+    chaos.machine = RecordingController(
         chaos.machine.book, chaos, policy, layers=LAYERS, backends=2, sink=lines.append, about={"seed": seed}
     )
     for _ in range(150):
         chaos.step()
-    replay = Replay(lines, lambda replay: Restless(replay.about["seed"]))
+    replay = ReplayResult(lines, lambda replay: Restless(replay.about["seed"]))
     assert replay.run() is None
     assert replay.decisions > 150

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.instance_queues import Entry, Lanes
+from headway.control.instance_queues import InstanceQueues, QueueEntry
 
 
 class Bustle:
@@ -15,9 +15,9 @@ class Bustle:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.lanes = Lanes(i // 4 for i in range(12))
-        self.running: list[Entry] = []
-        self.parked: list[Entry] = []
+        self.lanes = InstanceQueues(i // 4 for i in range(12))
+        self.running: list[QueueEntry] = []
+        self.parked: list[QueueEntry] = []
         self.held: dict[str, tuple[int, ...]] = {}
         self.open = 0
         self.names = 0
@@ -32,12 +32,12 @@ class Bustle:
             self.names += 1
             before = None
             for _ in range(self.rng.choice((1, 1, 2, 3))):
-                before = Entry("span", f"r{self.names}", self.group(), before)
+                before = QueueEntry("span", f"r{self.names}", self.group(), before)
                 self.lanes.append(before)
                 self.open += 1
         elif choice < 0.45:
             self.names += 1
-            self.lanes.append(Entry("hold", f"h{self.names}", self.group()))
+            self.lanes.append(QueueEntry("hold", f"h{self.names}", self.group()))
             self.open += 1
         elif choice < 0.55 and self.running:
             entry = self.running.pop(self.rng.randrange(len(self.running)))
@@ -98,8 +98,8 @@ def test_nothing_ever_gets_stuck(seed: int) -> None:
 
 
 def test_a_resumed_span_goes_before_all_that_waits() -> None:
-    lanes = Lanes([0, 0])
-    first, second = Entry("span", "a", (0, 1)), Entry("span", "b", (0,))
+    lanes = InstanceQueues([0, 0])
+    first, second = QueueEntry("span", "a", (0, 1)), QueueEntry("span", "b", (0,))
     lanes.append(first)
     lanes.append(second)
     lanes.start(first)

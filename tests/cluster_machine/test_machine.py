@@ -15,21 +15,21 @@ from headway.core.request import Request
 from headway.core.span import Span
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
-    Held,
-    Hold,
-    Lost,
-    Paused,
-    Prefilled,
-    Refused,
-    Transfer,
+    HoldGranted,
+    HoldGroup,
+    InstanceLost,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    RequestPrefilled,
+    SpanPaused,
+    TransferKv,
 )
-from headway.policy.placement.view import ClusterView, Instance
+from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
 
 
 @settings(max_examples=40)
@@ -40,8 +40,8 @@ def test_nobody_is_lost_under_losses(seed: int) -> None:
         chaos.step()
     chaos.end()
     heard = chaos.policy.heard
-    arrived = [event.request.id for event in heard if isinstance(event, Arrived)]
-    ended = [event.request for event in heard if isinstance(event, Finished | Dropped)]
+    arrived = [event.request.id for event in heard if isinstance(event, RequestArrived)]
+    ended = [event.request for event in heard if isinstance(event, RequestFinished | RequestDropped)]
     assert sorted(arrived) == sorted(ended) == sorted(chaos.ended), "each ends once"
     assert all(holder is None for holder in chaos.machine.lanes.holder)
     assert not chaos.machine.state.transfers.under_way()
@@ -57,7 +57,7 @@ def test_random_work_reaches_what_it_is_meant_to() -> None:
             chaos.step()
         heard += chaos.policy.heard
     kinds = {type(event) for event in heard}
-    assert {Paused, Lost, Refused, Finished, Dropped} <= kinds
+    assert {SpanPaused, InstanceLost, ActionRefused, RequestFinished, RequestDropped} <= kinds
 
 
 @pytest.mark.long
@@ -75,7 +75,7 @@ class Told:
     def __init__(self) -> None:
         self.heard: list[Event] = []
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         self.heard.append(event)
         return ()
 
@@ -114,40 +114,40 @@ def span(chaos: Chaos, name: str, group: tuple[int, ...], start: int = 0, end: i
 def test_who_holds_by_a_name_keeps_what_is_left_and_who_waits_is_refused(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
-    act(Hold("maintenance", (0, 1)), Hold("other", (1, 2)))
-    assert told.last(Held).holder == "maintenance"
+    act(HoldGroup("maintenance", (0, 1)), HoldGroup("other", (1, 2)))
+    assert told.last(HoldGranted).holder == "maintenance"
     assert machine.lost(1, 0.0) == []
     machine.settle(0.0)
     check(machine)
     assert machine.lanes.holder[:3] == ["maintenance", None, None]
-    assert told.last(Refused) == Refused("other", "hold", "instance 1 is gone")
-    act(Enqueue("a", (0,)))
+    assert told.last(ActionRefused) == ActionRefused("other", "hold", "instance 1 is gone")
+    act(EnqueueRequest("a", (0,)))
     assert not machine.journeys["a"].staying, "it is held still"
-    act(Enqueue("b", (1,)))
-    assert told.last(Refused).why == "instance 1 is gone"
+    act(EnqueueRequest("b", (1,)))
+    assert told.last(ActionRefused).why == "instance 1 is gone"
     assert machine.lost(1, 0.0) == []
 
 
 def test_a_closed_instance_ends_what_it_has_and_takes_nothing_new(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
-    act(Enqueue("a", (0,), "prefill"))
+    act(EnqueueRequest("a", (0,), "prefill"))
     machine.close(0, 0.0)
-    act(Enqueue("b", (0,)))
-    assert told.last(Refused) == Refused("b", "enqueue", "instance 0 takes nothing new")
+    act(EnqueueRequest("b", (0,)))
+    assert told.last(ActionRefused) == ActionRefused("b", "enqueue", "instance 0 takes nothing new")
     assert not machine.quiet(0)
     chaos.stays.clear()
     machine.stayed(machine.journeys["a"], 1, False, 0.0)
-    act(Transfer("b", 0))
-    assert told.last(Refused).verb == "transfer"
-    act(Enqueue("a", (0,), "decode"))
+    act(TransferKv("b", 0))
+    assert told.last(ActionRefused).verb == "transfer"
+    act(EnqueueRequest("a", (0,), "decode"))
     assert machine.journeys["a"].staying, "its KV is there"
     machine.stayed(machine.journeys["a"], 3, True, 0.0)
     machine.settle(0.0)
     assert machine.quiet(0)
-    assert 0 not in ClusterView(machine.book, 0.0).with_role("mixed")
+    assert 0 not in ClusterSnapshot(machine.book, 0.0).with_role("mixed")
     machine.open(machine.book.instances[0], 0.0)
-    act(Enqueue("b", (0,)))
+    act(EnqueueRequest("b", (0,)))
     assert machine.journeys["b"].staying
     with pytest.raises(InvariantError):
         machine.open(machine.book.instances[0], 0.0)
@@ -156,28 +156,28 @@ def test_a_closed_instance_ends_what_it_has_and_takes_nothing_new(quiet: Quiet) 
 def test_what_was_moved_away_before_a_loss_goes_on(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
-    act(Commit("a", (span(chaos, "a", (0, 1)),), machine.book.version))
+    act(CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.book.version))
     entry = machine.journeys["a"].entries[0]
-    act(Transfer("a", 3, index=0))
+    act(TransferKv("a", 3, index=0))
     machine.span_done(entry, 1.0)
     for piece in machine.state.transfers.under_way():
         machine.sent(piece, 1.0)
-    act(Enqueue("a", (3,), "decode"))
+    act(EnqueueRequest("a", (3,), "decode"))
     assert machine.lost(0, 2.0) == []
     assert [request.id for request in machine.lost(3, 2.0)] == ["a"]
     assert chaos.ended == {"a": "instance 3 is gone"}
     machine.settle(2.0)
     check(machine)
-    assert told.heard[-2:] == [Lost(3), Dropped("a", "instance 3 is gone")]
+    assert told.heard[-2:] == [InstanceLost(3), RequestDropped("a", "instance 3 is gone")]
     machine.arrive(Request(id="a", arrival_s=0.0, prompt_tokens=100, max_output_tokens=3), 2.0)
     machine.settle(2.0)
-    assert isinstance(told.heard[-1], Arrived)
+    assert isinstance(told.heard[-1], RequestArrived)
 
 
 def test_a_batch_goes_with_its_instance_and_survives_one_of_its_own(quiet: Quiet) -> None:
     chaos, _, act = quiet
     machine = chaos.machine
-    batch = Commit("a", (span(chaos, "a", (0, 1)),), machine.book.version, False, (span(chaos, "b", (0, 1)),))
+    batch = CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.book.version, False, (span(chaos, "b", (0, 1)),))
     act(batch)
     machine.drop(machine.journeys["a"], "left", 1.0)
     machine.settle(1.0)
@@ -195,8 +195,8 @@ def test_a_group_is_lost_with_one_of_it_and_others_take_their_turn(quiet: Quiet)
     machine = chaos.machine
     version = machine.book.version
     spans = (span(chaos, "a", (0, 1), 0, 50), span(chaos, "a", (0, 1, 2, 3), 50, 100))
-    act(Commit("a", spans, version), Commit("b", (span(chaos, "b", (0,)),), machine.book.version))
-    act(Commit("b", (span(chaos, "b", (0,)),), machine.book.version))
+    act(CommitSpans("a", spans, version), CommitSpans("b", (span(chaos, "b", (0,)),), machine.book.version))
+    act(CommitSpans("b", (span(chaos, "b", (0,)),), machine.book.version))
     assert [run and run.owner for run in machine.lanes.running] == ["a", "a", None, None, None, None]
     machine.span_paused(machine.journeys["a"].entries[0], LAYERS // 2, 1.0)
     machine.settle(1.0)
@@ -206,7 +206,7 @@ def test_a_group_is_lost_with_one_of_it_and_others_take_their_turn(quiet: Quiet)
     machine.settle(2.0)
     check(machine)
     assert machine.quiet(1)
-    machine.open(Instance(id=len(machine.book.instances), node=7, capacity=10), 2.0)
+    machine.open(ClusterInstance(id=len(machine.book.instances), node=7, capacity=10), 2.0)
     machine.settle(2.0)
     assert machine.book.by_node[7] == (6,)
-    assert Prefilled not in {type(event) for event in told.heard}
+    assert RequestPrefilled not in {type(event) for event in told.heard}

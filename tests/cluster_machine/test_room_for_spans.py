@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from machine_chaos import LAYERS
 
 from headway.control.audit import check
-from headway.control.backend import Figures, Hands
-from headway.control.controller import Machine
+from headway.control.backend import InstanceBackend, SchedulerStats
+from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
+from headway.control.request import ControlledRequest
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.perf.hardware.links import Link
-from headway.policy.placement.base import Action, Commit, Enqueue, Event
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.perf.hardware.links import NetworkLink
+from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
-LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
+LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
 
 
-class Room(Hands):
+class Room(InstanceBackend):
     """Room for so many prompts. began, entered: what it was told to do, in order."""
 
     def __init__(self, prompts: int) -> None:
@@ -38,8 +38,8 @@ class Room(Hands):
     def busy_s(self, group: tuple[int, ...]) -> float:
         return 0.0
 
-    def refresh(self, instance: int) -> Figures:
-        return Figures()
+    def refresh(self, instance: int) -> SchedulerStats:
+        return SchedulerStats()
 
     def fits(self, entry: SpanEntry) -> bool:
         return self.prompts > 0
@@ -49,41 +49,43 @@ class Room(Hands):
         self.began.append(entry.owner)
         self.running[entry.owner] = entry
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         self.entered.append(journey.request.id)
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
         return 1
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         self.prompts += 1
 
 
 class Mute:
-    """Tests act through `Machine.do`."""
+    """Tests act through `ClusterController.do`."""
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         return ()
 
     def next_wakeup(self, now: float) -> float | None:
         return None
 
 
-def machine_of(hands: Hands, count: int = 3) -> Machine:
-    book = ClusterBook([Instance(id=i, node=0, role="mixed") for i in range(count)], Links(inside=LINK, across=LINK))
-    return Machine(book, hands, Mute(), layers=LAYERS)
+def machine_of(hands: InstanceBackend, count: int = 3) -> ClusterController:
+    book = ClusterState(
+        [ClusterInstance(id=i, node=0, role="mixed") for i in range(count)], ClusterLinks(inside=LINK, across=LINK)
+    )
+    return ClusterController(book, hands, Mute(), layers=LAYERS)
 
 
-def ask(machine: Machine, name: str, group: tuple[int, ...]) -> None:
+def ask(machine: ClusterController, name: str, group: tuple[int, ...]) -> None:
     request = Request(id=name, arrival_s=0.0, prompt_tokens=100, max_output_tokens=9)
     machine.arrive(request, 0.0)
     span = Span(request=request, start=0, end=100, group=group)
-    machine.do(Commit(name, (span,), machine.book.version))
+    machine.do(CommitSpans(name, (span,), machine.book.version))
 
 
-def prefilled(machine: Machine, hands: Room, name: str, *group: int) -> None:
+def prefilled(machine: ClusterController, hands: Room, name: str, *group: int) -> None:
     machine.span_done(hands.running.pop(name), 1.0)
-    machine.do(Enqueue(name, group, "decode"))
+    machine.do(EnqueueRequest(name, group, "decode"))
     machine.settle(1.0)
     check(machine)
 

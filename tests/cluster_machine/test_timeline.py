@@ -7,13 +7,13 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.instance_queues import Entry, Lanes
-from headway.control.timeline import CLOSE_S, Timeline
+from headway.control.instance_queues import InstanceQueues, QueueEntry
+from headway.control.timeline import CLOSE_S, FreeTimes
 
 INSTANCES, LAYERS = 6, 4
 
 
-class Work(Entry):
+class Work(QueueEntry):
     """A span or a door of so many seconds, which it takes exactly when `exact`."""
 
     __slots__ = ("seconds",)
@@ -32,9 +32,9 @@ class World:
 
     def __init__(self, seed: int, noise: float) -> None:
         self.chance, self.noise, self.now = random.Random(seed), noise, 0.0
-        self.lanes = Lanes(i // 2 for i in range(INSTANCES))
+        self.lanes = InstanceQueues(i // 2 for i in range(INSTANCES))
         self.busy = [0.0] * INSTANCES
-        self.timeline = Timeline(self.lanes, LAYERS, lambda entry: max(self.busy[i] for i in entry.group))
+        self.timeline = FreeTimes(self.lanes, LAYERS, lambda entry: max(self.busy[i] for i in entry.group))
         self.ends: list[tuple[float, int, Work]] = []
         self.count = 0
 

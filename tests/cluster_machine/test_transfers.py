@@ -8,18 +8,20 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.transfer_queue import Piece, Transfers
+from headway.control.transfer_queue import KvSlice, TransferQueue
 
 
-def piece_of(request: str, source: int, target: int, seconds: float) -> Piece:
-    piece = Piece(request, source, target)
+def piece_of(request: str, source: int, target: int, seconds: float) -> KvSlice:
+    piece = KvSlice(request, source, target)
     piece.driver = seconds
     return piece
 
 
-def run(transfers: Transfers, adds: list[tuple[float, list[Piece]]], backends: int) -> list[tuple[float, Piece]]:
+def run(
+    transfers: TransferQueue, adds: list[tuple[float, list[KvSlice]]], backends: int
+) -> list[tuple[float, KvSlice]]:
     """Let time pass; checks limits at every step. (end, piece) in order."""
-    heap: list[tuple[float, int, Piece | None]] = [(at, -len(adds) + i, None) for i, (at, _) in enumerate(adds)]
+    heap: list[tuple[float, int, KvSlice | None]] = [(at, -len(adds) + i, None) for i, (at, _) in enumerate(adds)]
     heapq.heapify(heap)
     queue, active, ended, serial = sorted(adds, key=lambda a: a[0]), [], [], 0
     while heap:
@@ -54,28 +56,28 @@ def test_all_pieces_arrive_and_limits_hold(seed: int) -> None:
             ]
             adds.append((rng.uniform(0, 3), pieces))
             count += len(pieces)
-    transfers = Transfers(backends)
+    transfers = TransferQueue(backends)
     ended = run(transfers, adds, backends)
     assert len(ended) == count
     assert all(transfers.left(f"r{i}", t) == 0 for i in range(8) for t in (100, 101))
 
 
 def test_later_chunks_of_an_earlier_request_go_before_first_chunks_of_others() -> None:
-    def pieces(request: str, sources: range) -> list[Piece]:
+    def pieces(request: str, sources: range) -> list[KvSlice]:
         return [piece_of(request, s, 9, 1.0) for s in sources]
 
-    def adds() -> list[tuple[float, list[Piece]]]:
+    def adds() -> list[tuple[float, list[KvSlice]]]:
         return [(0.0, pieces("a", range(2))), (0.1, pieces("b", range(2, 6))), (0.2, pieces("a", range(6, 8)))]
 
-    order = [piece.request for _, piece in run(Transfers(2), adds(), 2)]
+    order = [piece.request for _, piece in run(TransferQueue(2), adds(), 2)]
     assert order == ["a"] * 4 + ["b"] * 4
-    naive = [piece.request for _, piece in run(Transfers(2, "first-come"), adds(), 2)]
+    naive = [piece.request for _, piece in run(TransferQueue(2, "first-come"), adds(), 2)]
     assert naive == ["a"] * 2 + ["b"] * 4 + ["a"] * 2
 
 
 def test_what_has_not_begun_is_dropped_and_what_has_ends() -> None:
-    transfers = Transfers(1)
-    transfers.add([Piece("b", 0, 9), Piece("b", 1, 9)], 0.0)
+    transfers = TransferQueue(1)
+    transfers.add([KvSlice("b", 0, 9), KvSlice("b", 1, 9)], 0.0)
     (slow,) = transfers.start(0.0)
     transfers.drop("b")
     assert transfers.finish(slow)
@@ -83,10 +85,10 @@ def test_what_has_not_begun_is_dropped_and_what_has_ends() -> None:
 
 
 def test_what_is_cancelled_or_lost_frees_both_ends_and_counts_once() -> None:
-    transfers = Transfers(1)
-    transfers.add([Piece("a", 0, 9), Piece("a", 1, 9)], 0.0)
-    transfers.add([Piece("b", 0, 8)], 0.0)
-    transfers.add([Piece("c", 2, 9)], 0.0)
+    transfers = TransferQueue(1)
+    transfers.add([KvSlice("a", 0, 9), KvSlice("a", 1, 9)], 0.0)
+    transfers.add([KvSlice("b", 0, 8)], 0.0)
+    transfers.add([KvSlice("c", 2, 9)], 0.0)
     (first,) = transfers.start(0.0)
     assert transfers.ends("a") == {0, 1, 9}
     transfers.cancel("a")

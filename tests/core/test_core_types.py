@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headway.core.batch import Assist, Batch, Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp, RemoteAttention
 from headway.core.clock import ManualClock
 from headway.core.errors import (
     CheckpointError,
@@ -36,13 +36,13 @@ def test_a_batch_counts_its_rows_and_survives_the_wire() -> None:
     batch = Batch(
         id=4,
         parts=(
-            Part(
+            GroupBatch(
                 0,
                 group,
                 (Chunk("c", 10, 5, False), Chunk("d", 0, 3, True)),
                 (KvOp("reserve", "c", 2), KvOp("free", "z", 0)),
             ),
-            Part(1, DecodeGroup(), assists=(Assist("c", 5, 0, 0, 8),)),
+            GroupBatch(1, DecodeGroup(), assists=(RemoteAttention("c", 5, 0, 0, 8),)),
         ),
         predicted_s=0.25,
     )

@@ -18,7 +18,7 @@ from chaos_links import Links
 
 from headway.cli.main import main
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.kv_transfer.peer import Peer
+from headway.runtime.kv_transfer.peer import PeerAddress
 
 
 def serve(control: Path, links: Links) -> None:
@@ -42,8 +42,8 @@ def through(links: Links) -> None:
     """Instances find each other through links."""
     direct = cast(property, LiveInstance.__dict__["peer"])
 
-    def peer(self: LiveInstance) -> Peer | None:
-        found: Peer | None = direct.fget(self) if direct.fget is not None else None
+    def peer(self: LiveInstance) -> PeerAddress | None:
+        found: PeerAddress | None = direct.fget(self) if direct.fget is not None else None
         if found is None:
             return None
         others = tuple(links.via(each) for each in found.others)

@@ -7,12 +7,12 @@ from fake_executor import VOCAB, FakeExecutor
 
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
-from headway.kv.block_manager import Ledger
-from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.kv.block_manager import BlockManager
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Delta, EngineInfo, Submit
+from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 
 EOS = 2
 INFO = EngineInfo(
@@ -34,7 +34,7 @@ class RowLatency(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return 0.0
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Never learns."""
 
 
@@ -42,7 +42,7 @@ def make_core(executor: FakeExecutor | None = None, info: EngineInfo = INFO, **f
     """An engine on a manual clock."""
     executor = executor or FakeExecutor()
     config = SchedulerConfig.named("default", **{"t_target_s": 0.02, "reserve_tokens": 16, **fields})
-    ledger = Ledger(executor.blocks * executor.block_tokens, executor.block_tokens)
+    ledger = BlockManager(executor.blocks * executor.block_tokens, executor.block_tokens)
     return EngineCore(Scheduler(config, RowLatency(), ledger), executor, ManualClock(), info)
 
 
@@ -52,9 +52,9 @@ def frame(tokens: list[int]) -> memoryview:
 
 def submit(
     core: EngineCore, name: str, prompt: list[int], timeout_s: float | None = None, **params: object
-) -> Delta | None:
+) -> OutputDelta | None:
     """Submit now; the answer is the refusal, or None."""
-    message = Submit(
+    message = SubmitRequest(
         id=name,
         prompt_tokens=len(prompt),
         params=SamplingParams(**{"max_tokens": 4, **params}),  # type: ignore[arg-type]
@@ -69,9 +69,9 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
-        self.last: dict[str, Delta] = {}
+        self.last: dict[str, OutputDelta] = {}
 
-    def hear(self, deltas: list[Delta]) -> None:
+    def hear(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             assert delta.id not in self.last, "nothing follows the end of an answer"
             self.tokens.setdefault(delta.id, []).extend(delta.tokens)

@@ -14,7 +14,7 @@ import numpy as np
 
 from headway.core.batch import Batch
 from headway.core.errors import LostError
-from headway.core.executor import Emitted, StepResult
+from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
 from headway.kv.block_allocator import BlockTables
 
@@ -102,7 +102,7 @@ class FakeExecutor:
             emitted += [token] if chunk.last else []
         self._done.append(StepResult(batch.id, emitted, self.step_s))
 
-    def _compute(self, name: str, tokens: int, last: bool = True) -> Emitted:
+    def _compute(self, name: str, tokens: int, last: bool = True) -> EmittedToken:
         resident = self.residents[name]
         resident.computed += tokens
         assert resident.computed <= sum(count for _, count in self.tables.runs(name)) * self.block_tokens
@@ -110,7 +110,7 @@ class FakeExecutor:
         token = next_token(resident.total, resident.known)
         token = resident.script.get(resident.known - resident.prompt_tokens, token)
         resident.known += last
-        return Emitted(name, token, None)
+        return EmittedToken(name, token, None)
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         if self.lose is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from headway.runtime.launcher.engine_starter import Engines
-from headway.runtime.launcher.host_agent import Host
+from headway.runtime.launcher.engine_starter import EngineLauncher
+from headway.runtime.launcher.host_agent import HostAgent
 from headway.runtime.launcher.host_compatibility import cluster_terms
-from headway.runtime.launcher.network import Endpoint
+from headway.runtime.launcher.network import HostEndpoint
 
 TOKEN = "what-all-hosts-share"
 NODES = 3
@@ -19,8 +19,8 @@ NODES = 3
 
 def main(port: int, node: int, model: str, folder: str) -> None:
     mine = cluster_terms(node, NODES, folder)
-    engines = Engines(model, "127.0.0.1", "fake_engine_process")
-    host = Host(Endpoint("127.0.0.1", port), TOKEN, mine, engines, 20.0)
+    engines = EngineLauncher(model, "127.0.0.1", "fake_engine_process")
+    host = HostAgent(HostEndpoint("127.0.0.1", port), TOKEN, mine, engines, 20.0)
     signal.signal(signal.SIGTERM, lambda *_: host.end())
     host.run()
 

@@ -10,12 +10,12 @@ import logging
 
 from engine_fixtures import make_core
 
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError, LostError
 from headway.runtime.build.engine_process import live
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.engine.protocol import OutputDelta
 from headway.runtime.engine.restart_limits import GaveUpError
 from headway.runtime.engine.service import EngineService
 
@@ -26,7 +26,7 @@ LATER = {
 }
 
 
-def odd(config: EngineConfig, clock: Clock, service: EngineService, server_pid: int) -> tuple[EngineCore, None]:
+def odd(config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int) -> tuple[EngineCore, None]:
     """What `live` starts."""
     logging.getLogger("headway.engine").info("loading")
     if config.model == "foreseen":
@@ -35,7 +35,7 @@ def odd(config: EngineConfig, clock: Clock, service: EngineService, server_pid: 
         raise RuntimeError("the moon is full")
     core = make_core()
 
-    def step(wait_s: float | None = None) -> list[Delta]:
+    def step(wait_s: float | None = None) -> list[OutputDelta]:
         raise LATER[config.model]
 
     core.step = step  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.engine.protocol import SubmitRequest
 
 
 def clock_of(core: EngineCore) -> ManualClock:
@@ -109,8 +109,8 @@ def test_the_first_delta_says_when_the_request_was_first_scheduled() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------
 
 
-def message(name: str, tokens: int) -> Submit:
-    return Submit(id=name, prompt_tokens=tokens, params=SamplingParams(), received_s=0.0)
+def message(name: str, tokens: int) -> SubmitRequest:
+    return SubmitRequest(id=name, prompt_tokens=tokens, params=SamplingParams(), received_s=0.0)
 
 
 @pytest.mark.parametrize(

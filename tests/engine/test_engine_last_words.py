@@ -11,7 +11,7 @@ import pytest
 
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
-from headway.runtime.engine.protocol import Fatal, Outputs
+from headway.runtime.engine.protocol import FatalError, IterationOutputs
 
 MODULE = "odd_engine_process"
 
@@ -22,14 +22,14 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), before))))
 
 
-def last_words(folder: Path, model: str, **fields: object) -> Fatal:
+def last_words(folder: Path, model: str, **fields: object) -> FatalError:
     """Of an engine that is started so."""
 
-    async def listen() -> Fatal:
+    async def listen() -> FatalError:
         child = EngineChild(EngineConfig(model=model, **fields), MODULE, folder, 0)  # type: ignore[arg-type]
         try:
-            while not isinstance(message := await asyncio.wait_for(child.receive(), 60), Fatal):
-                assert not isinstance(message, Outputs)
+            while not isinstance(message := await asyncio.wait_for(child.receive(), 60), FatalError):
+                assert not isinstance(message, IterationOutputs)
             assert await child.gone() == "has ended with exit code 1"
             return message
         finally:
@@ -56,7 +56,7 @@ def last_words(folder: Path, model: str, **fields: object) -> Fatal:
 def test_the_end_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str, words: str, final: bool, logged: list[str]
 ) -> None:
-    assert last_words(tmp_path, model) == Fatal(words, final)
+    assert last_words(tmp_path, model) == FatalError(words, final)
     lines = capfd.readouterr().err.splitlines()
     own = [line.partition(" ")[2] for line in lines if line[:2] == "20"]
     assert own == ["info loading", *logged]

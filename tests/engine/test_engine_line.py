@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from headway.runtime.engine.engine_channel import EngineLine
-from headway.runtime.engine.protocol import EngineStats, Outputs
+from headway.runtime.engine.protocol import EngineStats, IterationOutputs
 from headway.runtime.launcher.secret import guard_client, guard_server, new_token
 
 TOKEN = new_token()
@@ -87,12 +87,12 @@ def go(test: Callable[[Line], Awaitable[None]]) -> None:
 
 
 def said(running: int) -> bytes:
-    return msgspec.msgpack.encode(Outputs(stats=EngineStats(running=running)))
+    return msgspec.msgpack.encode(IterationOutputs(stats=EngineStats(running=running)))
 
 
 async def heard(line: Line) -> int:
     message = await asyncio.wait_for(line.line.receive(), 5)
-    assert isinstance(message, Outputs)
+    assert isinstance(message, IterationOutputs)
     assert message.stats is not None
     return message.stats.running
 

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.runtime.cluster.messages import Staged
+from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 PROMPT = list(range(5, 45))
 
@@ -23,8 +23,8 @@ def submit_phase(
     output: tuple[int, ...] = (),
     timeout_s: float | None = None,
     most: int = 6,
-) -> Delta | None:
-    message = Submit(
+) -> OutputDelta | None:
+    message = SubmitRequest(
         id=name,
         prompt_tokens=len(PROMPT),
         params=SamplingParams(max_tokens=most),
@@ -51,7 +51,7 @@ def test_prefill_then_decode_says_what_one_stay_says() -> None:
     whole = answer(PROMPT, 6)
     assert heard.tokens["a"] == whole[:1]
     assert "a" not in heard.last
-    assert core.staged == [Staged("a", len(PROMPT))]
+    assert core.staged == [KvStaged("a", len(PROMPT))]
     assert core.abort("a") is None
     assert core.stats().kv_tokens_used == 48
     take_up(core, "a", (whole[0],))

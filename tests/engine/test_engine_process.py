@@ -23,7 +23,7 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 HERE = Path(__file__).parent
 
@@ -54,8 +54,8 @@ def go(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def stream(client: ProcessEngineClient, name: str, prompt: list[int], **params: object) -> AsyncIterator[Delta]:
-    submit = Submit(
+def stream(client: ProcessEngineClient, name: str, prompt: list[int], **params: object) -> AsyncIterator[OutputDelta]:
+    submit = SubmitRequest(
         id=name,
         prompt_tokens=len(prompt),
         params=SamplingParams(**{"max_tokens": 8, **params}),  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def stream(client: ProcessEngineClient, name: str, prompt: list[int], **params: 
     return client.generate(submit, array("i", prompt).tobytes())
 
 
-async def all_of(deltas: AsyncIterator[Delta]) -> list[int]:
+async def all_of(deltas: AsyncIterator[OutputDelta]) -> list[int]:
     return [token async for delta in deltas for token in delta.tokens]
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import HeadwayError
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.protocol import Submit
-from headway.runtime.engine.restart_limits import Bereaved, GaveUpError, Restarts
+from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.restart_limits import GaveUpError, PoisonRequestTracker, RestartLimit
 
 PROMPTS = {"a": [5] * 40, "b": [7, 8, 9], "c": list(range(3, 200))}
 
@@ -22,7 +22,7 @@ PROMPTS = {"a": [5] * 40, "b": [7, 8, 9], "c": list(range(3, 200))}
 def test_every_answer_is_that_of_an_undisturbed_run(losses: set[int]) -> None:
     executor = FakeExecutor(waits_on=("wire",))
     core = make_core(executor)
-    core._restarts = Restarts(100, "the workers")
+    core._restarts = RestartLimit(100, "the workers")
     for name, prompt in PROMPTS.items():
         assert submit(core, name, prompt, max_tokens=12) is None
     heard = Heard()
@@ -87,7 +87,7 @@ def test_an_idle_engine_notices_too() -> None:
 def test_what_is_lost_over_and_over_is_given_up() -> None:
     executor = FakeExecutor(waits_on=("wire",))
     core = make_core(executor)
-    core._restarts = Restarts(2, "the workers", window_s=60.0)
+    core._restarts = RestartLimit(2, "the workers", window_s=60.0)
     for _ in range(2):
         executor.lose = "worker 3 has ended with signal 9"
         core.step()
@@ -106,7 +106,7 @@ def test_restarts_that_take_long_are_given_up_as_well() -> None:
     """A request that kills what computes it, where loading takes two minutes."""
     executor = FakeExecutor(waits_on=("wire",))
     core = make_core(executor)
-    core._restarts = Restarts(2, "the workers", window_s=60.0)
+    core._restarts = RestartLimit(2, "the workers", window_s=60.0)
     assert submit(core, "poison", PROMPTS["a"], max_tokens=100) is None
     for loss in range(3):
         executor.lose, executor.recovers = "worker 1 has ended", False
@@ -124,7 +124,7 @@ def test_restarts_that_take_long_are_given_up_as_well() -> None:
 
 
 def test_a_restart_is_forgotten_once_it_has_held_for_a_minute() -> None:
-    restarts = Restarts(1, "it")
+    restarts = RestartLimit(1, "it")
     for start_s in (0.0, 500.0, 1000.0):
         restarts.spend(start_s, "gone")
         restarts.up(start_s + 400.0)
@@ -137,7 +137,7 @@ def test_a_request_that_was_accepted_before_goes_on_behind_its_output() -> None:
     core = make_core(executor)
     wanted = answer(PROMPTS["b"], 9)
     for told in range(9):
-        message = Submit(
+        message = SubmitRequest(
             id="b", prompt_tokens=3, params=SamplingParams(max_tokens=9), received_s=0.0, again=True,
             output=tuple(wanted[:told]),
         )  # fmt: skip
@@ -149,7 +149,7 @@ def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_output
     core = make_core(FakeExecutor())
     for i in range(INFO.max_queued_requests):
         assert submit(core, f"r{i}", [3]) is None
-    message = Submit(id="late", prompt_tokens=1, params=SamplingParams(max_tokens=2), received_s=0.0)
+    message = SubmitRequest(id="late", prompt_tokens=1, params=SamplingParams(max_tokens=2), received_s=0.0)
     assert core.submit(message, frame([3])).param == "overloaded"  # type: ignore[union-attr]
     again = msgspec.structs.replace(message, again=True)
     assert core.submit(again, frame([3])) is None
@@ -163,7 +163,7 @@ def test_a_request_that_needs_long_to_do_its_harm_is_ended_and_the_service_goes_
     """Each restart holds for more than a minute; whoever was there at all losses is not begun again, the rest are."""
     executor = FakeExecutor(waits_on=("wire",), step_s=0.0)
     core = make_core(executor)
-    core._restarts = Restarts(2, "the workers", window_s=60.0)
+    core._restarts = RestartLimit(2, "the workers", window_s=60.0)
     assert submit(core, "poison", PROMPTS["c"], max_tokens=100) is None
     heard = Heard()
     for loss in range(3):
@@ -190,7 +190,7 @@ def test_a_request_that_needs_long_to_do_its_harm_is_ended_and_the_service_goes_
 
 
 def test_losses_are_forgotten_with_their_requests() -> None:
-    bereaved = Bereaved()
+    bereaved = PoisonRequestTracker()
     assert bereaved.lost(["a", "gone"], ["a", "b"], 1) == []
     assert bereaved.lost(["b"], ["b"], 1) == []
     assert bereaved.lost(["a", "b"], ["a", "b"], 1) == ["b"]

@@ -20,7 +20,7 @@ from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.cumulative_counters import carried
 from headway.runtime.engine.engine_child import EngineChild
-from headway.runtime.engine.protocol import Delta, EngineStats, Submit
+from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequest
 
 HERE = Path(__file__).parent
 
@@ -43,15 +43,15 @@ def go(test: Callable[[ProcessEngineClient], Awaitable[None]], model: str = "fak
     asyncio.run(bounded())
 
 
-def stream(client: ProcessEngineClient, name: str, prompt: list[int], count: int) -> AsyncIterator[Delta]:
+def stream(client: ProcessEngineClient, name: str, prompt: list[int], count: int) -> AsyncIterator[OutputDelta]:
     params = SamplingParams(max_tokens=count)
     return client.generate(
-        Submit(id=name, prompt_tokens=len(prompt), params=params, received_s=time.monotonic()),
+        SubmitRequest(id=name, prompt_tokens=len(prompt), params=params, received_s=time.monotonic()),
         array("i", prompt).tobytes(),
     )
 
 
-async def tokens(deltas: AsyncIterator[Delta], some: int = 10**9) -> list[int]:
+async def tokens(deltas: AsyncIterator[OutputDelta], some: int = 10**9) -> list[int]:
     told: list[int] = []
     while len(told) < some:
         try:

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.core.sampling import TokenLogprobs
-from headway.runtime.engine.protocol import Delta
-from headway.serving.journal import Journal
+from headway.runtime.engine.protocol import OutputDelta
+from headway.serving.journal import RequestJournal
 
 PROMPTS = [b"\x01\x00\x00\x00\x02\x00\x00\x00", b"\x03\x00\x00\x00"]
 
 
-def delta(*tokens: int) -> Delta:
-    return Delta(id="x", tokens=tokens, logprobs=(TokenLogprobs(-0.5, ((3, -0.5),)),))
+def delta(*tokens: int) -> OutputDelta:
+    return OutputDelta(id="x", tokens=tokens, logprobs=(TokenLogprobs(-0.5, ((3, -0.5),)),))
 
 
 def left(folder: Path) -> dict[str, list[list[int]]]:
     """What a next server would find: tokens by request and prompt."""
-    journal = Journal(folder)
+    journal = RequestJournal(folder)
     journal.close()
     return {
         entry.accepted.id: [[t for one in said for t in one.tokens] for said in entry.told]
@@ -40,7 +40,7 @@ def left(folder: Path) -> dict[str, list[list[int]]]:
 
 
 def test_what_has_not_ended_is_found_again_with_all_that_was_said(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "made" / "here")
+    journal = RequestJournal(tmp_path / "made" / "here")
     assert journal.left == {}
     one, two = journal.accept("one", b"job 1", PROMPTS), journal.accept("two", b"job 2", [PROMPTS[0]])
     journal.told(one, 1, delta(7))
@@ -51,7 +51,7 @@ def test_what_has_not_ended_is_found_again_with_all_that_was_said(tmp_path: Path
     journal.told(two, 0, delta(11))
     journal.close()
     journal.close()
-    again = Journal(tmp_path / "made" / "here")
+    again = RequestJournal(tmp_path / "made" / "here")
     (entry,) = again.left.values()
     assert (entry.accepted.id, entry.accepted.job, list(entry.accepted.prompts)) == ("one", b"job 1", PROMPTS)
     assert entry.told == [[], [delta(7), delta(9, 10)]]
@@ -71,7 +71,7 @@ def test_what_has_not_ended_is_found_again_with_all_that_was_said(tmp_path: Path
 def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        journal = Journal(folder)
+        journal = RequestJournal(folder)
         numbers = [journal.accept(f"r{i}", b"j", [PROMPTS[1]]) for i in range(4)]
         model: dict[str, list[int]] = {f"r{i}": [] for i in range(4)}
         states = [(os.path.getsize(folder / "requests.journal"), {k: list(v) for k, v in model.items()})]
@@ -96,7 +96,7 @@ def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: 
 
 
 def test_damage_in_the_middle_keeps_what_stands_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
     journal.told(one, 0, delta(5))
     path = tmp_path / "requests.journal"
@@ -123,7 +123,7 @@ def disk_of(size: int) -> Iterator[None]:
 
 
 def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
     journal.told(one, 0, delta(5))
     path = tmp_path / "requests.journal"
@@ -144,7 +144,7 @@ def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path
 
 
 def test_a_file_that_cannot_be_written_anew_stays_as_it_is(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
     for token in range(20):
         journal.told(one, 0, delta(token))
@@ -171,7 +171,7 @@ def open_files() -> list[str]:
 
 
 def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, slack_bytes=10_000)
+    journal = RequestJournal(tmp_path, slack_bytes=10_000)
     pinned = journal.accept("pinned", b"", [PROMPTS[0]])
     journal.told(pinned, 0, delta(1))
     for i in range(200):
@@ -185,24 +185,24 @@ def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:
 
 
 def test_one_server_one_folder_and_nobody_else_reads_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = RequestJournal(tmp_path / "j")
     with pytest.raises(ConfigError, match="another server writes to it"):
-        Journal(tmp_path / "j")
+        RequestJournal(tmp_path / "j")
     assert stat.S_IMODE((tmp_path / "j").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "j" / "requests.journal").stat().st_mode) == 0o600
     journal.close()
-    Journal(tmp_path / "j").close()
+    RequestJournal(tmp_path / "j").close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--journal"):
-        Journal(tmp_path / "file" / "j")
+        RequestJournal(tmp_path / "file" / "j")
 
 
 def test_requests_of_another_model_are_not_mistaken_for_this_ones(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestJournal(tmp_path)
     journal.belongs_to("llama, vocabulary of 128")
     number = journal.accept("one", b"", [PROMPTS[0]])
     journal.close()
-    journal = Journal(tmp_path)
+    journal = RequestJournal(tmp_path)
     journal.belongs_to("llama, vocabulary of 128")
     with pytest.raises(ConfigError, match=r"1 unfinished requests of llama.*qwen"):
         journal.belongs_to("qwen")
@@ -234,17 +234,17 @@ def test_an_end_is_an_end_though_there_is_no_room_to_compact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody is told of it but the log, and it is not tried again at every end."""
-    journal = Journal(tmp_path, slack_bytes=1000)
-    real, full, tries = Journal._rewrite, True, 0
+    journal = RequestJournal(tmp_path, slack_bytes=1000)
+    real, full, tries = RequestJournal._rewrite, True, 0
 
-    def rewrite(self: Journal, data: bytes | None = None) -> None:
+    def rewrite(self: RequestJournal, data: bytes | None = None) -> None:
         nonlocal tries
         tries += 1
         if full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(self, data)
 
-    monkeypatch.setattr(Journal, "_rewrite", rewrite)
+    monkeypatch.setattr(RequestJournal, "_rewrite", rewrite)
 
     def serve(requests: int) -> None:
         for i in range(requests):

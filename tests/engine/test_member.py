@@ -15,27 +15,27 @@ from fake_executor import FakeExecutor
 
 from headway.core.clock import ManualClock
 from headway.core.errors import UnavailableError
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.kv.staged_kv import runs_of
-from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.messages import (
-    Admit,
-    Compute,
-    Forget,
+    AdmitRequest,
+    ComputeSpan,
+    ForgetRequest,
     FromInstance,
-    Halt,
-    Pause,
-    Proceed,
-    Run,
-    RunDone,
-    RunLost,
-    RunPaused,
+    HaltDecode,
+    PauseSpan,
+    ResumeSpan,
+    SpanTask,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
 )
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.service import EngineService
-from headway.runtime.kv_transfer.peers import PeerLostError, Peers
-from headway.runtime.sequence_parallel.saved import Saved
+from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
+from headway.runtime.sequence_parallel.saved import SavedState
 
 LAYERS = 4
 
@@ -71,11 +71,11 @@ class Computing:
                 return False
         return True
 
-    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
-        return (Emitted(name, 7, None) if draw else None), self.moves and len(self.slots[name]) > 1
+    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
+        return (EmittedToken(name, 7, None) if draw else None), self.moves and len(self.slots[name]) > 1
 
-    def saved(self, name: str) -> tuple[int, int, Saved]:
-        return 0, self.layers[name], Saved(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
+    def saved(self, name: str) -> tuple[int, int, SavedState]:
+        return 0, self.layers[name], SavedState(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
 
     def whole(self, name: str, tokens: int) -> bool:
         return True
@@ -92,7 +92,7 @@ class Computing:
 class Turning:
     """The loop: what `soon` holds is told at its next turn."""
 
-    def __init__(self, core: EngineCore, member: Member) -> None:
+    def __init__(self, core: EngineCore, member: InstanceAgent) -> None:
         self.core, self.member = core, member
         self.said: list[FromInstance] = []
         self.soon: list[Callable[[], object]] = []
@@ -123,20 +123,20 @@ class Turning:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[tuple[Computing, Turning]]:
     core, computing = make_core(FakeExecutor(blocks=8)), Computing()
-    peers = Peers(0, 0, f"unix:{tmp_path}/p")
-    member = Member(core, computing, peers, core._clock, 1.0)
+    peers = PeerNetwork(0, 0, f"unix:{tmp_path}/p")
+    member = InstanceAgent(core, computing, peers, core._clock, 1.0)
     yield computing, Turning(core, member)
     peers.close()
 
 
 def admit(loop: Turning, name: str, tokens: int = 40) -> None:
     prompt = frame([5] * tokens)
-    loop.member.take(Admit(id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=4)), prompt)
+    loop.member.take(AdmitRequest(id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=4)), prompt)
 
 
 def compute(loop: Turning, name: str, end: int = 40, index: int = 0, **fields: bool) -> None:
-    run = Run(0, end, (0,))
-    loop.member.take(Compute(id=name, index=index, run=run, last=index == 0, **fields), None)
+    run = SpanTask(0, end, (0,))
+    loop.member.take(ComputeSpan(id=name, index=index, run=run, last=index == 0, **fields), None)
 
 
 def used(loop: Turning) -> int:
@@ -150,12 +150,12 @@ def test_runs_are_done_in_the_order_in_which_they_come(world: tuple[Computing, T
         compute(loop, name, 30)
     assert loop.work() == ["RunDone a", "RunDone b", "RunDone c"]
     first = loop.said[0]
-    assert isinstance(first, RunDone)
+    assert isinstance(first, SpanTaskDone)
     assert first.delta is not None
     assert first.delta.tokens == (7,)
     assert used(loop) == 3 * 32
     for name in ("a", "b", "c"):
-        loop.member.take(Forget(name), None)
+        loop.member.take(ForgetRequest(name), None)
     assert used(loop) == 0
 
 
@@ -165,16 +165,16 @@ def test_a_paused_run_lets_others_pass(world: tuple[Computing, Turning]) -> None
     admit(loop, "b")
     compute(loop, "a", preemptible=True)
     compute(loop, "b")
-    computing.at["a", 1] = lambda: loop.member.take(Pause("a"), None)
+    computing.at["a", 1] = lambda: loop.member.take(PauseSpan("a"), None)
     assert loop.work() == ["RunPaused a", "RunDone b"]
     paused = loop.said[0]
-    assert isinstance(paused, RunPaused)
+    assert isinstance(paused, SpanTaskPaused)
     assert (paused.layer, paused.kv_bytes, paused.activation_bytes) == (2, 1, 2)
-    loop.member.take(Proceed("a"), None)
+    loop.member.take(ResumeSpan("a"), None)
     assert loop.work()[2:] == ["RunDone a"]
     assert computing.done == [("a", 1), ("a", 2), *(("b", n) for n in (1, 2, 3, 4)), ("a", 3), ("a", 4)]
     computing.at.clear()
-    loop.member.take(Pause("a"), None)  # too late: it is no word about a later run
+    loop.member.take(PauseSpan("a"), None)  # too late: it is no word about a later run
     compute(loop, "a", index=1, preemptible=True)
     assert loop.work()[3:] == ["RunDone a"]
 
@@ -192,7 +192,7 @@ def test_a_forgotten_run_ends_behind_its_layer_and_says_nothing(world: tuple[Com
     computing, loop = world
     admit(loop, "a")
     compute(loop, "a")
-    computing.at["a", 2] = lambda: loop.soon.append(lambda: loop.member.take(Forget("a"), None))
+    computing.at["a", 2] = lambda: loop.soon.append(lambda: loop.member.take(ForgetRequest("a"), None))
     assert loop.work() == []
     assert computing.done[-1] == ("a", 3)
     assert used(loop) == 0
@@ -212,7 +212,7 @@ def test_a_run_that_fails_is_lost_and_no_more(world: tuple[Computing, Turning], 
     computing.at["a", 1] = fail
     assert loop.work() == ["RunLost a"]
     word = loop.said[0]
-    assert isinstance(word, RunLost)
+    assert isinstance(word, SpanTaskLost)
     assert str(error) in word.why
     assert used(loop) == 0
     admit(loop, "b")
@@ -231,7 +231,7 @@ def test_room_is_waited_for_while_the_scheduler_goes_on(world: tuple[Computing, 
     assert loop.steps > 100
     admit(loop, "c", 100)
     compute(loop, "c", 100)
-    loop.soon.append(lambda: loop.soon.append(lambda: loop.member.take(Forget("a"), None)))
+    loop.soon.append(lambda: loop.soon.append(lambda: loop.member.take(ForgetRequest("a"), None)))
     assert loop.work()[2:] == ["RunDone c"]
     admit(loop, "d", 1000)
     compute(loop, "d", 1000)
@@ -248,7 +248,7 @@ def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) ->
     assert [lease.request for lease in loop.core.scheduler.ledgers[0].leases()] == [f"{runs_of('a')}/1"]
     places = [np.concatenate([np.arange(f, f + n) for f, n in runs]) for runs in computing.slots["a"]]
     assert not np.intersect1d(*places).size
-    loop.member.take(Forget("a"), None)
+    loop.member.take(ForgetRequest("a"), None)
     assert used(loop) == 0
 
 
@@ -258,8 +258,8 @@ def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tup
     assert submit(core, "a", [5] * 40, max_tokens=20) is None
     while not core.scheduler.ready.members:  # type: ignore[attr-defined]
         core.step()
-    loop.member.take(Halt("a"), None)
-    loop.member.take(Halt("nobody"), None)
+    loop.member.take(HaltDecode("a"), None)
+    loop.member.take(HaltDecode("nobody"), None)
     while not core.staged:
         core.step()
     (staged,) = core.staged
@@ -267,11 +267,13 @@ def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tup
     assert lease is not None
     assert staged.tokens >= 40
     admit(loop, "a")
-    run = Run(staged.tokens, staged.tokens + 1, (0,), in_place=True)
-    loop.member.take(Compute(id="a", index=1, run=run, home=0), None)
+    run = SpanTask(staged.tokens, staged.tokens + 1, (0,), in_place=True)
+    loop.member.take(ComputeSpan(id="a", index=1, run=run, home=0), None)
     assert loop.work() == ["RunDone a"]
     assert lease.request == runs_of("a"), "its KV is where it was"
-    loop.member.take(Compute(id="a", index=2, run=Run(staged.tokens + 1, staged.tokens + 2, (0,)), home=0), None)
+    loop.member.take(
+        ComputeSpan(id="a", index=2, run=SpanTask(staged.tokens + 1, staged.tokens + 2, (0,)), home=0), None
+    )
     assert loop.work()[1:] == ["RunLost a"], "there is nothing to take up any more"
     assert used(loop) == 0
 
@@ -284,7 +286,7 @@ def test_who_is_forgotten_for_now_may_come_again(world: tuple[Computing, Turning
         admit(loop, "a")
         compute(loop, "a")
         loop.work()
-        loop.member.take(Forget("a", for_good=for_good), None)
+        loop.member.take(ForgetRequest("a", for_good=for_good), None)
         assert used(loop) == 0
         assert gone == (["a"] if for_good else [])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoints import make_tiny
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.build import single_process as one_process
@@ -36,7 +36,7 @@ def test_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_s
 @pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 3, 1), (4, 2, 1), (2, 1, 2), (1, 2, 3)])
 @pytest.mark.parametrize("free", [50_000_017, 3_000_000_001])
 def test_over_several_workers(degrees: tuple[int, int, int], free: int) -> None:
-    layout = Layout(tp=degrees[0], stages=degrees[1], kvp=degrees[2])
+    layout = ParallelLayout(tp=degrees[0], stages=degrees[1], kvp=degrees[2])
     path = embedded.model_path() / "config.json"
     shape = read_config(read_json(path), None, str(path))
     per_token = need(shape, layout, 4).kv_per_token

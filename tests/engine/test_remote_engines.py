@@ -24,14 +24,24 @@ from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.launch import host_launcher
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import Arrived, Reserved, RunDone
+from headway.runtime.cluster.messages import KvArrived, KvReserved, SpanTaskDone
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.protocol import BEATS, Delta, Drain, EngineInfo, EngineStats, Outputs, Submit, both, doors
+from headway.runtime.engine.protocol import (
+    BEATS,
+    DrainEngine,
+    EngineInfo,
+    EngineStats,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
+    both,
+    doors,
+)
 from headway.runtime.launcher.host_compatibility import CLUSTER, cluster_terms, mismatch
-from headway.runtime.launcher.host_coordinator import Rendezvous
-from headway.runtime.launcher.network import Endpoint
+from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.runtime.launcher.network import HostEndpoint
 from headway.runtime.launcher.remote_engine import RemoteEngine
 from headway.runtime.launcher.secret import guard_client, peers_secret
 from headway.serving.load.server_process import free_port
@@ -51,8 +61,8 @@ class Cluster:
     def __init__(self, stack: ExitStack, patience_s: float = 20.0, lost_s: float = 10.0) -> None:
         self._stack, self.port = stack, free_port()
         mine = cluster_terms(0, NODES, str(model_path()))
-        self.meeting = Rendezvous(
-            Endpoint("127.0.0.1", self.port), TOKEN, mine, HOST_OF.__getitem__, patience_s, lost_s
+        self.meeting = HostCoordinator(
+            HostEndpoint("127.0.0.1", self.port), TOKEN, mine, HOST_OF.__getitem__, patience_s, lost_s
         )
         stack.callback(self.meeting.close)
 
@@ -101,16 +111,16 @@ async def said(engine: RemoteEngine, kind: type) -> Any:
 
 
 def submit(engine: RemoteEngine, name: str, prompt: list[int], received_s: float) -> None:
-    message = Submit(
+    message = SubmitRequest(
         id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=5), received_s=received_s, timeout_s=30.0
     )
     engine.send([msgspec.msgpack.encode(message), np.array(prompt, dtype=np.int32).tobytes()])
 
 
-async def answered(engine: RemoteEngine, count: int) -> list[Delta]:
-    deltas: list[Delta] = []
+async def answered(engine: RemoteEngine, count: int) -> list[OutputDelta]:
+    deltas: list[OutputDelta] = []
     while sum(len(delta.tokens) for delta in deltas) < count:
-        deltas += (await said(engine, Outputs)).deltas
+        deltas += (await said(engine, IterationOutputs)).deltas
     return deltas
 
 
@@ -149,7 +159,7 @@ def test_engines_of_two_hosts_answer_and_each_goes_its_way() -> None:
                 assert [token for delta in deltas for token in delta.tokens] == answer([4, 5, 6], 5)
                 assert abs(deltas[-1].emitted_s - time.monotonic()) < 5.0
                 assert abs(engine.ahead_s) < 0.1, "both have one clock"
-            one.send([msgspec.msgpack.encode(Drain())])
+            one.send([msgspec.msgpack.encode(DrainEngine())])
             assert await one.gone() == "(on host 1) has ended with exit code 0"
             os.kill(await pid(two), signal.SIGKILL)
             assert await two.gone() == "(on host 2) has ended with signal 9 (SIGKILL)"
@@ -204,7 +214,7 @@ def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyP
                 if token is not None:
                     guard_client(stranger, token)
                 stranger.connect(where)
-                stranger.send(msgspec.msgpack.encode(Outputs(stats=EngineStats(running=7))))
+                stranger.send(msgspec.msgpack.encode(IterationOutputs(stats=EngineStats(running=7))))
                 with pytest.raises(TimeoutError):
                     async with within(0.5):
                         await engine.receive()
@@ -270,17 +280,19 @@ def test_hosts_of_a_cluster_and_of_an_engine_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_times_of_another_clock_are_moved_and_nothing_else_is() -> None:
-    delta = Delta(id="a", tokens=(1,), emitted_s=10.0, first_scheduled_s=9.0)
-    moved = by_our_clock(Outputs(deltas=(delta, Delta(id="b"))), 5.0)
-    assert moved == Outputs(deltas=(Delta(id="a", tokens=(1,), emitted_s=15.0, first_scheduled_s=14.0), Delta(id="b")))
-    done = RunDone(id="a", index=0, began_s=1.0, ended_s=2.0, delta=delta)
+    delta = OutputDelta(id="a", tokens=(1,), emitted_s=10.0, first_scheduled_s=9.0)
+    moved = by_our_clock(IterationOutputs(deltas=(delta, OutputDelta(id="b"))), 5.0)
+    assert moved == IterationOutputs(
+        deltas=(OutputDelta(id="a", tokens=(1,), emitted_s=15.0, first_scheduled_s=14.0), OutputDelta(id="b"))
+    )
+    done = SpanTaskDone(id="a", index=0, began_s=1.0, ended_s=2.0, delta=delta)
     after = by_our_clock(done, -1.0)
-    assert isinstance(after, RunDone)
+    assert isinstance(after, SpanTaskDone)
     assert (after.began_s, after.ended_s) == (0.0, 1.0)
-    assert after.delta == Delta(id="a", tokens=(1,), emitted_s=9.0, first_scheduled_s=8.0)
-    arrived = Arrived(id="a", piece=1, source=0, began_s=1.0, ended_s=2.0)
-    assert by_our_clock(arrived, 1.0) == Arrived(id="a", piece=1, source=0, began_s=2.0, ended_s=3.0)
-    assert by_our_clock(Reserved("a"), 1.0) == Reserved("a")
+    assert after.delta == OutputDelta(id="a", tokens=(1,), emitted_s=9.0, first_scheduled_s=8.0)
+    arrived = KvArrived(id="a", piece=1, source=0, began_s=1.0, ended_s=2.0)
+    assert by_our_clock(arrived, 1.0) == KvArrived(id="a", piece=1, source=0, began_s=2.0, ended_s=3.0)
+    assert by_our_clock(KvReserved("a"), 1.0) == KvReserved("a")
 
 
 def test_two_doors_in_one_word() -> None:

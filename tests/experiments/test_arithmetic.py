@@ -10,7 +10,7 @@ from headway.research.kvp_decode import speedup
 from headway.research.medha_worked_example import BY_HAND, QUANTUM_S, finish_times
 from headway.research.mnemosyne_fig5 import gpus_for, most_tokens
 from headway.research.spp_scaling import fits
-from headway.sim import InstanceSpec, Link, simulate
+from headway.sim import InstanceSpec, StageLink, simulate
 from headway.sim.workload import TraceRequest
 
 
@@ -24,7 +24,7 @@ def test_a_lone_prefill_takes_as_long_as_in_the_simulator(stages: int, chunking:
     )
     hop = m.layout.stage_link(m.device)
     row_s = m.shape.hidden * m.shape.dtype_bytes / m.layout.tp / (hop.bytes_per_s * hop.efficiency)
-    spec = InstanceSpec(config=config, latency=m.latency, kv_tokens=2 * prompt, link=Link(hop.latency_s, row_s))
+    spec = InstanceSpec(config=config, latency=m.latency, kv_tokens=2 * prompt, link=StageLink(hop.latency_s, row_s))
     (record,) = simulate(spec, [TraceRequest(0.0, prompt, 1)]).records
     ours = static_prefill(m, prompt, 2048) if chunking != "adaptive" else adaptive_prefill(m, prompt, 0.02)
     assert ours.ttft_s == pytest.approx(record.token_s[0], rel=0.01)

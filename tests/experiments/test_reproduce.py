@@ -10,7 +10,7 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.research.base import SCHEMA, Options
+from headway.research.base import SCHEMA, RunOptions
 from headway.research.registry import EXPERIMENTS, experiment, names
 from headway.research.verdicts import allowed
 from headway.sim.scenario import parse_scenario
@@ -35,7 +35,7 @@ def test_the_list_is_complete_and_every_id_leads_to_a_function(capsys: pytest.Ca
 
 @pytest.mark.parametrize("name", names())
 def test_quick_runs_yield_rows_with_allowed_verdicts(name: str) -> None:
-    data: dict[str, Any] = experiment(name)(Options(quick=True)).to_json(name)
+    data: dict[str, Any] = experiment(name)(RunOptions(quick=True)).to_json(name)
     assert (data["schema"], data["id"]) == (SCHEMA, name)
     assert set(data) == {"schema", "id", "source", "rows", "panels"}
     assert {"latency", "scenario", "seeds", "window_s"} <= set(data["source"])
@@ -64,7 +64,7 @@ def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before(monkeyp
     found = []
     for jobs in (1, 2):
         monkeypatch.setattr(medha_setting, "_KNOWN", {})
-        runs = medha_setting.Runs(Options(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
+        runs = medha_setting.MedhaRuns(RunOptions(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
         runs.need([("Medha", "default"), ("Sarathi-2048", "paper")], [1.75], [0.05])
         found.append([runs.of(system, "paper" if system != "Medha" else "default", 1.75)
                       for system in ("Medha", "Sarathi-2048")])  # fmt: skip
@@ -72,7 +72,7 @@ def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before(monkeyp
 
 
 def test_seeds_and_window_reach_the_runs() -> None:
-    data = experiment("medha.fig13")(Options(quick=True, seeds=(7,), window_s=8.0)).to_json("medha.fig13")
+    data = experiment("medha.fig13")(RunOptions(quick=True, seeds=(7,), window_s=8.0)).to_json("medha.fig13")
     assert (data["source"]["seeds"], data["source"]["window_s"]) == ([7], 8.0)
     scenario = parse_scenario(data["source"]["as_scenario_file"])
     assert (scenario.run.window_s, scenario.layout.stages) == (8.0, 2)

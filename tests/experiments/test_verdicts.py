@@ -23,7 +23,7 @@ from headway.research.base import plain
         (v.order("above 1", lambda value: value > 1), [1.1], [1.0, None]),
     ],
 )
-def test_rules_hold_inside_and_not_outside(check: v.Check, inside: list[object], outside: list[object]) -> None:
+def test_rules_hold_inside_and_not_outside(check: v.VerdictRule, inside: list[object], outside: list[object]) -> None:
     assert [check(value) for value in inside] == [True] * len(inside)
     assert [check(value) for value in outside] == [False] * len(outside)
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.runtime.kv_transfer.peers import Peer, PeerLostError, Peers, Place
+from headway.runtime.kv_transfer.peers import PeerAddress, PeerLostError, PeerNetwork, ReceivePlace
 
-Make = Callable[..., Peers]
+Make = Callable[..., PeerNetwork]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Peers] = []
+    made: list[PeerNetwork] = []
 
-    def one(number: int, incarnation: int = 0, tcp: bool = False, secret: bytes = b"") -> Peers:
+    def one(number: int, incarnation: int = 0, tcp: bool = False, secret: bytes = b"") -> PeerNetwork:
         address = "tcp:127.0.0.1:0" if tcp else f"unix:{tmp_path}/{number}.{incarnation}"
-        made.append(Peers(number, incarnation, address, secret))
+        made.append(PeerNetwork(number, incarnation, address, secret))
         return made[-1]
 
     yield one
@@ -31,8 +31,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         peers.close()
 
 
-def meet(*all_: Peers) -> None:
-    table = [Peer(peers.number, peers.incarnation, peers.address) for peers in all_]
+def meet(*all_: PeerNetwork) -> None:
+    table = [PeerAddress(peers.number, peers.incarnation, peers.address) for peers in all_]
     for peers in all_:
         peers.meet(table)
 
@@ -90,12 +90,12 @@ def test_a_pushed_body_goes_where_the_handler_says(make: Make) -> None:
     room, done = bytearray(300_000), threading.Event()
     asked = []
 
-    def handler(source: int, scope: str, note: bytes, length: int) -> Place | None:
+    def handler(source: int, scope: str, note: bytes, length: int) -> ReceivePlace | None:
         asked.append((source, scope, note, length))
         if note == b"no":
             return None
         view = memoryview(room)
-        return Place([view[200_000:], view[:200_000]], done.set)
+        return ReceivePlace([view[200_000:], view[:200_000]], done.set)
 
     two.handle(handler)
     meet(one, two)
@@ -132,7 +132,7 @@ def test_nothing_is_written_once_a_scope_is_forgotten(make: Make) -> None:
     one, two = make(0), make(1)
     begun = threading.Event()
     room = bytearray(64 << 20)
-    two.handle(lambda *_: begun.set() or Place([memoryview(room)], lambda: pytest.fail("it is complete")))
+    two.handle(lambda *_: begun.set() or ReceivePlace([memoryview(room)], lambda: pytest.fail("it is complete")))
     meet(one, two)
     sent = one.push(1, "r", b"", [b"\1" * len(room)])
     assert begun.wait(10.0)
@@ -223,7 +223,7 @@ def test_who_does_not_know_the_secret_gets_nothing(make: Make) -> None:
 
 def test_one_that_was_never_there_is_lost_for_both_sides(make: Make) -> None:
     one, two, three = make(0), make(1), make(2)
-    table = [Peer(peers.number, peers.incarnation, peers.address) for peers in (one, two, three)]
+    table = [PeerAddress(peers.number, peers.incarnation, peers.address) for peers in (one, two, three)]
     two.close()
     for peers in (one, three):
         peers.meet(table)
@@ -233,7 +233,7 @@ def test_one_that_was_never_there_is_lost_for_both_sides(make: Make) -> None:
 def test_addresses_are_checked(make: Make) -> None:
     for address in ("127.0.0.1:80", "tcp:80", "unix:", "tcp:h:x"):
         with pytest.raises(ConfigError, match="must be unix:PATH or tcp:HOST:PORT"):
-            Peers(0, 0, address)
+            PeerNetwork(0, 0, address)
 
 
 def test_closing_wakes_all_and_ends_threads(make: Make) -> None:

@@ -11,8 +11,16 @@ from test_runs import Expected, prompt_of
 from test_scaled_decodes import Decode
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.cluster.messages import (
+    ForgetRequest,
+    HaltDecode,
+    KvArrived,
+    KvReserved,
+    KvStaged,
+    ReserveKv,
+    SendKv,
+)
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from instance.world import Part, World, frame
 
 pytestmark = pytest.mark.long
@@ -35,15 +43,15 @@ def _said(world: World, on: int, name: str, least: int) -> None:
 
 def _stops(world: World, on: int, name: str) -> int:
     """Tokens of the KV that a decode leaves there."""
-    world[on].tell(Halt(name))
-    return world[on].wait(Staged, name).tokens
+    world[on].tell(HaltDecode(name))
+    return world[on].wait(KvStaged, name).tokens
 
 
 def _moves(world: World, name: str, on: int, to: int, tokens: int) -> None:
-    world[to].tell(Reserve(name, tokens))
-    world[to].wait(Reserved, name)
-    world[on].tell(Send(id=name, piece=5, start=0, end=tokens, to=to))
-    world[to].wait(Arrived, name)
+    world[to].tell(ReserveKv(name, tokens))
+    world[to].wait(KvReserved, name)
+    world[on].tell(SendKv(id=name, piece=5, start=0, end=tokens, to=to))
+    world[to].wait(KvArrived, name)
 
 
 @pytest.mark.parametrize(("on", "to"), [(0, 1), (0, ONE), (ONE, 1)])
@@ -57,7 +65,7 @@ def test_what_a_halted_decode_has_said_goes_on_elsewhere(world: World, expected:
     assert known == len(prompt) + len(one.said) - 1
     world.admit(name, prompt, [to], one.params, one.said)
     _moves(world, name, on, to, known)
-    one.deltas += world.decode(name, prompt, Delta(id=name, tokens=one.said), to, logprobs=0, max_tokens=count)
+    one.deltas += world.decode(name, prompt, OutputDelta(id=name, tokens=one.said), to, logprobs=0, max_tokens=count)
     one.end(expected)
 
 
@@ -65,7 +73,7 @@ def test_what_runs_left_and_a_scheduler_went_on_with_is_sent(world: World, expec
     prompt, count, name = prompt_of(70, 12), 60, "adopted"
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, max_tokens=count)
     first = world.prefill(name, prompt, [Part(70, (0,))], logprobs=0, max_tokens=count)
-    goes_on = Submit(
+    goes_on = SubmitRequest(
         id=name, prompt_tokens=70, params=params, received_s=time.monotonic(), phase="decode", output=first.tokens
     )
     world[0].tell(goes_on, frame(prompt))
@@ -88,7 +96,7 @@ def test_a_decode_does_not_begin_with_kv_of_fewer_tokens_than_it_has(world: Worl
     first = world.prefill(name, prompt, [Part(70, (0,))], logprobs=0, max_tokens=count)
     world.admit(name, prompt, [ONE], params, first.tokens)
     _moves(world, name, 0, ONE, 70)
-    further = Submit(
+    further = SubmitRequest(
         id=name, prompt_tokens=70, params=params, received_s=time.monotonic(), phase="decode", output=tokens[:3]
     )
     world[ONE].tell(further, frame(prompt))
@@ -110,8 +118,8 @@ def test_a_request_comes_back_to_where_it_was(world: World, expected: Expected) 
         one.deltas += world[on].deltas.pop(name)
         world.admit(name, prompt, [to], one.params, one.said)
         _moves(world, name, on, to, known)
-        world[on].tell(Forget(name, for_good=False))
-        goes_on = Submit(
+        world[on].tell(ForgetRequest(name, for_good=False))
+        goes_on = SubmitRequest(
             id=name, prompt_tokens=70, params=one.params, received_s=time.monotonic(), phase="decode", output=one.said
         )
         world[to].tell(goes_on, frame(prompt))

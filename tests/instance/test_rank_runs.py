@@ -16,7 +16,17 @@ from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
-from headway.runtime.cluster.messages import Arrived, Compute, Forget, Pause, Reserve, Reserved, RunDone, RunLost, Send
+from headway.runtime.cluster.messages import (
+    ComputeSpan,
+    ForgetRequest,
+    KvArrived,
+    KvReserved,
+    PauseSpan,
+    ReserveKv,
+    SendKv,
+    SpanTaskDone,
+    SpanTaskLost,
+)
 from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -70,11 +80,11 @@ def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expec
     world.clean()
 
 
-def hand_over(world: World, name: str, prompt: list[int], parts: Sequence[Part], to: int, when: str) -> RunDone:
+def hand_over(world: World, name: str, prompt: list[int], parts: Sequence[Part], to: int, when: str) -> SpanTaskDone:
     """All runs of a prompt, whose KV goes on: as it is computed, or all at the end."""
     everybody = sorted({number for part in parts for number in part.group})
-    world[to].tell(Reserve(name, len(prompt)))
-    world[to].wait(Reserved, name)
+    world[to].tell(ReserveKv(name, len(prompt)))
+    world[to].wait(KvReserved, name)
     world.admit(name, prompt, everybody, SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, max_tokens=6))
     edges = [(run.start, run.end, run.group) for run in runs(parts)]
     sent = 0
@@ -88,14 +98,14 @@ def hand_over(world: World, name: str, prompt: list[int], parts: Sequence[Part],
     if when == "behind":
         sent = send(world, name, 9, (0, len(prompt), parts[-1].group), to)
     for _ in range(sent):
-        world[to].wait(Arrived, name)
+        world[to].wait(KvArrived, name)
     return word
 
 
 def send(world: World, name: str, piece: int, edge: tuple[int, int, tuple[int, ...]], to: int) -> int:
     start, end, group = edge
     for source in group:
-        world[source].tell(Send(id=name, piece=piece, start=start, end=end, to=to))
+        world[source].tell(SendKv(id=name, piece=piece, start=start, end=end, to=to))
     return len(group)
 
 
@@ -143,7 +153,7 @@ def test_paused_at_layers_of_pieces(world: World, expected: Expected, group: tup
     world.done(name, parts[0])
     with world[group[0]].at_once():
         world.compute(name, parts, 1, preemptible=True)
-        world[group[0]].tell(Pause(name))
+        world[group[0]].tell(PauseSpan(name))
     stops = [(start, layer) for start, _ in pieces for layer in range(LAYERS)]
     at = pauses = 0
     while (words := pauses_of(world, name, parts[1])) is not None:
@@ -230,7 +240,7 @@ def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World) -> None:
 
 def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
     half(world, "f", Part(60, (0, 1)), (0,))
-    world[0].tell(Forget("f"))
+    world[0].tell(ForgetRequest("f"))
     serves(world, expected, "f", (0, 2))
     half(world, "f1", Part(60, (0, 1)), (0, 1))
     world.forget("f1")
@@ -239,14 +249,14 @@ def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) 
     serves(world, expected, "f2", (0, 1))
     half(world, "f3", Part(60, (0, 1)), (0,))
     with world[0].at_once():  # ranks hear of the next one together with the end of this one
-        world[0].tell(Forget("f3"))
+        world[0].tell(ForgetRequest("f3"))
         world.admit("f4", prompt_of(60), (0, 2), GREEDY)
         world.compute("f4", [Part(60, (0, 2))], 0)
     word = world.done("f4", Part(60, (0, 2)))
     assert word.delta is not None
     check([word.delta], *expected(prompt_of(60), 1))
     world.forget("f4")
-    assert not [word for one in world.instances for word in one.said if isinstance(word, RunLost)]
+    assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
     for one in world.instances:
         one.said.clear()
     world.clean()
@@ -257,17 +267,17 @@ def test_a_run_that_waits_for_room_goes_on_or_is_forgotten(world: World, expecte
     info = world[1].info
     assert info is not None
     most = info.kv_tokens_total - 100
-    world[1].tell(Reserve("full", most))
+    world[1].tell(ReserveKv("full", most))
     world.admit("full", prompt_of(40), (1,), GREEDY)
-    world[1].tell(Reserve("full", most))
-    world[1].wait(Reserved, "full")
+    world[1].tell(ReserveKv("full", most))
+    world[1].wait(KvReserved, "full")
     for name in ("w1", "w2"):
         world.admit(name, prompt_of(200), (0, 1), GREEDY)
         world.compute(name, [Part(200, (0, 1))], 0)
     world.ask(1, "ws", prompt_of(30), max_tokens=5)
     assert [t for delta in world[1].answer("ws") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
     world.forget("w1")
-    world[1].tell(Forget("full"))
+    world[1].tell(ForgetRequest("full"))
     word = world.done("w2", Part(200, (0, 1)))
     assert word.delta is not None
     check([word.delta], *expected(prompt_of(200), 1))
@@ -280,8 +290,8 @@ def test_a_run_that_waits_for_room_goes_on_or_is_forgotten(world: World, expecte
 def test_a_group_of_unequal_sizes_is_refused(world: World) -> None:
     world.admit("mixed", prompt_of(40), (0, ONE), GREEDY)
     world.compute("mixed", [Part(40, (0, ONE))], 0)
-    assert "instance 3 is 1 processes, and this one is 2" in world[0].wait(RunLost, "mixed", SOON_S).why
-    assert "instance 0 is 2 processes, and this one is 1" in world[ONE].wait(RunLost, "mixed", SOON_S).why
+    assert "instance 3 is 1 processes, and this one is 2" in world[0].wait(SpanTaskLost, "mixed", SOON_S).why
+    assert "instance 0 is 2 processes, and this one is 1" in world[ONE].wait(SpanTaskLost, "mixed", SOON_S).why
     world.forget("mixed")
     world.clean()
 
@@ -315,7 +325,7 @@ def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
     assert not world[1].process.is_alive()
     if how == signal.SIGSTOP:
         world.meet(without=(1,))
-    assert "instance 1" in world[0].wait(RunLost, name, 3.0).why
+    assert "instance 1" in world[0].wait(SpanTaskLost, name, 3.0).why
     world.forget(name)
     serves(world, expected, name, (0, 2))
     world.again(1)
@@ -340,7 +350,7 @@ def test_whatever_is_told_at_once(world: World, expected: Expected, seed: int) -
         if chance.random() < 0.3:
             time.sleep(0.02 * chance.random())
             for number in chance.sample(group, len(group)):
-                world[number].tell(Forget(name))
+                world[number].tell(ForgetRequest(name))
             del alive[name]
         elif chance.random() < 0.5:
             on = chance.randrange(3)
@@ -350,7 +360,7 @@ def test_whatever_is_told_at_once(world: World, expected: Expected, seed: int) -
             settle(world, expected, alive)
     settle(world, expected, alive)
     for one in world.instances:
-        assert not [word for word in one.said if isinstance(word, RunLost)]
+        assert not [word for word in one.said if isinstance(word, SpanTaskLost)]
         one.said.clear()
     world.clean()
 
@@ -367,10 +377,10 @@ def settle(world: World, expected: Expected, alive: dict[str, tuple[list[int], P
 def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
     part = Part(40, (2, 1))
     world.admit("late", prompt_of(40), part.group, GREEDY)
-    word = Compute(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
+    word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
     world[2].tell(word)
     time.sleep(0.1)
-    world[2].tell(Pause("late"))
+    world[2].tell(PauseSpan("late"))
     time.sleep(0.5)  # it has come to the rank by then
     world[1].tell(word)
     assert {word.layer for word in world.paused("late", part)} in ({1}, {2})

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import Run
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.model.random_weights import random_decoder, reference_config
-from headway.runtime.sequence_parallel.span_executor import Runs
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
 BLOCK = 64
 
@@ -23,9 +23,9 @@ BLOCK = 64
 def test_room_that_the_first_piece_finds_is_made_larger_for_the_last_before_any(tmp_path: Path, first: int) -> None:
     torch.manual_seed(0)
     shape = dataclasses.replace(reference_config(512), layers=1, max_model_len=512)
-    worker = Worker(random_decoder(shape, torch.float32), 8, BLOCK, ())
-    peers = Peers(0, 0, f"unix:{tmp_path}/p", b"secret")
-    runs = Runs(worker, peers, ())
+    worker = ModelWorker(random_decoder(shape, torch.float32), 8, BLOCK, ())
+    peers = PeerNetwork(0, 0, f"unix:{tmp_path}/p", b"secret")
+    runs = SpanExecutor(worker, peers, ())
     asked: list[int] = []
 
     def room(tokens: int, anew: bool) -> list[tuple[int, int]]:
@@ -34,7 +34,7 @@ def test_room_that_the_first_piece_finds_is_made_larger_for_the_last_before_any(
 
     prompt = np.arange(5, 205, dtype=np.int32)
     runs.admit("r", memoryview(prompt.tobytes()), SamplingParams(max_tokens=4), ())
-    short, long = Run(0, first, (0,)), Run(first, 200, (0,), rows=8)
+    short, long = SpanTask(0, first, (0,)), SpanTask(first, 200, (0,), rows=8)
     for run, before in ((short, ()), (long, (short,))):
         runs.begin("r", run, before, False, (), room, lambda: None)
         there = list(asked)

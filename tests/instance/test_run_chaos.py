@@ -11,8 +11,15 @@ import pytest
 from test_run_pauses import GREEDY
 from test_runs import check, prompt_of
 
-from headway.runtime.cluster.messages import Forget, Pause, Proceed, RunDone, RunLost, RunPaused
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.cluster.messages import (
+    ForgetRequest,
+    PauseSpan,
+    ResumeSpan,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
+from headway.runtime.engine.protocol import OutputDelta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -32,7 +39,7 @@ class Attempt:
     def __init__(self, world: World, name: str, prompt: list[int], parts: list[Part], chance: random.Random) -> None:
         self.world, self.name, self.prompt, self.parts, self.chance = world, name, prompt, parts, chance
 
-    def go(self, event: str) -> Delta | None:
+    def go(self, event: str) -> OutputDelta | None:
         """The first token; None when the attempt was lost. Whoever was hurt is there again afterwards."""
         world, chance = self.world, self.chance
         group = self.parts[-1].group
@@ -61,11 +68,11 @@ class Attempt:
         elif event == "forget":
             self.world.forget(self.name)
         else:
-            self.world[part.group[0]].tell(Pause(self.name))
+            self.world[part.group[0]].tell(PauseSpan(self.name))
 
-    def words(self, part: Part, victim: int | None) -> list[RunDone] | None:
+    def words(self, part: Part, victim: int | None) -> list[SpanTaskDone] | None:
         """What all of the group say; None: the run is lost, and forgotten everywhere."""
-        world, found = self.world, dict[int, RunDone | RunPaused]()
+        world, found = self.world, dict[int, SpanTaskDone | SpanTaskPaused]()
         end = time.monotonic() + 0.5
         while len(found) < len(part.group):
             for number in part.group:
@@ -75,17 +82,17 @@ class Attempt:
                 one.hear(0.005)
                 for word in [word for word in one.said if getattr(word, "id", None) == self.name]:
                     one.said.remove(word)
-                    if isinstance(word, RunLost):
+                    if isinstance(word, SpanTaskLost):
                         return self.give_up(victim)
                     found[number] = word
             if victim is not None and time.monotonic() > end:
                 return self.give_up(victim)
             assert time.monotonic() < end + 10.0, (self.name, found)
-        if any(isinstance(word, RunPaused) for word in found.values()):
-            assert all(isinstance(word, RunPaused) for word in found.values())
+        if any(isinstance(word, SpanTaskPaused) for word in found.values()):
+            assert all(isinstance(word, SpanTaskPaused) for word in found.values())
             assert len({(word.tokens, word.layer) for word in found.values()}) == 1
             for number in part.group:
-                world[number].tell(Proceed(self.name))
+                world[number].tell(ResumeSpan(self.name))
             return self.words(part, victim)
         return [found[number] for number in part.group]
 
@@ -93,7 +100,7 @@ class Attempt:
         world = self.world
         for one in world.instances:
             if one.number != victim:
-                one.tell(Forget(self.name))
+                one.tell(ForgetRequest(self.name))
         if victim is not None:
             world.meet(without=(victim,))
             if world[victim].process.is_alive():

@@ -11,7 +11,7 @@ import pytest
 from test_run_pauses import GREEDY, proceed
 from test_runs import check, prompt_of
 
-from headway.runtime.cluster.messages import Compute, Forget, Pause, RunDone, RunLost
+from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest, PauseSpan, SpanTaskDone, SpanTaskLost
 from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -22,7 +22,7 @@ def half(world: World, name: str, part: Part, tell: tuple[int, ...]) -> None:
     """A run of which only some of the group are told: they wait for the rest in its midst."""
     world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
     for number in tell:
-        world[number].tell(Compute(id=name, index=0, run=runs([part])[0], last=True, preemptible=True))
+        world[number].tell(ComputeSpan(id=name, index=0, run=runs([part])[0], last=True, preemptible=True))
     time.sleep(0.1)
 
 
@@ -41,7 +41,7 @@ def test_a_run_ends_when_an_instance_is_killed(world: World, expected: Expected)
     half(world, "k", Part(60, (0, 1, 2)), (0, 2))
     world[1].kill()
     for number in (0, 2):
-        assert "instance 1" in world[number].wait(RunLost, "k", SOON_S).why
+        assert "instance 1" in world[number].wait(SpanTaskLost, "k", SOON_S).why
     serves(world, expected, "k", (0, 2))
     world.again(1)
     serves(world, expected, "k2", (0, 1, 2))
@@ -53,11 +53,11 @@ def test_a_paused_run_of_a_lost_group_is_lost_when_it_goes_on(world: World, expe
     world.admit("kp", prompt_of(60), part.group, GREEDY)
     with world[0].at_once():
         world.compute("kp", [part], 0, preemptible=True)
-        world[0].tell(Pause("kp"))
+        world[0].tell(PauseSpan("kp"))
     world.paused("kp", part)
     world[3].kill()
     proceed(world, "kp", Part(60, (0,)), False)
-    assert "instance 3" in world[0].wait(RunLost, "kp", SOON_S).why
+    assert "instance 3" in world[0].wait(SpanTaskLost, "kp", SOON_S).why
     world.again(3)
     serves(world, expected, "kp", (0, 3))
     world.clean()
@@ -73,8 +73,8 @@ def test_a_run_ends_when_an_instance_that_hangs_is_left_out(world: World, expect
     assert world[0].said == []
     assert world[0].beats() >= 4  # a run that waits is no silence
     world.meet(without=(1,))
-    assert "left the cluster" in world[0].wait(RunLost, "h", SOON_S).why
-    world[0].tell(Forget("h"))
+    assert "left the cluster" in world[0].wait(SpanTaskLost, "h", SOON_S).why
+    world[0].tell(ForgetRequest("h"))
     serves(world, expected, "h", (0, 2))
     world[1].kill()
     world.again(1)
@@ -84,7 +84,7 @@ def test_a_run_ends_when_an_instance_that_hangs_is_left_out(world: World, expect
 
 def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
     half(world, "f", Part(60, (0, 1)), (0,))
-    world[0].tell(Forget("f"))
+    world[0].tell(ForgetRequest("f"))
     serves(world, expected, "f", (0, 2))
     half(world, "f1", Part(60, (0, 1)), (0, 1))
     world.forget("f1")
@@ -92,7 +92,7 @@ def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) 
     world.forget("f2")
     world.forget("unknown")
     serves(world, expected, "f2", (0, 1))
-    assert not [word for one in world.instances for word in one.said if isinstance(word, RunLost)]
+    assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
     for one in world.instances:
         one.said.clear()
     world.clean()
@@ -101,12 +101,12 @@ def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) 
 def test_what_does_not_fit_the_model_or_the_group_is_lost_with_a_reason(world: World, expected: Expected) -> None:
     world.admit("bad", prompt_of(20), (0, 1, 2), GREEDY)
     world.compute("bad", [Part(20, (0, 1, 2), "ulysses")], 0)  # 8 query heads over three
-    assert "ulysses over 3 ranks" in world[0].wait(RunLost, "bad", SOON_S).why
+    assert "ulysses over 3 ranks" in world[0].wait(SpanTaskLost, "bad", SOON_S).why
     world.forget("bad")
     world.admit("strange", prompt_of(20), (0,), GREEDY)
-    world[0].tell(Compute(id="strange", index=0, run=runs([Part(20, (0, 9))])[0], last=True))
-    assert "instance 9 is not here" in world[0].wait(RunLost, "strange", SOON_S).why
-    world[0].tell(Compute(id="nobody", index=0, run=runs([Part(20, (0,))])[0], last=True))
+    world[0].tell(ComputeSpan(id="strange", index=0, run=runs([Part(20, (0, 9))])[0], last=True))
+    assert "instance 9 is not here" in world[0].wait(SpanTaskLost, "strange", SOON_S).why
+    world[0].tell(ComputeSpan(id="nobody", index=0, run=runs([Part(20, (0,))])[0], last=True))
     serves(world, expected, "bad", (0, 1))
     for one in world.instances:
         one.said.clear()
@@ -130,12 +130,12 @@ def test_a_run_waits_for_room_and_its_scheduler_goes_on(narrow: World, expected:
     assert [t for delta in narrow[0].answer("s") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
     assert narrow[0].said == []
     narrow.forget("a")
-    word = narrow[0].wait(RunDone, "b", 0.4)
+    word = narrow[0].wait(SpanTaskDone, "b", 0.4)
     assert word.delta is not None
     check([word.delta], *expected(prompt_of(400), 1))
     narrow.admit("c", prompt_of(400), (0,), GREEDY)
     narrow.compute("c", [part], 0)
-    assert "no room for 400 tokens" in narrow[0].wait(RunLost, "c", 1.5).why
+    assert "no room for 400 tokens" in narrow[0].wait(SpanTaskLost, "c", 1.5).why
     narrow[0].until(lambda: narrow[0].stats.prefill_tokens_total == 830 or None)  # runs and iterations alike
     narrow.forget("b")
     narrow.clean()

@@ -10,7 +10,7 @@ from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
-from headway.runtime.cluster.messages import Compute, Pause, Proceed, RunDone
+from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, ResumeSpan, SpanTaskDone
 from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -21,9 +21,9 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
 def proceed(world: World, name: str, part: Part, pause: bool) -> None:
     with world[part.group[0]].at_once():
         for number in part.group:
-            world[number].tell(Proceed(name))
+            world[number].tell(ResumeSpan(name))
         if pause:
-            world[part.group[0]].tell(Pause(name))
+            world[part.group[0]].tell(PauseSpan(name))
 
 
 @pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
@@ -35,7 +35,7 @@ def test_paused_at_every_layer_with_another_prompt_between(world: World, expecte
     world.done(name, parts[0])
     with world[0].at_once():
         world.compute(name, parts, 1, preemptible=True)
-        world[0].tell(Pause(name))
+        world[0].tell(PauseSpan(name))
     for layer in range(1, LAYERS):
         words = world.paused(name, parts[1])
         assert [word.layer for word in words] == [layer] * len(words)
@@ -70,7 +70,7 @@ def test_paused_at_every_layer_of_every_piece(
     world.done(name, parts[0])
     with world[group[0]].at_once():
         world.compute(name, parts, 1, preemptible=True)
-        world[group[0]].tell(Pause(name))
+        world[group[0]].tell(PauseSpan(name))
     stops = [(piece, layer) for piece in pieces for layer in range(LAYERS)]
     at, pauses = 0, 0
     while (words := pauses_of(world, name, parts[1])) is not None:
@@ -101,7 +101,7 @@ def pauses_of(world: World, name: str, part: Part) -> list[tuple[int, int, int, 
     """(tokens, layer, bytes of KV, of activations, of KV at the end) that each of the group says; None: it is done."""
     first = world[part.group[0]]
     said = first.until(lambda: next((one for one in first.said if getattr(one, "id", None) == name), None))
-    if isinstance(said, RunDone):
+    if isinstance(said, SpanTaskDone):
         return None
     return [
         (word.tokens, word.layer, word.kv_bytes, word.activation_bytes, word.kv_bytes_at_end)
@@ -112,10 +112,10 @@ def pauses_of(world: World, name: str, part: Part) -> list[tuple[int, int, int, 
 def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
     part = Part(40, (2, 3))
     world.admit("late", prompt_of(40), part.group, GREEDY)
-    word = Compute(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
+    word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
     world[2].tell(word)
     time.sleep(0.1)
-    world[2].tell(Pause("late"))
+    world[2].tell(PauseSpan("late"))
     world[3].tell(word)
     assert [word.layer for word in world.paused("late", part)] == [2, 2]
     world.forget("late")
@@ -127,9 +127,9 @@ def test_a_pause_that_finds_the_run_paused_is_over_when_it_goes_on(world: World,
     world.admit("twice", prompt, part.group, GREEDY)
     with world[2].at_once():
         world.compute("twice", [part], 0, preemptible=True)
-        world[2].tell(Pause("twice"))
+        world[2].tell(PauseSpan("twice"))
     world.paused("twice", part)
-    world[2].tell(Pause("twice"))
+    world[2].tell(PauseSpan("twice"))
     proceed(world, "twice", part, False)
     word = world.done("twice", part)
     assert word.delta is not None
@@ -142,7 +142,7 @@ def test_a_run_that_is_not_preemptible_goes_on(world: World, expected: Expected)
     part, prompt = Part(40, (0, 1)), prompt_of(40)
     world.admit("not", prompt, part.group, GREEDY)
     world.compute("not", [part], 0)
-    world[0].tell(Pause("not"))
+    world[0].tell(PauseSpan("not"))
     word = world.done("not", part)
     assert word.delta is not None
     check([word.delta], *expected(prompt, 1))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.engine.protocol import OutputDelta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -18,7 +18,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
     return [chance.randrange(3, 128) for _ in range(tokens)]
 
 
-def check(deltas: Sequence[Delta], tokens: list[int], chances: list[float]) -> None:
+def check(deltas: Sequence[OutputDelta], tokens: list[int], chances: list[float]) -> None:
     assert [token for delta in deltas for token in delta.tokens] == tokens
     got = [one.logprob for delta in deltas for one in delta.logprobs or ()]
     assert got == pytest.approx(chances, abs=1e-4)

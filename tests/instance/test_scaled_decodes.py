@@ -9,8 +9,16 @@ import pytest
 from test_runs import check, prompt_of
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import Arrived, Forget, Halt, Reserve, Reserved, Send, Staged
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.cluster.messages import (
+    ForgetRequest,
+    HaltDecode,
+    KvArrived,
+    KvReserved,
+    KvStaged,
+    ReserveKv,
+    SendKv,
+)
+from headway.runtime.engine.protocol import OutputDelta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -23,7 +31,7 @@ class Decode:
     def __init__(self, world: World, name: str, prompt: list[int], count: int, parts: Sequence[Part]) -> None:
         self.world, self.name, self.prompt, self.count = world, name, prompt, count
         self.params = SamplingParams(**{**PARAMS, "max_tokens": count})  # type: ignore[arg-type]
-        self.deltas: list[Delta] = []
+        self.deltas: list[OutputDelta] = []
         self.parts = list(parts)
         self.held: set[int] = set()
         if parts:
@@ -49,7 +57,7 @@ class Decode:
         assert word.delta is not None
         self.deltas.append(word.delta)
         for number in gone:
-            self.world[number].tell(Forget(self.name, for_good=False))
+            self.world[number].tell(ForgetRequest(self.name, for_good=False))
         self.held = set(group)
 
     def used(self, number: int) -> int:
@@ -140,13 +148,13 @@ def test_what_a_group_has_decoded_over_kv_by_heads_is_gathered(world: World, exp
     one.step((1, 0), attn=attn)
     known = 90 + len(one.said) - 1
     world.admit(one.name, one.prompt, [2], one.params, one.said)
-    world[2].tell(Reserve(one.name, known))
-    world[2].wait(Reserved, one.name)
+    world[2].tell(ReserveKv(one.name, known))
+    world[2].wait(KvReserved, one.name)
     for number in (0, 1):
-        world[number].tell(Send(id=one.name, piece=number, start=0, end=known, to=2))
+        world[number].tell(SendKv(id=one.name, piece=number, start=0, end=known, to=2))
     for _ in range(2):
-        world[2].wait(Arrived, one.name)
-    before = Delta(id=one.name, tokens=one.said)
+        world[2].wait(KvArrived, one.name)
+    before = OutputDelta(id=one.name, tokens=one.said)
     one.deltas += world.decode(one.name, one.prompt, before, 2, logprobs=0, max_tokens=count)
     one.end(expected)
 
@@ -156,8 +164,8 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
     one = Decode(world, "taken-up", prompt, count, ())
     world.ask(2, one.name, prompt, max_tokens=count, logprobs=0)
     world[2].until(lambda: len(world[2].deltas.get(one.name, ())) >= 3 or None)
-    world[2].tell(Halt(one.name))
-    staged = world[2].wait(Staged, one.name)
+    world[2].tell(HaltDecode(one.name))
+    staged = world[2].wait(KvStaged, one.name)
     one.deltas = list(world[2].deltas.pop(one.name))
     assert 3 <= len(one.said) < count, "it was taken out while it decoded"
     assert staged.tokens == len(prompt) + len(one.said) - 1
@@ -167,13 +175,13 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
         one.step(group)
     known = len(prompt) + len(one.said) - 1
     world.admit(one.name, prompt, [2], one.params, one.said)
-    world[2].tell(Reserve(one.name, known))
-    world[2].wait(Reserved, one.name)
+    world[2].tell(ReserveKv(one.name, known))
+    world[2].wait(KvReserved, one.name)
     for number in (0, 1):
-        world[number].tell(Send(id=one.name, piece=number, start=0, end=known, to=2))
+        world[number].tell(SendKv(id=one.name, piece=number, start=0, end=known, to=2))
     for _ in range(2):
-        world[2].wait(Arrived, one.name)
-    before = Delta(id=one.name, tokens=one.said)
+        world[2].wait(KvArrived, one.name)
+    before = OutputDelta(id=one.name, tokens=one.said)
     one.deltas += world.decode(one.name, prompt, before, 2, logprobs=0, max_tokens=count)
     one.end(expected)
 
@@ -181,16 +189,17 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
 def test_a_decode_that_ends_with_the_token_under_way_is_not_staged(world: World, expected: Expected) -> None:
     prompt = prompt_of(30, 13)
     world.ask(1, "short", prompt, max_tokens=2, logprobs=0)
-    world[1].tell(Halt("short"))
-    world[1].tell(Halt("nobody"))
+    world[1].tell(HaltDecode("short"))
+    world[1].tell(HaltDecode("nobody"))
     time.sleep(0.1)
     found = world[1].until(
         lambda: (
-            (d := world[1].deltas.get("short")) and (d[-1].finish or any(isinstance(w, Staged) for w in world[1].said))
+            (d := world[1].deltas.get("short"))
+            and (d[-1].finish or any(isinstance(w, KvStaged) for w in world[1].said))
         )
     )
     assert found
     if not world[1].deltas["short"][-1].finish:
-        assert world[1].wait(Staged, "short").tokens == len(prompt)
+        assert world[1].wait(KvStaged, "short").tokens == len(prompt)
     world.forget("short")
     world.clean()

@@ -21,23 +21,31 @@ import zmq
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
 from headway.runtime.cluster.messages import (
-    Admit,
-    Compute,
-    Forget,
+    AdmitRequest,
+    ComputeSpan,
+    ForgetRequest,
     FromInstance,
-    Meet,
-    Peer,
-    Run,
-    RunDone,
-    RunPaused,
+    MeetPeers,
+    PeerAddress,
+    SpanTask,
+    SpanTaskDone,
+    SpanTaskPaused,
 )
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.protocol import BEATS, Delta, EngineInfo, EngineStats, Fatal, Outputs, Submit
+from headway.runtime.engine.protocol import (
+    BEATS,
+    EngineInfo,
+    EngineStats,
+    FatalError,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
+)
 
 WAIT_S = 20.0
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal | FromInstance)
+_decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | FromInstance)
 
 
 def instance_main(endpoint: str, config: bytes) -> None:
@@ -72,18 +80,18 @@ class Instance:
         )
         self.process.start()
         self.said: list[Any] = []
-        self.deltas: dict[str, list[Delta]] = {}
+        self.deltas: dict[str, list[OutputDelta]] = {}
         self.stats = EngineStats()
         self.held: dict[tuple[str, int], int] = {}
         """KV tokens that the snapshots before the end of each run have shown."""
         self.info: EngineInfo | None = None
-        self.fatal: Fatal | None = None
+        self.fatal: FatalError | None = None
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerAddress:
         assert self.info is not None
         assert self.info.peer_address is not None
-        return Peer(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
+        return PeerAddress(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
 
     def tell(self, message: msgspec.Struct, *frames: bytes) -> None:
         self._socket.send_multipart([_encoder.encode(message), *frames])
@@ -93,17 +101,17 @@ class Instance:
         while self._socket.poll(int(1000 * wait_s)):
             wait_s = 0.0
             message = _decoder.decode(self._socket.recv())
-            if isinstance(message, Outputs):
+            if isinstance(message, IterationOutputs):
                 self.stats = message.stats or self.stats
                 for delta in message.deltas:
                     self.deltas.setdefault(delta.id, []).append(delta)
             elif isinstance(message, EngineInfo):
                 self.info = message
-            elif isinstance(message, Fatal):
+            elif isinstance(message, FatalError):
                 self.fatal = message
             else:
                 self.said.append(message)
-                if isinstance(message, RunDone):
+                if isinstance(message, SpanTaskDone):
                     self.held[message.id, message.index] = self.stats.kv_tokens_used
 
     def beats(self) -> int:
@@ -134,7 +142,7 @@ class Instance:
                 return message
         return None
 
-    def answer(self, name: str) -> list[Delta]:
+    def answer(self, name: str) -> list[OutputDelta]:
         """All deltas of a request, once the last has come."""
         return self.until(lambda: d if (d := self.deltas.get(name)) and d[-1].finish is not None else None)
 
@@ -178,11 +186,13 @@ class Part:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def runs(parts: Sequence[Part]) -> list[Run]:
+def runs(parts: Sequence[Part]) -> list[SpanTask]:
     found, at = [], 0
     for part in parts:
         strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
-        found.append(Run(at, at + part.tokens, part.group, strategy, part.node, part.in_place, part.rows, part.keepers))
+        found.append(
+            SpanTask(at, at + part.tokens, part.group, strategy, part.node, part.in_place, part.rows, part.keepers)
+        )
         at += part.tokens
     return found
 
@@ -213,7 +223,7 @@ class World:
     def meet(self, without: Sequence[int] = ()) -> None:
         there = [one for one in self.instances if one.number not in without]
         for one in there:
-            one.tell(Meet(tuple(other.peer for other in there)))
+            one.tell(MeetPeers(tuple(other.peer for other in there)))
 
     def again(self, number: int) -> None:
         """Another process takes the number of one that has ended."""
@@ -227,25 +237,27 @@ class World:
         self, name: str, prompt: Sequence[int], on: Sequence[int], params: SamplingParams, output: tuple[int, ...] = ()
     ) -> None:
         for number in on:
-            self[number].tell(Admit(id=name, prompt_tokens=len(prompt), params=params, output=output), frame(prompt))
+            self[number].tell(
+                AdmitRequest(id=name, prompt_tokens=len(prompt), params=params, output=output), frame(prompt)
+            )
 
     def compute(self, name: str, parts: Sequence[Part], index: int, **fields: Any) -> None:
         all_ = runs(parts)
-        one = Compute(
+        one = ComputeSpan(
             id=name, index=index, run=all_[index], before=tuple(all_[:index]), last=index == len(parts) - 1, **fields
         )
         for number in all_[index].group:
             self[number].tell(one)
 
-    def done(self, name: str, part: Part) -> RunDone:
+    def done(self, name: str, part: Part) -> SpanTaskDone:
         """The first one's word, when all have said it."""
-        first, *_ = [self[number].wait(RunDone, name) for number in part.group]
+        first, *_ = [self[number].wait(SpanTaskDone, name) for number in part.group]
         return first
 
-    def paused(self, name: str, part: Part) -> list[RunPaused]:
-        return [self[number].wait(RunPaused, name) for number in part.group]
+    def paused(self, name: str, part: Part) -> list[SpanTaskPaused]:
+        return [self[number].wait(SpanTaskPaused, name) for number in part.group]
 
-    def prefill(self, name: str, prompt: Sequence[int], parts: Sequence[Part], **params: Any) -> Delta:
+    def prefill(self, name: str, prompt: Sequence[int], parts: Sequence[Part], **params: Any) -> OutputDelta:
         """All runs of a prompt; what the first instance says at the end."""
         everybody = sorted({number for part in parts for number in part.group})
         self.admit(name, prompt, everybody, SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params}))
@@ -256,11 +268,11 @@ class World:
         assert word.delta is not None
         return word.delta
 
-    def decode(self, name: str, prompt: Sequence[int], first: Delta, on: int, **params: Any) -> list[Delta]:
+    def decode(self, name: str, prompt: Sequence[int], first: OutputDelta, on: int, **params: Any) -> list[OutputDelta]:
         """The rest of an answer whose KV is all on one instance."""
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
         self[on].tell(
-            Submit(
+            SubmitRequest(
                 id=name, prompt_tokens=len(prompt), params=sampling, received_s=time.monotonic(), phase="decode",
                 output=first.tokens,
             ),
@@ -272,13 +284,14 @@ class World:
         """Give a request to the scheduler of one instance."""
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
         self[on].tell(
-            Submit(id=name, prompt_tokens=len(prompt), params=sampling, received_s=time.monotonic()), frame(prompt)
+            SubmitRequest(id=name, prompt_tokens=len(prompt), params=sampling, received_s=time.monotonic()),
+            frame(prompt),
         )
 
     def forget(self, name: str) -> None:
         for instance in self.instances:
             if instance.process.is_alive():
-                instance.tell(Forget(name))
+                instance.tell(ForgetRequest(name))
 
     def clean(self, but: Sequence[int] = ()) -> None:
         """Nothing of any request is left anywhere: pools are empty."""

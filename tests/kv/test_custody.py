@@ -11,8 +11,8 @@ from test_ledger import replay
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError, RequestError
 from headway.kv.block_allocator import BlockTables
-from headway.kv.block_manager import Ledger
-from headway.kv.staged_kv import Custody, runs_of
+from headway.kv.block_manager import BlockManager
+from headway.kv.staged_kv import StagedKv, runs_of
 
 BLOCKS, BLOCK = 20, 4
 
@@ -22,8 +22,8 @@ class CustodyMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(BLOCKS * BLOCK, BLOCK)
-        self.custody = Custody(self.ledger)
+        self.ledger = BlockManager(BLOCKS * BLOCK, BLOCK)
+        self.custody = StagedKv(self.ledger)
         self.replica = BlockTables(BLOCKS)
         self.line: list[tuple[str, int]] = []
         self.kept: dict[str, int] = {}
@@ -154,8 +154,8 @@ TestCustody.settings = settings(max_examples=60, stateful_step_count=40, derando
 
 
 def test_nobody_is_overtaken_and_nobody_gets_a_part() -> None:
-    ledger = Ledger(64, 4)
-    custody = Custody(ledger)
+    ledger = BlockManager(64, 4)
+    custody = StagedKv(ledger)
     other = ledger.reserve("other", 32)
     assert other is not None
     custody.ask("large", 48, 0.0)
@@ -170,7 +170,7 @@ def test_nobody_is_overtaken_and_nobody_gets_a_part() -> None:
 
 
 def test_who_holds_something_gets_the_rest_before_newcomers() -> None:
-    custody = Custody(Ledger(64, 4))
+    custody = StagedKv(BlockManager(64, 4))
     custody.ask("old", 16, 0.0)
     assert custody.grant() == ["old"]
     custody.ask("new", 60, 1.0)
@@ -183,8 +183,8 @@ def test_who_holds_something_gets_the_rest_before_newcomers() -> None:
 
 
 def test_what_can_never_fit_and_what_is_computed_here_are_refused() -> None:
-    ledger = Ledger(64, 4)
-    custody = Custody(ledger)
+    ledger = BlockManager(64, 4)
+    custody = StagedKv(ledger)
     with pytest.raises(RequestError, match="65 tokens do not fit the KV cache of 64"):
         custody.ask("a", 65, 0.0)
     ledger.reserve("b", 4)
@@ -193,8 +193,8 @@ def test_what_can_never_fit_and_what_is_computed_here_are_refused() -> None:
 
 
 def test_runs_become_the_requests_own_without_moving() -> None:
-    ledger = Ledger(64, 4)
-    custody = Custody(ledger)
+    ledger = BlockManager(64, 4)
+    custody = StagedKv(ledger)
     custody.ask(runs_of("a"), 10, 0.0)
     custody.grant()
     lease = custody.lease(runs_of("a"))
@@ -207,8 +207,8 @@ def test_runs_become_the_requests_own_without_moving() -> None:
 
 
 def test_runs_are_given_back_where_the_whole_has_been_received() -> None:
-    ledger = Ledger(64, 4)
-    custody = Custody(ledger)
+    ledger = BlockManager(64, 4)
+    custody = StagedKv(ledger)
     for name in (runs_of("a"), "a"):
         custody.ask(name, 10, 0.0)
     custody.grant()

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
 from headway.kv.block_allocator import BlockTables
-from headway.kv.block_manager import Lease, Ledger
+from headway.kv.block_manager import BlockManager, KvLease
 
 BLOCKS, BLOCK = 20, 4
 
@@ -20,7 +20,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(BLOCKS * BLOCK, BLOCK)
+        self.ledger = BlockManager(BLOCKS * BLOCK, BLOCK)
         self.replica = BlockTables(BLOCKS)
         self.blocks: dict[str, int] = {}
         self.named = 0
@@ -31,7 +31,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return BLOCKS - sum(self.blocks.values())
 
     @rule(target=leases, tokens=st.integers(0, 40), headroom=st.integers(0, 6))
-    def reserve(self, tokens: int, headroom: int) -> Lease | None:
+    def reserve(self, tokens: int, headroom: int) -> KvLease | None:
         name = f"r{self.named}"
         self.named += 1
         need = max(1, -(-tokens // BLOCK))
@@ -44,7 +44,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return lease
 
     @rule(lease=leases, tokens=st.integers(0, 80))
-    def grow(self, lease: Lease | None, tokens: int) -> None:
+    def grow(self, lease: KvLease | None, tokens: int) -> None:
         if lease is None:
             return
         before = lease.tokens
@@ -55,7 +55,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert lease.tokens == max(before, -(-tokens // BLOCK) * BLOCK) if fits else lease.tokens == before
 
     @rule(lease=consumes(leases))
-    def give_back(self, lease: Lease | None) -> None:
+    def give_back(self, lease: KvLease | None) -> None:
         if lease is not None:
             self.ledger.free(lease)
             del self.blocks[lease.request]
@@ -92,7 +92,7 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_operations_are_told_once_and_in_order() -> None:
-    ledger = Ledger(64, 4)
+    ledger = BlockManager(64, 4)
     lease = ledger.reserve("a", 5)
     assert lease is not None
     assert ledger.grow(lease, 8)  # fits already: no operation
@@ -103,7 +103,7 @@ def test_operations_are_told_once_and_in_order() -> None:
 
 
 def test_an_old_lease_cannot_touch_its_successor_of_the_same_name() -> None:
-    ledger = Ledger(64, 4)
+    ledger = BlockManager(64, 4)
     old = ledger.reserve("a", 4)
     assert old is not None
     ledger.free(old)
@@ -120,7 +120,7 @@ def test_an_old_lease_cannot_touch_its_successor_of_the_same_name() -> None:
 
 
 def test_a_second_lease_for_the_same_request_is_an_error() -> None:
-    ledger = Ledger(64, 4)
+    ledger = BlockManager(64, 4)
     ledger.reserve("a", 4)
     with pytest.raises(InvariantError, match="a has a lease already"):
         ledger.reserve("a", 4)
@@ -130,17 +130,17 @@ def test_a_second_lease_for_the_same_request_is_an_error() -> None:
 @pytest.mark.parametrize(("tokens", "block"), [(10, 16), (16, 0), (0, 1)])
 def test_a_pool_that_cannot_be_cut_into_blocks_is_refused_with_the_numbers(tokens: int, block: int) -> None:
     with pytest.raises(ConfigError, match=f"{tokens} tokens cannot be cut into blocks of {block}"):
-        Ledger(tokens, block)
+        BlockManager(tokens, block)
 
 
 def test_a_partial_block_at_the_end_is_not_used() -> None:
-    ledger = Ledger(67, 4)
+    ledger = BlockManager(67, 4)
     assert (ledger.n_blocks, ledger.total_tokens) == (16, 64)
 
 
 @pytest.mark.parametrize("field", ["blocks", "tokens"])
 def test_check_notices_a_lease_that_lies(field: str) -> None:
-    ledger = Ledger(64, 4)
+    ledger = BlockManager(64, 4)
     lease = ledger.reserve("a", 9)
     assert lease is not None
     setattr(lease, field, getattr(lease, field) + 1)
@@ -149,7 +149,7 @@ def test_check_notices_a_lease_that_lies(field: str) -> None:
 
 
 def test_check_notices_blocks_without_a_lease() -> None:
-    ledger = Ledger(64, 4)
+    ledger = BlockManager(64, 4)
     ledger.reserve("a", 9)
     ledger._leases.clear()
     with pytest.raises(InvariantError, match="owners and leases differ"):

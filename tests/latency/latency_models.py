@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.base import LatencyModel, Load, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, one_chunk_s, solve_tokens
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.tables import TableLatency, TableSource
 
@@ -58,7 +58,7 @@ class Linear(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return 0.0
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Never learns."""
 
 
@@ -66,7 +66,7 @@ def literal_prefill_s(model: LatencyModel, tokens: int, t_target_s: float, min_c
     """Medha's Algorithm 3, SIMULATEPREFILL, step by step, with a minimum chunk in place of its `break`."""
     total_s, done = 0.0, 0
     while done < tokens:
-        chunk, _ = solve_tokens(model, Load(), done, tokens - done, t_target_s)
+        chunk, _ = solve_tokens(model, BatchLoad(), done, tokens - done, t_target_s)
         chunk = max(chunk, min(min_chunk, tokens - done))
         total_s += float(model.token_s(chunk, chunk)[0]) + one_chunk_s(model, done, chunk)
         done += chunk

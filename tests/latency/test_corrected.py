@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from latency_models import gpu_roofline
 
-from headway.perf.latency.base import LatencyModel, Load, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 
 Shape = tuple[int, int, int]
@@ -21,9 +21,9 @@ def random_shape(rng: random.Random) -> Shape:
     return rng.choice((0, 4, 16, 64)), rng.choice((0, 4_000, 60_000)), rng.choice((0, 1, 64, 512, 1024))
 
 
-def load_of(model: LatencyModel, shape: Shape) -> Load:
+def load_of(model: LatencyModel, shape: Shape) -> BatchLoad:
     decodes, past, chunk = shape
-    load = Load(decodes, decodes, decodes * 3_000)
+    load = BatchLoad(decodes, decodes, decodes * 3_000)
     return load.with_chunk(chunk, one_chunk_s(model, past, chunk)) if chunk or not decodes else load
 
 
@@ -99,7 +99,7 @@ def test_scales_stay_within_bounds_whatever_is_measured(factor: float) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
 def test_nonsense_measurements_are_ignored(seconds: float) -> None:
     model = CorrectedLatency(gpu_roofline())
-    model.observe(Load(64, 64, 10_000), seconds)
+    model.observe(BatchLoad(64, 64, 10_000), seconds)
     assert model.scales.tolist() == [1.0, 1.0, 1.0, 1.0]
 
 
@@ -142,7 +142,7 @@ def test_with_batches_in_flight_the_scale_at_scheduling_counts() -> None:
     """Batches that were sized before the model learned, and are observed after: exactly as if the loads had been
     stated in the base's seconds."""
 
-    def batch(model: CorrectedLatency, past: int) -> Load:
+    def batch(model: CorrectedLatency, past: int) -> BatchLoad:
         load = decode_load(model, 8, 24_000)
         return load.with_chunk(512, one_chunk_s(model, past, 512), past)
 
@@ -150,7 +150,7 @@ def test_with_batches_in_flight_the_scale_at_scheduling_counts() -> None:
     pasts = [4_000 * (1 + i % 7) for i in range(60)]
     flying = [batch(staged, pasts[0]), batch(staged, pasts[1])]
     for past, following in zip(pasts, pasts[2:], strict=False):
-        base = Load(8, 8, 24_000, chunk_scale=1.0).with_chunk(512, one_chunk_s(staged.base, past, 512), past)
+        base = BatchLoad(8, 8, 24_000, chunk_scale=1.0).with_chunk(512, one_chunk_s(staged.base, past, 512), past)
         seconds = 2.0 * load_s(staged.base, base)
         flying.append(batch(staged, following))
         staged.observe(flying.pop(0), seconds)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.span import cut
-from headway.perf.latency.pause_points import Edges
+from headway.perf.latency.pause_points import PausePoints
 
 
 def _square(start: int, end: int) -> float:
@@ -27,7 +27,7 @@ def test_the_next_edge_is_the_first_one_that_is_not_before(
     span: tuple[int, int, int, int, int], share: float, whole_s: float
 ) -> None:
     start, tokens, members, rows, layers = span
-    edges = Edges(cut(start, start + tokens, members, rows), _square, layers)
+    edges = PausePoints(cut(start, start + tokens, members, rows), _square, layers)
     known = [(edges.over(first, layer) * whole_s, first, layer) for first, _ in edges.pieces for layer in range(layers)]
     known.append((whole_s, edges.pieces[-1][0], layers))
     assert known == sorted(known)
@@ -45,7 +45,7 @@ def test_pausing_on_the_way_leads_to_the_same_edges(
     span: tuple[int, int, int, int, int], one: float, two: float
 ) -> None:
     start, tokens, members, rows, layers = span
-    edges = Edges(cut(start, start + tokens, members, rows), _square, layers)
+    edges = PausePoints(cut(start, start + tokens, members, rows), _square, layers)
     one, two = sorted((one, two))
     at_s, first, layer = edges.next(start, 0, one, 1.0)
     again_s, *there = edges.next(first, layer, max(0.0, two - at_s), 1.0)
@@ -54,14 +54,14 @@ def test_pausing_on_the_way_leads_to_the_same_edges(
 
 
 def test_a_span_that_is_not_cut_pauses_behind_each_layer() -> None:
-    edges = Edges(((0, 100),), lambda start, end: pytest.fail("nothing is to be predicted"), 4)
+    edges = PausePoints(((0, 100),), lambda start, end: pytest.fail("nothing is to be predicted"), 4)
     assert edges.next(0, 1, 0.3, 2.0) == (0.5, 0, 2)
     assert edges.widest == 0.25
     assert edges.over(0, 3) == 0.75
 
 
 def test_what_is_no_piece_has_no_share() -> None:
-    edges = Edges(cut(0, 4096, 1, 512), _square, 2)
+    edges = PausePoints(cut(0, 4096, 1, 512), _square, 2)
     with pytest.raises(ValueError, match="begins at 100"):
         edges.over(100, 0)
     with pytest.raises(ValueError, match="begins at 5000"):

@@ -6,27 +6,27 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency import fast_sp, fast_sp_printed
-from headway.perf.latency.fast_sp import Group, SpRates
+from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
 
 RATES = SpRates.of(accelerator("a100"), 400.0, 0.6, 0.55)
 FREE = SpRates(  # communication costs nothing, kernels lose nothing in a ring
     linear_flops=1e14,
     attention_flops=1e14,
     bandwidth=1e15,
-    inside=Link(name="free", bytes_per_s=1e30, latency_s=0.0, source=""),
-    node=Link(name="free", bytes_per_s=1e30, latency_s=0.0, source=""),
+    inside=NetworkLink(name="free", bytes_per_s=1e30, latency_s=0.0, source=""),
+    node=NetworkLink(name="free", bytes_per_s=1e30, latency_s=0.0, source=""),
     ring_loss=0.0,
 )
 MODELS = {"mistral-7b": 1, "phi-3-14b": 1, "yi-34b": 4, "llama-3-70b": 4}
 GROUPS = st.sampled_from([(8, 1), (16, 2), (32, 4)])
 
 
-def group(name: str, accelerators: int, nodes: int) -> Group:
-    return Group(accelerators // MODELS[name], nodes, MODELS[name])
+def group(name: str, accelerators: int, nodes: int) -> AcceleratorGroup:
+    return AcceleratorGroup(accelerators // MODELS[name], nodes, MODELS[name])
 
 
 @given(st.sampled_from(["mistral-7b", "yi-34b", "llama-3-70b"]), GROUPS, st.integers(1_000, 500_000))
@@ -56,7 +56,7 @@ def test_longer_prompts_take_more_than_proportionally_long(name: str, size: tupl
 
 def mlp_crossover(shape: ModelShape) -> int:
     """Tokens an accelerator from which gathering the MLP's weights moves less than gathering activations."""
-    g, low, high = Group(2, 1, 4), 1, 10**6
+    g, low, high = AcceleratorGroup(2, 1, 4), 1, 10**6
     while low < high:
         middle = (low + high) // 2
         m, u = (fast_sp.mlp_stage(form, shape, BARE, g, middle * 8).exposed_s for form in fast_sp.FORMS)
@@ -68,8 +68,8 @@ BARE = SpRates(
     linear_flops=1e14,
     attention_flops=1e14,
     bandwidth=1e15,
-    inside=Link(name="bare", bytes_per_s=1e9, latency_s=0.0, source="", efficiency=1.0),
-    node=Link(name="bare", bytes_per_s=1e9, latency_s=0.0, source="", efficiency=1.0),
+    inside=NetworkLink(name="bare", bytes_per_s=1e9, latency_s=0.0, source="", efficiency=1.0),
+    node=NetworkLink(name="bare", bytes_per_s=1e9, latency_s=0.0, source="", efficiency=1.0),
 )
 
 
@@ -81,7 +81,7 @@ def test_mlp_weights_travel_from_three_eighths_of_the_width_on(name: str, tokens
 
 @pytest.mark.parametrize(("name", "tokens"), [("yi-34b", 3072), ("llama-3-70b", 3429)])
 def test_attention_heads_travel_from_a_few_thousand_tokens_on(name: str, tokens: int) -> None:
-    shape, g = model(name), Group(2, 1, 4)
+    shape, g = model(name), AcceleratorGroup(2, 1, 4)
 
     def ulysses_moves_less(s: int) -> bool:
         m, u = (fast_sp.attention_stage(form, shape, BARE, g, s * 8).exposed_s for form in fast_sp.FORMS)
@@ -104,7 +104,7 @@ def test_where_the_printed_formulas_disagree(name: str) -> None:
 
 
 def test_without_tensor_parallelism_megatron_is_a_ring_and_the_mlp_is_local() -> None:
-    g = Group(8, 1, 1)
+    g = AcceleratorGroup(8, 1, 1)
     forms = {plan.attn: plan.strategy(1) for plan in fast_sp.plans(model("mistral-7b"), RATES, g, 200_000)}
     assert (forms["megatron"].attn, forms["ulysses"].attn) == ("ring", "ulysses")
     assert {strategy.mlp for strategy in forms.values()} == {"local"}
@@ -113,7 +113,7 @@ def test_without_tensor_parallelism_megatron_is_a_ring_and_the_mlp_is_local() ->
 def test_heads_that_do_not_divide_cost_their_padding() -> None:
     shape = model("phi-3-14b")  # 10 KV heads over 8 ranks: two on the fullest
     even = ModelShape(**{f: getattr(shape, f) for f in shape.__struct_fields__} | {"kv_heads": 8})
-    g = Group(8, 1, 1)
+    g = AcceleratorGroup(8, 1, 1)
     uneven_s = fast_sp.attention_stage("ulysses", shape, RATES, g, 100_000).exposed_s
     assert uneven_s > 1.15 * fast_sp.attention_stage("ulysses", even, RATES, g, 100_000).exposed_s
 
@@ -131,4 +131,4 @@ def test_a_paused_prefill_keeps_five_percent_and_more() -> None:
 
 def test_impossible_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="no node empty"):
-        Group(2, 3)
+        AcceleratorGroup(2, 3)

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from latency_models import Linear, tables
 
-from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.shard_exchange import Sharded, WithExchange
+from headway.perf.latency.shard_exchange import ShardedModel, WithExchange
 from headway.perf.latency.tables import TableLatency
 
 
 def learned(model: LatencyModel) -> LatencyModel:
     corrected = CorrectedLatency(model)
     for _ in range(5):
-        corrected.observe(Load(100, 10, 5_000, corrected.attention_s(300, 90)), 0.5)
-        corrected.observe(Load(1, 1, 10), 1e-5)
+        corrected.observe(BatchLoad(100, 10, 5_000, corrected.attention_s(300, 90)), 0.5)
+        corrected.observe(BatchLoad(1, 1, 10), 1e-5)
     return corrected
 
 
@@ -28,8 +28,8 @@ MODELS: list[Callable[[LatencyModel], LatencyModel]] = [
     lambda model: model,
     learned,
     lambda model: WithExchange(model, 1e-6),
-    lambda model: Sharded(model, 700),
-    lambda model: WithExchange(Sharded(learned(model), 700), 1e-6),
+    lambda model: ShardedModel(model, 700),
+    lambda model: WithExchange(ShardedModel(learned(model), 700), 1e-6),
     lambda model: Linear(1e-4),
 ]
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from latency_models import gpu_roofline, table, tables
 
-from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, load_s, one_chunk_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.tables import TableLatency
 
 
-def exhaustive(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> int:
+def exhaustive(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> int:
     """The largest chunk whose whole batch is within the budget, by trying them all."""
     best = 0
     for tokens in range(1, limit + 1):
@@ -22,7 +22,7 @@ def exhaustive(model: LatencyModel, load: Load, past: int, limit: int, budget_s:
 
 
 LOADS = st.builds(
-    lambda decodes, kv, other, chunk_s: Load(decodes + other, decodes, kv, chunk_s if other else 0.0),
+    lambda decodes, kv, other, chunk_s: BatchLoad(decodes + other, decodes, kv, chunk_s if other else 0.0),
     st.integers(0, 300),
     st.integers(0, 100_000),
     st.integers(0, 200),
@@ -32,7 +32,7 @@ LOADS = st.builds(
 
 @given(tables(), LOADS, st.integers(0, 50_000), st.integers(0, 700), st.floats(0.1, 6.0))
 def test_it_equals_exhaustive_search_on_any_table(
-    model: TableLatency, load: Load, past: int, limit: int, factor: float
+    model: TableLatency, load: BatchLoad, past: int, limit: int, factor: float
 ) -> None:
     budget_s = factor * (load_s(model, load) + 1e-3) + 1e-13  # off every exact sum by more than rounding
     tokens, attention_s = solve_tokens(model, load, past, limit, budget_s)
@@ -41,9 +41,9 @@ def test_it_equals_exhaustive_search_on_any_table(
 
 
 @pytest.mark.parametrize("past", [0, 1_000, 100_000, 1_000_000])
-@pytest.mark.parametrize("load", [Load(), Load(64, 64, 64 * 2_000), Load(600, 40, 80_000, 2e-3)])
+@pytest.mark.parametrize("load", [BatchLoad(), BatchLoad(64, 64, 64 * 2_000), BatchLoad(600, 40, 80_000, 2e-3)])
 @pytest.mark.parametrize("budget_s", [0.002, 0.02, 0.055])
-def test_it_equals_exhaustive_search_on_a_roofline(past: int, load: Load, budget_s: float) -> None:
+def test_it_equals_exhaustive_search_on_a_roofline(past: int, load: BatchLoad, budget_s: float) -> None:
     model = gpu_roofline()
     tokens, _ = solve_tokens(model, load, past, 3_000, budget_s)
     assert tokens == exhaustive(model, load, past, 3_000, budget_s)
@@ -52,9 +52,11 @@ def test_it_equals_exhaustive_search_on_a_roofline(past: int, load: Load, budget
 def test_the_same_holds_under_learned_scales() -> None:
     model = CorrectedLatency(gpu_roofline())
     for _ in range(30):
-        load = Load(500, 0, 0, one_chunk_s(model, 30_000, 500))
-        model.observe(load, 1.7 * load_s(model.base, Load(500, 0, 0, one_chunk_s(model.base, 30_000, 500))))
-    assert solve_tokens(model, Load(), 30_000, 3_000, 0.02)[0] == exhaustive(model, Load(), 30_000, 3_000, 0.02)
+        load = BatchLoad(500, 0, 0, one_chunk_s(model, 30_000, 500))
+        model.observe(load, 1.7 * load_s(model.base, BatchLoad(500, 0, 0, one_chunk_s(model.base, 30_000, 500))))
+    assert solve_tokens(model, BatchLoad(), 30_000, 3_000, 0.02)[0] == exhaustive(
+        model, BatchLoad(), 30_000, 3_000, 0.02
+    )
 
 
 def test_a_staircase_is_climbed_to_the_last_step_that_fits() -> None:
@@ -64,8 +66,8 @@ def test_a_staircase_is_climbed_to_the_last_step_that_fits() -> None:
         [(0, 0.0, 0.0), (512, 0.0, 0.0)],
         (0.0, 0.0, 0.0),
     )
-    assert solve_tokens(model, Load(), 0, 512, 5e-3)[0] == 256
-    assert solve_tokens(model, Load(), 0, 255, 5e-3)[0] == 128
+    assert solve_tokens(model, BatchLoad(), 0, 512, 5e-3)[0] == 256
+    assert solve_tokens(model, BatchLoad(), 0, 255, 5e-3)[0] == 128
 
 
 def test_a_large_chunk_may_cost_a_tenth_of_smaller_ones() -> None:
@@ -75,27 +77,27 @@ def test_a_large_chunk_may_cost_a_tenth_of_smaller_ones() -> None:
         [(0, 0.0, 0.0), (512, 1e-4, 1e-9)],
         (0.0, 0.0, 0.0),
     )
-    assert solve_tokens(model, Load(), 0, 1_500, 3e-3)[0] == 901 == exhaustive(model, Load(), 0, 1_500, 3e-3)
-    assert solve_tokens(model, Load(), 0, 900, 3e-3)[0] == exhaustive(model, Load(), 0, 900, 3e-3) == 2
+    assert solve_tokens(model, BatchLoad(), 0, 1_500, 3e-3)[0] == 901 == exhaustive(model, BatchLoad(), 0, 1_500, 3e-3)
+    assert solve_tokens(model, BatchLoad(), 0, 900, 3e-3)[0] == exhaustive(model, BatchLoad(), 0, 900, 3e-3) == 2
 
 
 def test_none_fits_where_decodes_fill_the_budget() -> None:
     model = gpu_roofline()
-    busy = Load(256, 256, 256 * 60_000)
+    busy = BatchLoad(256, 256, 256 * 60_000)
     assert solve_tokens(model, busy, 0, 512, load_s(model, busy)) == (0, 0.0)
     assert solve_tokens(model, busy, 0, 512, -1.0) == (0, 0.0)
 
 
 @pytest.mark.parametrize("limit", [0, -5])
 def test_no_room_means_no_tokens(limit: int) -> None:
-    assert solve_tokens(gpu_roofline(), Load(), 0, limit, 10.0) == (0, 0.0)
+    assert solve_tokens(gpu_roofline(), BatchLoad(), 0, limit, 10.0) == (0, 0.0)
 
 
 def test_no_chunk_is_ever_larger_than_the_tables_reach() -> None:
-    assert solve_tokens(gpu_roofline(), Load(), 0, 10**7, 1e9)[0] == MAX_CHUNK
+    assert solve_tokens(gpu_roofline(), BatchLoad(), 0, 10**7, 1e9)[0] == MAX_CHUNK
 
 
 @given(tables(), st.integers(0, 5_000), st.floats(1e-4, 0.1), st.floats(0, 0.05))
 def test_more_time_never_means_a_smaller_chunk(model: TableLatency, past: int, budget_s: float, more_s: float) -> None:
-    less, more = (solve_tokens(model, Load(), past, 500, seconds)[0] for seconds in (budget_s, budget_s + more_s))
+    less, more = (solve_tokens(model, BatchLoad(), past, 500, seconds)[0] for seconds in (budget_s, budget_s + more_s))
     assert less <= more

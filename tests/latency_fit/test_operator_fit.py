@@ -11,8 +11,8 @@ import pytest
 from headway.core.errors import ConfigError
 from headway.perf.hardware.models import model
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.base import Load, load_s, solve_tokens
-from headway.perf.latency.fitted import Assumptions, Layout, fitted
+from headway.perf.latency.base import BatchLoad, load_s, solve_tokens
+from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.device_fit import DeviceFit
 from headway.perf.latency.operators.readers import read_all
@@ -53,7 +53,7 @@ def test_attention_terms(fit: DeviceFit) -> None:
 
 
 def test_units_are_seconds(fit: DeviceFit) -> None:
-    latency = fitted("a100", "llama-3-8b", fit=fit, assumptions=Assumptions(host_s=0.0))
+    latency = fitted("a100", "llama-3-8b", fit=fit, assumptions=EngineAssumptions(host_s=0.0))
     layer = sum(files.linear_ms(512, k, n) for k, n in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)))
     light = sum(files.light_ms(512, w) for w in (4096, 4096, 4096, 4096, 5120, 14336))
     row = float(latency.token_s(512, 512)[0])
@@ -61,7 +61,7 @@ def test_units_are_seconds(fit: DeviceFit) -> None:
 
 
 def test_beyond_what_was_measured_is_finite_and_grows(fit: DeviceFit) -> None:
-    for layout in (Layout(), Layout(tp=2), Layout(tp=8, stages=2)):
+    for layout in (ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(tp=8, stages=2)):
         latency = fitted("a100", "llama-3-8b", layout, fit=fit)
         token = latency.token_s(0, 60_000)
         assert np.isfinite(token).all()
@@ -76,7 +76,7 @@ def test_beyond_what_was_measured_is_finite_and_grows(fit: DeviceFit) -> None:
 
 @pytest.mark.parametrize("split", ["never", "beyond", "always"])
 def test_history_is_continuous_at_the_knee(fit: DeviceFit, split: str) -> None:
-    latency = fitted("a100", "llama-3-8b", fit=fit, assumptions=Assumptions(split_kv=split))  # type: ignore[arg-type]
+    latency = fitted("a100", "llama-3-8b", fit=fit, assumptions=EngineAssumptions(split_kv=split))  # type: ignore[arg-type]
     for chunk in (16, 512, 16384, 20_000):
         before, at, after = (float(latency.chunk_s(p, chunk, chunk)[0]) for p in (4095, 4096, 4097))
         assert before <= at <= after
@@ -85,9 +85,9 @@ def test_history_is_continuous_at_the_knee(fit: DeviceFit, split: str) -> None:
 
 def test_a_scheduler_can_use_it(fit: DeviceFit) -> None:
     latency = fitted("a100", "llama-3-8b", fit=fit)
-    tokens, attention = solve_tokens(latency, Load(8, 8, 8000), 2000, 4096, 0.05)
+    tokens, attention = solve_tokens(latency, BatchLoad(8, 8, 8000), 2000, 4096, 0.05)
     assert tokens > 0
-    assert load_s(latency, Load(8, 8, 8000).with_chunk(tokens, attention)) <= 0.05
+    assert load_s(latency, BatchLoad(8, 8, 8000).with_chunk(tokens, attention)) <= 0.05
     cache = PrefillCache(latency, 0.05)
     totals = [cache.total_s(n) for n in (0, 100, 5000, 50_000)]
     assert totals == sorted(totals)
@@ -96,7 +96,7 @@ def test_a_scheduler_can_use_it(fit: DeviceFit) -> None:
 
 def test_whole_without_any_attention_or_network_is_derived(tmp_path: Path) -> None:
     only = device_fit.fit_device("a100", read_all([files.mlp_csv(tmp_path)]))
-    latency = fitted("a100", "llama-3-8b", Layout(tp=2), fit=only)
+    latency = fitted("a100", "llama-3-8b", ParallelLayout(tp=2), fit=only)
     assert latency.source.status == "derived"
     families = latency.source.details["families"]
     assert families["prefill"].startswith("derived")

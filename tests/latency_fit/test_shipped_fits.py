@@ -13,7 +13,7 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import ACCELERATORS
 from headway.perf.hardware.models import MODELS
 from headway.perf.latency.base import one_chunk_s
-from headway.perf.latency.fitted import Layout, fitted, shipped, shipped_fit
+from headway.perf.latency.fitted import ParallelLayout, fitted, shipped, shipped_fit
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.readers import read_all
 
@@ -40,7 +40,7 @@ def test_small_enough_to_ship() -> None:
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
 def test_every_device_answers(device: str) -> None:
     for name, tp in (("llama-3-8b", 1), ("llama-3-70b", 8), ("phi-2", 2), ("yi-34b", 4)):
-        latency = fitted(device, name, Layout(tp=tp))
+        latency = fitted(device, name, ParallelLayout(tp=tp))
         seconds = latency.token_s(0, 16_384)
         assert np.isfinite(seconds).all()
         assert (seconds > 0).all()
@@ -53,25 +53,25 @@ def test_every_device_answers(device: str) -> None:
 
 
 def test_what_was_measured_says_so() -> None:
-    source = fitted("a100", "llama-3-8b", Layout(tp=8, stages=2), stage=1).source
+    source = fitted("a100", "llama-3-8b", ParallelLayout(tp=8, stages=2), stage=1).source
     assert source.fingerprint == "llama-3-8b|a100-80gb|tp8-pp2-kvp1|stage 1"
     assert source.details["families"]["linear"].startswith("measured")
     assert source.status == "fitted", "histories were measured for other heads"
     assert source.details["validated"]["rows"] == 32768
-    assert fitted("h100", "llama-3-8b", Layout(tp=8)).source.details["families"]["linear"].startswith("fitted")
+    assert fitted("h100", "llama-3-8b", ParallelLayout(tp=8)).source.details["families"]["linear"].startswith("fitted")
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_stages_add_up(name: str) -> None:
     whole = fitted("h100", name)
-    parts = [fitted("h100", name, Layout(stages=3), stage=s) for s in range(3)]
+    parts = [fitted("h100", name, ParallelLayout(stages=3), stage=s) for s in range(3)]
     summed = sum(float(p.token_s(256, 256)[0]) for p in parts) - 2 * 3e-4
     assert summed == pytest.approx(float(whole.token_s(256, 256)[0]), rel=1e-3)
     assert sum(p.decode_s(8, 8000) for p in parts) == pytest.approx(whole.decode_s(8, 8000), rel=1e-6)
 
 
 def test_more_ranks_are_faster() -> None:
-    rows = [float(fitted("h100", "llama-3-70b", Layout(tp=tp)).token_s(2048, 2048)[0]) for tp in (1, 2, 4, 8)]
+    rows = [float(fitted("h100", "llama-3-70b", ParallelLayout(tp=tp)).token_s(2048, 2048)[0]) for tp in (1, 2, 4, 8)]
     assert rows == sorted(rows, reverse=True)
     assert rows[0] / rows[3] < 8
 
@@ -88,14 +88,14 @@ def test_better_memory_makes_decodes_faster() -> None:
 @pytest.mark.parametrize(
     ("device", "model", "layout", "stage", "says"),
     [
-        ("b100", "llama-3-8b", Layout(), 0, "unknown accelerator 'b100'; known: a100-80gb"),
-        ("a100", "llama-9", Layout(), 0, "unknown model 'llama-9'; known: llama-3-8b"),
-        ("a100", "llama-3-8b", Layout(tp=3), 0, "32 query heads cannot be cut over 3"),
-        ("a100", "llama-3-8b", Layout(stages=2), 2, "stage 2 of a layout with 2 stages"),
-        ("a100", "llama-3-8b", Layout(stages=33), 0, "at most one stage a layer"),
+        ("b100", "llama-3-8b", ParallelLayout(), 0, "unknown accelerator 'b100'; known: a100-80gb"),
+        ("a100", "llama-9", ParallelLayout(), 0, "unknown model 'llama-9'; known: llama-3-8b"),
+        ("a100", "llama-3-8b", ParallelLayout(tp=3), 0, "32 query heads cannot be cut over 3"),
+        ("a100", "llama-3-8b", ParallelLayout(stages=2), 2, "stage 2 of a layout with 2 stages"),
+        ("a100", "llama-3-8b", ParallelLayout(stages=33), 0, "at most one stage a layer"),
     ],
 )
-def test_errors_say_what_exists(device: str, model: str, layout: Layout, stage: int, says: str) -> None:
+def test_errors_say_what_exists(device: str, model: str, layout: ParallelLayout, stage: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         fitted(device, model, layout, stage)
 
@@ -112,7 +112,11 @@ def test_shipped_is_what_the_script_makes() -> None:
     profiles = read_all(maker.profile_files(PROFILES))
     made = device_fit.decode(maker.make("a100-80gb", profiles), "what the script makes")
     # Not bytes: logarithms differ in their last bit between processors, and a tree may then ask another question.
-    for name, layout in (("llama-3-8b", Layout(tp=8, stages=2)), ("llama-2-70b", Layout(tp=4)), ("yi-34b", Layout())):
+    for name, layout in (
+        ("llama-3-8b", ParallelLayout(tp=8, stages=2)),
+        ("llama-2-70b", ParallelLayout(tp=4)),
+        ("yi-34b", ParallelLayout()),
+    ):
         ours, theirs = fitted("a100", name, layout), fitted("a100", name, layout, fit=made)
         assert theirs.token_s(0, 8192) == pytest.approx(ours.token_s(0, 8192), rel=0.02)
         assert theirs.chunk_s(5000, 0, 8192) == pytest.approx(ours.chunk_s(5000, 0, 8192), rel=0.01)

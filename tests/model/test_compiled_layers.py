@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from headway.runtime.attention.base import Segment
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.native import kernels
-from headway.runtime.model.decoder import Decoder
-from headway.runtime.model.linear import Linear
+from headway.runtime.model.decoder import DecoderModel
+from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
@@ -24,12 +24,12 @@ CONFIG = replace(reference_config(512), hidden_size=64, layers=2, q_heads=3, kv_
                  vocab_size=50, rope=replace(reference_config(512).rope, rotary_dim=32))  # fmt: skip
 
 
-def exact(decoder: Decoder) -> Decoder:
+def exact(decoder: DecoderModel) -> DecoderModel:
     """The same weights in fp32, by the general path."""
 
     def wide(held: Any) -> Any:
-        if isinstance(held, Linear):
-            return Linear(held.dense().float(), None if held.bias is None else held.bias.float())
+        if isinstance(held, PackedLinear):
+            return PackedLinear(held.dense().float(), None if held.bias is None else held.bias.float())
         return None if held is None else held.float()
 
     def layer(held: LayerWeights) -> LayerWeights:
@@ -37,22 +37,22 @@ def exact(decoder: Decoder) -> Decoder:
 
     weights = decoder.weights
     layers = [layer(held) for held in weights.layers]
-    return Decoder(
+    return DecoderModel(
         decoder.config,
         DecoderWeights(layers, wide(weights.embedding), wide(weights.final_norm), wide(weights.head)),
         CpuBackend(False),
     )
 
 
-def logits(decoder: Decoder, rows: int, first: int = 40) -> torch.Tensor:
+def logits(decoder: DecoderModel, rows: int, first: int = 40) -> torch.Tensor:
     """A first chunk, then `rows` more tokens as one decode each of as many requests that share a start."""
     generator = torch.Generator().manual_seed(rows)
     tokens = torch.randint(0, 50, (first,), generator=generator)
     pool = decoder.make_pool(512 * rows)
     for row in range(rows):
-        plan = decoder.backend.plan([Segment(0, first, 0, ((512 * row, 512),))], pool)
+        plan = decoder.backend.plan([BatchSegment(0, first, 0, ((512 * row, 512),))], pool)
         decoder.forward(tokens, torch.arange(first), plan, torch.tensor([first - 1]))
-    plan = decoder.backend.plan([Segment(row, 1, first, ((512 * row, 512),)) for row in range(rows)], pool)
+    plan = decoder.backend.plan([BatchSegment(row, 1, first, ((512 * row, 512),)) for row in range(rows)], pool)
     return decoder.forward(torch.arange(rows), torch.full((rows,), first), plan, None)
 
 
@@ -76,7 +76,7 @@ def test_chunks_of_any_size(first: int) -> None:
 def test_a_row_of_a_linear_layer_is_the_same_alone_and_among_any_others(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(*shape, generator=generator).bfloat16(), torch.randn(shape[0]).bfloat16()
-    linear = Linear(weight.clone(), bias)
+    linear = PackedLinear(weight.clone(), bias)
     assert linear.panels is not None
     assert torch.equal(linear.dense(), weight)
     x = torch.randn(500, shape[1], generator=generator).bfloat16()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from checkpoints import FAMILIES, make_tiny
-from headway.runtime.attention.base import Segment
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.attention.base import BatchSegment
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
 
 LENGTH = 48
@@ -42,7 +42,7 @@ def checkpoint(variant: str, dtype: str = "float32") -> Path:
 
 
 @functools.cache
-def models(variant: str, dtype: str = "float32") -> tuple[Decoder, Any]:
+def models(variant: str, dtype: str = "float32") -> tuple[DecoderModel, Any]:
     import transformers
 
     path = checkpoint(variant, dtype)
@@ -60,7 +60,7 @@ def scattered(count: int, seed: int) -> list[tuple[tuple[int, int], ...]]:
     return [tuple((slot * BLOCK, BLOCK) for slot in order[i * each : (i + 1) * each]) for i in range(count)]
 
 
-def run_iterations(decoder: Decoder, tokens: Tensor, cuts: list[list[int]], idle: list[int], seed: int) -> Tensor:
+def run_iterations(decoder: DecoderModel, tokens: Tensor, cuts: list[list[int]], idle: list[int], seed: int) -> Tensor:
     """All logits of all requests, computed over iterations of at most one chunk a request; `idle` skips turns."""
     count = len(tokens)
     pool = decoder.make_pool(count * LENGTH)
@@ -76,7 +76,7 @@ def run_iterations(decoder: Decoder, tokens: Tensor, cuts: list[list[int]], idle
             if done[index] == LENGTH or waits:
                 continue
             stop = next((cut for cut in cuts[index] if cut > done[index]), LENGTH)
-            segments.append(Segment(row, stop - done[index], done[index], runs[index]))
+            segments.append(BatchSegment(row, stop - done[index], done[index], runs[index]))
             rows.append((index, done[index], stop))
             row += stop - done[index]
             done[index] = stop
@@ -123,7 +123,7 @@ def test_fp32_greedy_tokens_equal(variant: str) -> None:
     fresh, past = prompt[0], 0
     for _ in range(24):
         count = len(fresh)
-        plan = decoder.backend.plan([Segment(0, count, past, runs)], pool)
+        plan = decoder.backend.plan([BatchSegment(0, count, past, runs)], pool)
         row = decoder.forward(fresh, torch.arange(past, past + count), plan, torch.tensor([count - 1]))[0].clone()
         row[forbidden] = -torch.inf
         past, got = past + count, [*got, int(row.argmax())]
@@ -167,7 +167,7 @@ def test_layers_may_be_cut_anywhere() -> None:
     decoder, _ = models("llama")
     tokens, positions = prompts(1)[0], torch.arange(LENGTH)
     pool = decoder.make_pool(LENGTH)
-    plan = decoder.backend.plan([Segment(0, LENGTH, 0, ((0, LENGTH),))], pool)
+    plan = decoder.backend.plan([BatchSegment(0, LENGTH, 0, ((0, LENGTH),))], pool)
     wanted = decoder.forward(tokens, positions, plan, torch.tensor([LENGTH - 1]))
     with torch.inference_mode():
         rotary = decoder.rotary_table(positions)

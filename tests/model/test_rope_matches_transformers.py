@@ -10,9 +10,9 @@ import torch
 
 from checkpoints import make_tiny
 from headway.core.errors import CheckpointError, ConfigError
-from headway.runtime.attention.base import Segment
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.model.loading import load_decoder
-from headway.runtime.model.rope import Rotary, rotate_
+from headway.runtime.model.rope import RotaryEmbedding, rotate_
 from headway.runtime.model.rope_config import RopeConfig, read_rope
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 2.0],
@@ -46,7 +46,7 @@ def test_logits_equal(rule: str, tmp_path: Path) -> None:
         wanted = reference(tokens[None]).logits[0]
     pool, got = decoder.make_pool(256), []
     for start, stop in ((0, 17), (17, 18), (18, length)):
-        plan = decoder.backend.plan([Segment(0, stop - start, start, ((40, 200),))], pool)
+        plan = decoder.backend.plan([BatchSegment(0, stop - start, start, ((40, 200),))], pool)
         got.append(decoder.forward(tokens[start:stop], torch.arange(start, stop), plan, None))
     assert (torch.cat(got) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
@@ -63,13 +63,13 @@ def test_both_spellings_read_the_same() -> None:
 
 def test_dynamic_is_fixed_by_the_longest_length_served() -> None:
     config = RopeConfig("dynamic", 1e4, 64, 4096, factor=2.0)
-    short, same, longer = (Rotary(config, length).frequencies for length in (100, 4096, 16384))
+    short, same, longer = (RotaryEmbedding(config, length).frequencies for length in (100, 4096, 16384))
     assert torch.equal(short, same)
     assert bool((longer[1:] < same[1:]).all())
 
 
 def test_positions_of_a_million_rotate_as_in_double_precision() -> None:
-    rotary = Rotary(RopeConfig("default", 5e5, 64, 1 << 20), 1 << 20)
+    rotary = RotaryEmbedding(RopeConfig("default", 5e5, 64, 1 << 20), 1 << 20)
     positions = torch.tensor([0, 1, 999_983, 1 << 20])
     table = rotary.table(positions, torch.float32)
     angles = positions.double()[:, None] * rotary.frequencies.double()

@@ -20,21 +20,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from headway.perf.latency.layout import Layout
-from headway.runtime.attention.base import Segment
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import gloo_links as gloo
 from headway.runtime.executor import worker as worker_module
 from headway.runtime.executor.gloo_links import GlooLinks
-from headway.runtime.executor.group_attention import Ask as Asked
-from headway.runtime.executor.group_attention import GroupAttention, Visit
+from headway.runtime.executor.group_attention import GroupAttention, RemoteRows
+from headway.runtime.executor.group_attention import RemoteQuery as Asked
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.rank_layout import place_of
-from headway.runtime.executor.single_process import LocalExecutor
-from headway.runtime.executor.worker import Worker
-from headway.runtime.model.checkpoint import Checkpoint
+from headway.runtime.executor.single_process import SingleProcessExecutor
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.model.checkpoint import CheckpointReader
 from headway.runtime.model.loading import load_decoder
-from headway.runtime.model.sampling import Sampled
+from headway.runtime.model.sampling import SampledToken
 
 BLOCKS, BLOCK = 64, 8
 DEVICE = "made_up:0"
@@ -61,9 +61,9 @@ class Peers:
         return x.cpu()
 
 
-def made(folder: str, group: Peers | None = None) -> Worker:
+def made(folder: str, group: Peers | None = None) -> ModelWorker:
     decoder = load_decoder(folder, device=DEVICE, backend=SdpaBackend(), group=group)
-    worker = Worker(decoder, BLOCKS, BLOCK, ())
+    worker = ModelWorker(decoder, BLOCKS, BLOCK, ())
     assert str(worker.pool.data.device) == DEVICE
     return worker
 
@@ -77,13 +77,13 @@ def serving(folder: str, group: Peers | None) -> None:
     """Chunks over histories, decodes alone and together, and prompts that end in the midst of a batch."""
     wanted = DEVICE if group is None else "cpu"
 
-    def sample(logits: Tensor, states: Sequence[Any], positions: Sequence[int]) -> list[Sampled]:
+    def sample(logits: Tensor, states: Sequence[Any], positions: Sequence[int]) -> list[SampledToken]:
         assert str(logits.device) == wanted
-        return [Sampled(5, None) for _ in states]
+        return [SampledToken(5, None) for _ in states]
 
     worker_module.sample = sample
     asks = [Ask(prompt_of(1, 120), 3), Ask(prompt_of(2, 20), 4, 1), Ask(prompt_of(3, 3), 5, 2)]
-    got = serve(make_core(LocalExecutor(made(folder, group)), BLOCKS, BLOCK), asks)
+    got = serve(make_core(SingleProcessExecutor(made(folder, group)), BLOCKS, BLOCK), asks)
     assert [len(tokens) for tokens in got] == [3, 4, 5]
 
 
@@ -100,8 +100,8 @@ def rows_that_others_attend(folder: str) -> None:
     worker, peers = made(folder), Peers()
     config, pool = worker.decoder.config, worker.pool
     backend = GroupAttention(SdpaBackend(), peers, config.q_heads)
-    segments = [Segment(0, 1, 7, ((0, 8),)), Segment(1, 1, 3, ((8, 8),)), Segment(2, 5, 9, ((16, 16),))]
-    visits = [Visit(2, 3, [(40, 9), (60, 2)]), Visit(2, 1, [(80, 4)])]
+    segments = [BatchSegment(0, 1, 7, ((0, 8),)), BatchSegment(1, 1, 3, ((8, 8),)), BatchSegment(2, 5, 9, ((16, 16),))]
+    visits = [RemoteRows(2, 3, [(40, 9), (60, 2)]), RemoteRows(2, 1, [(80, 4)])]
     with torch.inference_mode():
         plan = backend.share(segments, pool, [Asked(1, (segments[0], segments[2]))], visits)
         for layer in range(pool.layers):
@@ -126,7 +126,7 @@ def messages_go_through_host_memory() -> None:
 
     dist.isend = dist.irecv = message  # type: ignore[assignment]
     gloo._tensor_groups = lambda mine, backend: None
-    layout = Layout(tp=2, stages=3, kvp=2)
+    layout = ParallelLayout(tp=2, stages=3, kvp=2)
     links = [GlooLinks(place_of(layout, rank), 8, torch.float32, torch.device(DEVICE)) for rank in (2, 3)]
     for one in links:
         x = torch.empty(4, 8, device=DEVICE)
@@ -142,13 +142,13 @@ def messages_go_through_host_memory() -> None:
 
 def main(folders: list[str]) -> None:
     _setup_privateuseone_for_python_backend("made_up")
-    taken = Checkpoint.take
+    taken = CheckpointReader.take
 
-    def take(self: Checkpoint, *args: Any, **kwargs: Any) -> Tensor:
+    def take(self: CheckpointReader, *args: Any, **kwargs: Any) -> Tensor:
         with unset_fake_temporarily():
             return taken(self, *args, **kwargs)
 
-    Checkpoint.take = take  # type: ignore[method-assign]
+    CheckpointReader.take = take  # type: ignore[method-assign]
     plain = torch.tensor
 
     def tensor(data: Any, device: Any = None, **kwargs: Any) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 from serving import Ask, greedy, make_core, prompt_of, serve
 
 from checkpoints import make_tiny
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore, Log
-from headway.runtime.executor.multi_process import ParallelExecutor
-from headway.runtime.executor.single_process import LocalExecutor
-from headway.runtime.executor.worker import Worker
+from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.executor.single_process import SingleProcessExecutor
+from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
@@ -30,11 +30,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def layout_of(name: str) -> Layout:
+def layout_of(name: str) -> ParallelLayout:
     """T2S4K2: tensor, pipeline and KV parallelism; what is not named is 1."""
     degrees = {letter: int(count) for letter, count in re.findall(r"([TSK])(\d+)", name)}
     assert "".join(f"{letter}{count}" for letter, count in degrees.items()) == name
-    return Layout(tp=degrees.get("T", 1), stages=degrees.get("S", 1), kvp=degrees.get("K", 1))
+    return ParallelLayout(tp=degrees.get("T", 1), stages=degrees.get("S", 1), kvp=degrees.get("K", 1))
 
 
 @functools.cache
@@ -51,11 +51,13 @@ def expected(family: str, seed: int, length: int, count: int) -> list[int]:
 
 def single(folder: Path, asks: list[Ask], blocks: int = BLOCKS, **scheduler: Any) -> list[list[int]]:
     """By this engine, in one process."""
-    executor = LocalExecutor(Worker(load_decoder(folder), blocks, BLOCK, ()))
+    executor = SingleProcessExecutor(ModelWorker(load_decoder(folder), blocks, BLOCK, ()))
     return serve(make_core(executor, blocks, BLOCK, **scheduler), asks)
 
 
-def core_of(executor: ParallelExecutor, shard_tokens: int = 64, log: Log | None = None, **scheduler: Any) -> EngineCore:
+def core_of(
+    executor: MultiProcessExecutor, shard_tokens: int = 64, log: Log | None = None, **scheduler: Any
+) -> EngineCore:
     """An engine over the ranks of a layout. `shard_tokens`: what a KV group holds of one request."""
     layout = executor.layout
     fields = {"stages": layout.stages, "kv_parallel": layout.kvp, "kv_shard_tokens": shard_tokens, **scheduler}

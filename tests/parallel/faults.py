@@ -18,11 +18,11 @@ from serving import Ask, make_core
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Submit
-from headway.runtime.engine.restart_limits import Restarts
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.restart_limits import RestartLimit
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_processes import ProcessWire
+from headway.runtime.executor.rank_processes import ProcessTransport
 
 BLOCKS, BLOCK = 128, 8
 TIMEOUT_S = 1.5
@@ -41,11 +41,11 @@ class World:
 
     def __init__(self, config: RankConfig) -> None:
         self.config = config
-        self.wires: list[ProcessWire] = []
-        self.executor = ParallelExecutor(self.wire(), config.layout, config.kv_blocks, self.wire)
+        self.wires: list[ProcessTransport] = []
+        self.executor = MultiProcessExecutor(self.wire(), config.layout, config.kv_blocks, self.wire)
 
-    def wire(self) -> ProcessWire:
-        wire = ProcessWire(self.config)
+    def wire(self) -> ProcessTransport:
+        wire = ProcessTransport(self.config)
         self.wires.append(wire)
         wire.start()
         return wire
@@ -57,7 +57,7 @@ class World:
     def core(self, losses: int = 100, **scheduler: Any) -> EngineCore:
         layout = self.config.layout
         core = make_core(self.executor, BLOCKS, BLOCK, stages=layout.stages, kv_parallel=layout.kvp, **scheduler)
-        core._restarts = Restarts(losses, "the workers")
+        core._restarts = RestartLimit(losses, "the workers")
         core.info = msgspec.structs.replace(core.info, max_model_len=BLOCKS * BLOCK)
         return core
 
@@ -89,7 +89,7 @@ def serve_through(core: EngineCore, asks: list[Ask], on_step: OnStep) -> list[li
                 params = SamplingParams(
                     **{"max_tokens": ask.count, "temperature": 0.0, "ignore_eos": True, **ask.params}
                 )
-                submit = Submit(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
+                submit = SubmitRequest(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
                 refused = core.submit(submit, memoryview(np.array(ask.prompt, dtype=np.int32).tobytes()))
                 assert refused is None, refused
         on_step(told)

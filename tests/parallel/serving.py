@@ -14,12 +14,12 @@ import torch
 from headway.core.clock import ManualClock
 from headway.core.executor import Executor
 from headway.core.sampling import SamplingParams
-from headway.kv.block_manager import Ledger
-from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.kv.block_manager import BlockManager
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime.engine.core import EngineCore, Log
-from headway.runtime.engine.protocol import Delta, EngineInfo, Submit
+from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 
 
 class RowLatency(LatencyModel):
@@ -34,7 +34,7 @@ class RowLatency(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return 0.0
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Never learns."""
 
 
@@ -58,12 +58,12 @@ def make_core(
         kv_bytes=4,
     )  # fmt: skip
     config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "reserve_tokens": 8, "min_chunk": 1, **scheduler})
-    ledgers = [Ledger(blocks * block_tokens, block_tokens) for _ in range(config.kv_parallel)]
+    ledgers = [BlockManager(blocks * block_tokens, block_tokens) for _ in range(config.kv_parallel)]
     return EngineCore(make_scheduler(config, RowLatency(), ledgers), executor, ManualClock(), info, log)
 
 
 def serve(
-    core: EngineCore, asks: list[Ask], steps: int = 20_000, hear: Callable[[Delta], object] = id
+    core: EngineCore, asks: list[Ask], steps: int = 20_000, hear: Callable[[OutputDelta], object] = id
 ) -> list[list[int]]:
     """All answers, greedy unless an ask says otherwise. `after`: steps of the engine before it is submitted. `hear` is
     called with every delta."""
@@ -77,7 +77,7 @@ def serve(
                 params = SamplingParams(
                     **{"max_tokens": ask.count, "temperature": 0.0, "ignore_eos": True, **ask.params}
                 )
-                submit = Submit(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
+                submit = SubmitRequest(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
                 refused = core.submit(submit, memoryview(np.array(ask.prompt, dtype=np.int32).tobytes()))
                 assert refused is None, refused
         for delta in core.step():

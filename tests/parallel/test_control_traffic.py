@@ -7,17 +7,17 @@ import msgspec
 import pytest
 from serving import Ask, make_core, serve
 
-from headway.perf.latency.layout import Layout
-from headway.runtime.executor.echo import EchoWire
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.executor.echo import EchoTransport
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 
 
-def traffic(context: int, layout: Layout) -> tuple[float, dict[str, int]]:
+def traffic(context: int, layout: ParallelLayout) -> tuple[float, dict[str, int]]:
     """Mean bytes a plan, and bytes by kind of message over all ranks, while six requests of that context prefill and
     decode, with nine shorts beside them. KV groups hold half of a long request each."""
     blocks = 8 * context // 64 + 64
-    wire = EchoWire(layout)
-    executor = ParallelExecutor(wire, layout, blocks)
+    wire = EchoTransport(layout)
+    executor = MultiProcessExecutor(wire, layout, blocks)
     core = make_core(
         executor, blocks, 64, stages=layout.stages, kv_parallel=layout.kvp, kv_shard_tokens=context // 2 + 64,
         chunking="static:512",
@@ -31,9 +31,10 @@ def traffic(context: int, layout: Layout) -> tuple[float, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "most"), [(Layout(stages=2), 64), (Layout(tp=2, stages=2), 64), (Layout(kvp=2), 128)]
+    ("layout", "most"),
+    [(ParallelLayout(stages=2), 64), (ParallelLayout(tp=2, stages=2), 64), (ParallelLayout(kvp=2), 128)],
 )
-def test_a_plan_is_small_and_does_not_grow_with_the_context(layout: Layout, most: int) -> None:
+def test_a_plan_is_small_and_does_not_grow_with_the_context(layout: ParallelLayout, most: int) -> None:
     sizes = {context: traffic(context, layout) for context in (1024, 8192, 65536)}
     for mean, sent in sizes.values():
         assert mean <= most, sizes
@@ -46,7 +47,7 @@ def test_a_plan_is_small_and_does_not_grow_with_the_context(layout: Layout, most
 
 def test_256_decodes_cost_their_changes_only() -> None:
     blocks = 4096
-    executor = ParallelExecutor(EchoWire(Layout(stages=2)), Layout(stages=2), blocks)
+    executor = MultiProcessExecutor(EchoTransport(ParallelLayout(stages=2)), ParallelLayout(stages=2), blocks)
     core = make_core(executor, blocks, 64, stages=2, max_num_seqs=256)
     serve(core, [Ask([5] * 20, 200 + i) for i in range(256)])
     assert executor.plan_bytes / executor.plans <= 64

@@ -18,16 +18,16 @@ from virtual import VirtualWorld
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.hardware import device as device_module
-from headway.perf.hardware.device import Cuda, Devices, choose
+from headway.perf.hardware.device import CudaReport, DeviceAssignment, choose
 from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import cuda_probe as cuda
 from headway.runtime.executor.group_attention import GroupAttention
-from headway.runtime.executor.single_process import LocalExecutor
-from headway.runtime.executor.worker import Worker
+from headway.runtime.executor.single_process import SingleProcessExecutor
+from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
 
 ASKS = [Ask(prompt_of(1, 200), 8), Ask(prompt_of(2, 20), 10, 2), Ask(prompt_of(3, 3), 12, 5)]
-PAIR = Cuda("2.9+cu130", True, ("A", "B"), (50, 30))
+PAIR = CudaReport("2.9+cu130", True, ("A", "B"), (50, 30))
 
 
 def needs(devices: int) -> Any:
@@ -49,28 +49,28 @@ def test_auto_is_the_cpu_unless_every_worker_has_a_device(monkeypatch: pytest.Mo
     assert choose("cpu", 1, never) is None
     drivers(monkeypatch, True)
     assert choose("cpu", 1, never) is None
-    assert choose("auto", 2, lambda: PAIR) == Devices(0, "A", 30)
+    assert choose("auto", 2, lambda: PAIR) == DeviceAssignment(0, "A", 30)
     assert choose("auto", 3, lambda: PAIR) is None
-    assert choose("auto", 1, lambda: Cuda("2.9+cpu")) is None
+    assert choose("auto", 1, lambda: CudaReport("2.9+cpu")) is None
 
 
 def test_cuda_is_asked_for_by_number() -> None:
-    assert choose("cuda", 1, lambda: PAIR) == Devices(0, "A", 50)
-    assert choose("cuda:1", 1, lambda: PAIR) == Devices(1, "B", 30)
+    assert choose("cuda", 1, lambda: PAIR) == DeviceAssignment(0, "A", 50)
+    assert choose("cuda:1", 1, lambda: PAIR) == DeviceAssignment(1, "B", 30)
 
 
 @pytest.mark.parametrize(
     ("asked", "workers", "found", "words"),
     [
-        ("cuda", 1, Cuda("2.9+cpu"), "torch 2.9+cpu has no CUDA: install a CUDA build of torch"),
-        ("cuda", 1, Cuda("2.9+cu130", True), "torch 2.9+cu130 finds no CUDA device"),
+        ("cuda", 1, CudaReport("2.9+cpu"), "torch 2.9+cpu has no CUDA: install a CUDA build of torch"),
+        ("cuda", 1, CudaReport("2.9+cu130", True), "torch 2.9+cu130 finds no CUDA device"),
         ("cuda", 3, PAIR, "3 workers on this host need as many CUDA devices, from number 0 on, and there are 2"),
         ("cuda:2", 1, PAIR, "1 worker on this host need as many CUDA devices, from number 2 on, and there are 2"),
         ("gpu", 1, PAIR, "auto, cpu, cuda or cuda:N, not 'gpu'"),
         ("cuda:-1", 1, PAIR, "not 'cuda:-1'"),
     ],
 )
-def test_what_cannot_be_says_why(asked: str, workers: int, found: Cuda, words: str) -> None:
+def test_what_cannot_be_says_why(asked: str, workers: int, found: CudaReport, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose(asked, workers, lambda: found)
     assert words in str(error.value)
@@ -78,7 +78,7 @@ def test_what_cannot_be_says_why(asked: str, workers: int, found: Cuda, words: s
 
 
 @pytest.mark.parametrize("look", [cuda.look, cuda.look_apart])
-def test_torch_says_what_is_there(look: Callable[[], Cuda]) -> None:
+def test_torch_says_what_is_there(look: Callable[[], CudaReport]) -> None:
     found = look()
     assert found.torch == torch.__version__
     assert found.built == (torch.version.cuda is not None)
@@ -109,7 +109,7 @@ def test_each_rank_has_a_device_of_its_host() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_process_over_sdpa_says_what_transformers_say(family: str, place: str) -> None:
     decoder = load_decoder(checkpoint(family), device=place, backend=SdpaBackend())
-    executor = LocalExecutor(Worker(decoder, BLOCKS, BLOCK, ()))
+    executor = SingleProcessExecutor(ModelWorker(decoder, BLOCKS, BLOCK, ()))
     wanted = [expected(family, seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]
     assert serve(make_core(executor, BLOCKS, BLOCK), ASKS) == wanted
 

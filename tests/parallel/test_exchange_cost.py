@@ -13,15 +13,15 @@ from virtual import VirtualWorld
 
 from headway.core.clock import ManualClock
 from headway.perf.latency import store
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe, restore
-from headway.perf.latency.shard_exchange import Exchange, exchange_of
+from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
 from headway.runtime.build.engine import assemble, latency_source, profile_mark
 from headway.runtime.build.multi_process import build_many
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor import measure as measuring
-from headway.runtime.executor.messages import Measure, Measured
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.messages import MeasureRequest, MeasureResult
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.profiling import FULL, QUICK, exchange, profile
 
 
@@ -68,17 +68,17 @@ def test_the_slower_pair_counts() -> None:
         waits_on = ("queue",)
 
         def __init__(self) -> None:
-            self.asked: list[tuple[int, Measure]] = []
+            self.asked: list[tuple[int, MeasureRequest]] = []
 
         def send(self, rank: int, frames: Any) -> None:
-            self.asked.append((rank, msgspec.msgpack.decode(frames[0], type=Measure)))
+            self.asked.append((rank, msgspec.msgpack.decode(frames[0], type=MeasureRequest)))
 
         def receive(self, timeout_s: float | None) -> Any:
             rank, asked = self.asked.pop()
             seconds = {0: 0.25, 1: 0.5}.get(rank, 0.0)
-            return rank, [msgspec.msgpack.encode(Measured(seconds if asked.kind == "ask" else 0.0))]
+            return rank, [msgspec.msgpack.encode(MeasureResult(seconds if asked.kind == "ask" else 0.0))]
 
-    executor = ParallelExecutor(Wire(), Layout(kvp=4), 8)  # type: ignore[arg-type]
+    executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4), 8)  # type: ignore[arg-type]
     assert executor.measure("exchange", 1, 0, 1) == 0.5
 
 
@@ -91,7 +91,7 @@ def config_of(**fields: Any) -> EngineConfig:
 def test_an_engine_of_two_groups_is_told_what_was_measured() -> None:
     core = assemble(config_of(latency_profile="quick"), ManualClock())
     try:
-        told: Exchange = core.scheduler.exchange  # type: ignore[attr-defined]
+        told: ShardExchangeCost = core.scheduler.exchange  # type: ignore[attr-defined]
         assert told.fixed_s > 0.0
         table, _ = restore(msgspec.json.decode(msgspec.json.encode(describe(core.scheduler.latency))))
         assert exchange_of(table.source) == told, "who replays its log starts from the same"
@@ -101,7 +101,7 @@ def test_an_engine_of_two_groups_is_told_what_was_measured() -> None:
 
 def test_a_profile_that_does_not_say_is_completed(tmp_path: Path) -> None:
     config = config_of()
-    built = build_many(config, Layout(kvp=2))
+    built = build_many(config, ParallelLayout(kvp=2))
     built.executor.close()
     known = {"forward": 1e-3, "chunk": 1e-4, "decodes": 1e-4, "exchange": 3e-4}
     built = replace(built, measure=lambda kind, first, second, repeats: known[kind])

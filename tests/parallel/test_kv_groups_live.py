@@ -21,11 +21,11 @@ from virtual import VirtualWorld
 
 from checkpoints import make_tiny
 from headway.core.sampling import SamplingParams
-from headway.perf.latency.layout import Layout
-from headway.runtime.engine.protocol import Submit
-from headway.runtime.executor.messages import Plan, ToRank
-from headway.runtime.executor.single_process import LocalExecutor
-from headway.runtime.executor.worker import Worker
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.executor.messages import BatchPlan, ToRank
+from headway.runtime.executor.single_process import SingleProcessExecutor
+from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
 from headway.sim.report.live_trace import live_trace_events, timeline
 
@@ -66,11 +66,11 @@ def _one_thread() -> None:
 
 
 def single(folder: Path, asks: list[Ask], **scheduler: Any) -> list[list[int]]:
-    executor = LocalExecutor(Worker(load_decoder(folder), 64, 8, ()))
+    executor = SingleProcessExecutor(ModelWorker(load_decoder(folder), 64, 8, ()))
     return serve(make_core(executor, 64, **scheduler), asks)
 
 
-def spread(world: VirtualWorld, layout: Layout, asks: list[Ask], blocks: int = 64, **scheduler: Any) -> Joins:
+def spread(world: VirtualWorld, layout: ParallelLayout, asks: list[Ask], blocks: int = 64, **scheduler: Any) -> Joins:
     """Serve over KV groups: what was said, and what the log says of it."""
     told = Joins()
     core = make_core(world.executor, blocks, log=told, stages=layout.stages, kv_parallel=layout.kvp, **scheduler)
@@ -93,7 +93,7 @@ def test_greedy_tokens_equal_transformers_whatever_the_shards(
     tp: int, stages: int, kvp: int, family: str, long: int, count: int, shorts: list[tuple[int, int]], shard: int,
     chunking: str, schedule: str,
 ) -> None:  # fmt: skip
-    layout = Layout(tp=tp, stages=stages, kvp=kvp)
+    layout = ParallelLayout(tp=tp, stages=stages, kvp=kvp)
     asks = [Ask(prompt_of(0, long), count), *(Ask(prompt_of(i + 1, n), 8, at) for i, (n, at) in enumerate(shorts))]
     with VirtualWorld(checkpoint(family), layout) as world:
         told = spread(world, layout, asks, kv_shard_tokens=shard, chunking=chunking, pipeline_schedule=schedule)
@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers_whatever_the_shards(
 
 def test_a_decode_that_fills_its_shard_goes_on_in_the_next_group() -> None:
     """The prompt fits one shard, its answer all three: each of the others takes over in the midst of the answer."""
-    layout = Layout(kvp=3, stages=2)
+    layout = ParallelLayout(kvp=3, stages=2)
     with VirtualWorld(checkpoint("llama"), layout) as world:
         told = spread(world, layout, [Ask(prompt_of(0, 30), 80)], kv_shard_tokens=40)
     assert told.got == [expected("llama", 0, 30, 80)]
@@ -115,7 +115,7 @@ def test_a_decode_that_fills_its_shard_goes_on_in_the_next_group() -> None:
 
 def test_two_longs_that_are_each_others_guests() -> None:
     """Each group owns the rows of one and attends those of the other, in the same batch and layer."""
-    layout = Layout(tp=2, kvp=2)
+    layout = ParallelLayout(tp=2, kvp=2)
     asks = [Ask(prompt_of(0, 70), 20), Ask(prompt_of(1, 75), 20), Ask(prompt_of(2, 10), 30, 3)]
     with VirtualWorld(checkpoint("llama"), layout) as world:
         told = spread(world, layout, asks, kv_shard_tokens=40, chunking="static:16")
@@ -126,7 +126,7 @@ def test_two_longs_that_are_each_others_guests() -> None:
 
 
 def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
-    layout = Layout(kvp=2)
+    layout = ParallelLayout(kvp=2)
     asks = [Ask(prompt_of(0, 110), 30), *(Ask(prompt_of(i, 9 + i), 12, i) for i in range(1, 9))]
     with VirtualWorld(checkpoint("llama"), layout) as world:
         told = spread(world, layout, asks, kv_shard_tokens=64)
@@ -154,7 +154,7 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
 def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(seed: int) -> None:
     """Small pools: longs give up their shards, come back elsewhere with what they have generated, and say the same."""
     rng = random.Random(seed)
-    layout = Layout(kvp=2, stages=rng.choice((1, 2)))
+    layout = ParallelLayout(kvp=2, stages=rng.choice((1, 2)))
     asks = [Ask(prompt_of(i, rng.randint(20, 60)), rng.randint(30, 100), rng.randint(0, 20)) for i in range(6)]
     with VirtualWorld(checkpoint("llama"), layout, kv_blocks=16) as world:
         told = Joins()
@@ -178,14 +178,14 @@ def test_sampled_and_penalised_tokens_follow_a_request_from_group_to_group(tp: i
     ]
     folder = checkpoint("llama")
     wanted = single(folder, asks, chunking="static:16")
-    layout = Layout(tp=tp, stages=stages, kvp=kvp)
+    layout = ParallelLayout(tp=tp, stages=stages, kvp=kvp)
     with VirtualWorld(folder, layout) as world:
         told = spread(world, layout, asks, kv_shard_tokens=40, chunking="static:16")
     assert told.got == wanted
     assert {name for _, name, _ in told.joins} == {"0", "1", "2"}
 
 
-def heads_of(worker: Worker) -> list[torch.Tensor]:
+def heads_of(worker: ModelWorker) -> list[torch.Tensor]:
     """The rows of logits that a rank computes from now on, in order."""
     seen: list[torch.Tensor] = []
     plain = worker.decoder.head
@@ -208,7 +208,7 @@ def test_logits_equal_transformers(dtype: str, head_dim: int) -> None:
         "llama", tempfile.mkdtemp(prefix="headway-tiny-"), dtype=dtype, num_hidden_layers=3, head_dim=head_dim
     )
     prompt, count = prompt_of(3, 90), 12
-    layout = Layout(kvp=2)
+    layout = ParallelLayout(kvp=2)
     with VirtualWorld(folder, layout, dtype=dtype) as world:
         rows = [heads_of(worker) for worker in world.workers]
         told = spread(world, layout, [Ask(prompt, count)], kv_shard_tokens=48, chunking="static:17")
@@ -234,13 +234,13 @@ ASKS = [Ask(prompt_of(1, 100), 25), Ask(prompt_of(2, 20), 20, 2), Ask(prompt_of(
 @pytest.mark.parametrize("seqs", [(3,), (6, 7), (2, 9, 10, 14), tuple(range(5, 60, 4))])
 def test_a_rank_that_cannot_follow_gets_a_snapshot_of_its_group(rank: int, seqs: tuple[int, ...]) -> None:
     """Plans are lost before and after joins: what a snapshot says of a request is what its group knows and holds."""
-    layout = Layout(stages=2, kvp=2)
+    layout = ParallelLayout(stages=2, kvp=2)
     left = set(seqs)
     with VirtualWorld(checkpoint("llama"), layout) as world:
 
         def tamper(target: int, frames: object) -> object:
             message = msgspec.msgpack.decode(frames[0], type=ToRank)  # type: ignore[index]
-            if target == rank and isinstance(message, Plan) and message.seq in left:
+            if target == rank and isinstance(message, BatchPlan) and message.seq in left:
                 left.discard(message.seq)
                 return None
             return frames
@@ -257,7 +257,7 @@ def test_a_rank_that_cannot_follow_gets_a_snapshot_of_its_group(rank: int, seqs:
 def test_aborts_at_any_moment_leave_no_blocks_and_disturb_nobody(seed: int) -> None:
     """Also between the moment when a group joins and its first batch with the request, and with the id used again."""
     rng = random.Random(seed)
-    layout = Layout(stages=rng.choice((1, 2)), kvp=rng.choice((2, 3)))
+    layout = ParallelLayout(stages=rng.choice((1, 2)), kvp=rng.choice((2, 3)))
     told: dict[str, list[int]] = {}
     lengths: dict[str, int] = {}
     with VirtualWorld(checkpoint("llama"), layout, kv_blocks=24) as world:
@@ -272,7 +272,7 @@ def test_aborts_at_any_moment_leave_no_blocks_and_disturb_nobody(seed: int) -> N
                     lengths[name] = rng.randint(3, 90)
                     params = SamplingParams(max_tokens=rng.randint(1, 30), temperature=0.0, ignore_eos=True)
                     prompt = np.array(prompt_of(lengths[name], lengths[name]), dtype=np.int32)
-                    submit = Submit(id=name, prompt_tokens=len(prompt), params=params, received_s=0.0)
+                    submit = SubmitRequest(id=name, prompt_tokens=len(prompt), params=params, received_s=0.0)
                     if core.submit(submit, memoryview(prompt.tobytes())) is None:
                         told[name] = []
                         ended.discard(name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoints import FAMILIES, make_tiny
 from headway.core.errors import ConfigError
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.build import multi_process as many_processes
 from headway.runtime.engine.config import EngineConfig
@@ -32,21 +32,21 @@ def config_of(layers: int, kv_heads: int, group: int) -> DecoderConfig:
 
 CONFIGS = st.builds(config_of, st.integers(1, 12), st.integers(1, 8), st.integers(1, 8))
 LAYOUTS = st.builds(
-    lambda tp, stages, kvp: Layout(tp=tp, stages=stages, kvp=kvp),
+    lambda tp, stages, kvp: ParallelLayout(tp=tp, stages=stages, kvp=kvp),
     st.integers(1, 12), st.integers(1, 16), st.integers(1, 3),
 )  # fmt: skip
 
 
-def suggested(error: ConfigError) -> list[Layout]:
+def suggested(error: ConfigError) -> list[ParallelLayout]:
     found = re.findall(r"(\d+) x (\d+) x (\d+)", str(error))
-    return [Layout(tp=int(tp), stages=int(stages), kvp=int(kvp)) for tp, stages, kvp in found]
+    return [ParallelLayout(tp=int(tp), stages=int(stages), kvp=int(kvp)) for tp, stages, kvp in found]
 
 
-def steps(one: Layout, other: Layout) -> int:
+def steps(one: ParallelLayout, other: ParallelLayout) -> int:
     return abs(one.tp - other.tp) + abs(one.stages - other.stages) + abs(one.kvp - other.kvp)
 
 
-def can_be(config: DecoderConfig, layout: Layout) -> bool:
+def can_be(config: DecoderConfig, layout: ParallelLayout) -> bool:
     try:
         check_shape(config, layout)
     except ConfigError:
@@ -55,7 +55,7 @@ def can_be(config: DecoderConfig, layout: Layout) -> bool:
 
 
 @given(CONFIGS, LAYOUTS)
-def test_what_is_suggested_can_be_and_nothing_nearer_can(config: DecoderConfig, asked: Layout) -> None:
+def test_what_is_suggested_can_be_and_nothing_nearer_can(config: DecoderConfig, asked: ParallelLayout) -> None:
     heads = config.q_heads % asked.tp == 0 and (config.kv_heads % asked.tp == 0 or asked.tp % config.kv_heads == 0)
     if heads and asked.stages <= config.layers:
         check_shape(config, asked)
@@ -68,7 +68,7 @@ def test_what_is_suggested_can_be_and_nothing_nearer_can(config: DecoderConfig, 
     distances = [steps(asked, layout) for layout in near]
     assert distances == sorted(distances)
     nearer = (
-        Layout(tp=tp, stages=stages, kvp=kvp)
+        ParallelLayout(tp=tp, stages=stages, kvp=kvp)
         for tp in range(1, 25)
         for stages in range(1, 33)
         for kvp in range(1, 7)
@@ -79,7 +79,7 @@ def test_what_is_suggested_can_be_and_nothing_nearer_can(config: DecoderConfig, 
 
 @given(LAYOUTS, st.integers(1, 1 << 20), st.integers(1, 4 * GIB), st.none() | st.integers(1, 4 * GIB))
 def test_memory_counts_weights_processes_and_one_request(
-    asked: Layout, tokens: int, available: int, kv_bytes: int | None
+    asked: ParallelLayout, tokens: int, available: int, kv_bytes: int | None
 ) -> None:
     if not can_be(EMBEDDED, asked):
         return
@@ -126,7 +126,7 @@ CACHE = (
 def test_the_embedded_model(monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], words: str) -> None:
     monkeypatch.setattr(many_processes, "available_bytes", lambda: GIB)
     config = EngineConfig(model=str(embedded.model_path()), **asked)  # type: ignore[arg-type]
-    layout = Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size)
+    layout = ParallelLayout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size)
     with pytest.raises(ConfigError) as refused:
         many_processes.build_many(config, layout)
     assert str(refused.value).startswith(words)

@@ -17,13 +17,13 @@ from serving import make_core
 
 from headway.core.errors import ConfigError, LostError
 from headway.core.sampling import SamplingParams
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Submit
-from headway.runtime.executor.messages import Admit, Alive, FromRank, Plan, Probe, ToRank
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.executor.messages import AdmitToRank, BatchPlan, FromRank, RankAlive, RankProbe, ToRank
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_transport import Frame, RankLostError
-from headway.runtime.launcher.heartbeat import Pulse
+from headway.runtime.launcher.heartbeat import HeartbeatMonitor
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -61,10 +61,10 @@ class ScriptedWire:
         return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
 
 
-def begin(rewire: Callable[[], ScriptedWire] | None = None) -> tuple[ScriptedWire, ParallelExecutor, EngineCore]:
+def begin(rewire: Callable[[], ScriptedWire] | None = None) -> tuple[ScriptedWire, MultiProcessExecutor, EngineCore]:
     """Two stages, one prompt, its first batch on its way."""
     wire = ScriptedWire()
-    executor = ParallelExecutor(wire, Layout(stages=2), 64, rewire)
+    executor = MultiProcessExecutor(wire, ParallelLayout(stages=2), 64, rewire)
     executor.probe_s = 0.005
     core = make_core(executor, stages=2)
     ask(core, "a")
@@ -74,7 +74,7 @@ def begin(rewire: Callable[[], ScriptedWire] | None = None) -> tuple[ScriptedWir
 
 def ask(core: EngineCore, name: str, output: tuple[int, ...] = ()) -> None:
     params = SamplingParams(max_tokens=8, repetition_penalty=1.1)
-    submit = Submit(id=name, prompt_tokens=5, params=params, received_s=0.0, again=bool(output), output=output)
+    submit = SubmitRequest(id=name, prompt_tokens=5, params=params, received_s=0.0, again=bool(output), output=output)
     assert core.submit(submit, memoryview(np.arange(3, 8, dtype=np.int32).tobytes())) is None
 
 
@@ -100,23 +100,23 @@ def test_new_ranks_are_told_of_every_request_and_what_it_has_said() -> None:
     ask(core, "while they start")
     while core.recovering:
         core.step(0.01)
-    admitted = fresh.kinds(Admit)
+    admitted = fresh.kinds(AdmitToRank)
     assert [(rank, one.request, one.output) for rank, one in admitted] == [
         (rank, number, (9, 8, 7) if number == 2 else ()) for number in (1, 2, 3, 4) for rank in (0, 1)
     ]
     assert all(one.has_prompt for _, one in admitted)
-    plans = fresh.kinds(Plan)
+    plans = fresh.kinds(BatchPlan)
     assert [(rank, plan.seq) for rank, plan in plans] == [(0, 1), (1, 1)]
     assert {chunk[1] for chunk in plans[0][1].chunks} == {0}, "everything is computed from its first token"
 
 
 def test_a_rank_that_has_done_what_it_never_told_is_lost() -> None:
     wire, executor, _ = begin()
-    while not wire.kinds(Probe):
+    while not wire.kinds(RankProbe):
         assert executor.result(0.001) is None
-    wire.says.append((0, Alive(0)))
+    wire.says.append((0, RankAlive(0)))
     assert executor.result(0.001) is None
-    wire.says.append((1, Alive(1)))
+    wire.says.append((1, RankAlive(1)))
     with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and what it said of it was lost"):
         executor.result(1.0)
 
@@ -153,7 +153,7 @@ def test_a_restart_that_fails_is_a_loss_too_and_may_be_tried_again() -> None:
     while core.recovering:
         core.step(0.01)
     assert (len(attempts), core.stats().recoveries_total) == (2, 2)
-    assert len(fresh.kinds(Admit)) == 4
+    assert len(fresh.kinds(AdmitToRank)) == 4
 
 
 def test_closing_while_new_ranks_start_leaves_none_behind() -> None:
@@ -180,7 +180,7 @@ def test_closing_while_new_ranks_start_leaves_none_behind() -> None:
 def test_a_process_is_silent_exactly_when_it_was_not_heard_of_for_the_timeout(
     moves: list[tuple[str, float]], timeout_s: float
 ) -> None:
-    pulse, now, looked = Pulse((0, 1), timeout_s, 0.0), 0.0, 0.0
+    pulse, now, looked = HeartbeatMonitor((0, 1), timeout_s, 0.0), 0.0, 0.0
     last = {0: 0.0, 1: 0.0}
     for move, passed in moves:
         now += passed
@@ -200,7 +200,7 @@ def test_a_process_is_silent_exactly_when_it_was_not_heard_of_for_the_timeout(
 
 
 def test_time_in_which_nobody_looked_is_no_silence() -> None:
-    pulse = Pulse((0,), 2.0, 0.0)
+    pulse = HeartbeatMonitor((0,), 2.0, 0.0)
     assert pulse.silent(0.5) is None
     assert pulse.silent(1000.0) is None
     assert pulse.silent(1000.9) is None

@@ -14,13 +14,13 @@ from serving import Ask, make_core, prompt_of, serve
 from virtual import VirtualWorld
 
 from checkpoints import make_tiny
-from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.sampling import SamplingParams
 from headway.kv.block_allocator import BlockTables
-from headway.perf.latency.layout import Layout
-from headway.runtime.executor.echo import EchoWire
-from headway.runtime.executor.messages import Plan, ToRank
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.executor.echo import EchoTransport
+from headway.runtime.executor.messages import BatchPlan, ToRank
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plan_stream import KEPT_EPOCHS, PlanWriter, StreamState, replay
 from headway.runtime.executor.rank_transport import RankLostError
 
@@ -57,8 +57,8 @@ def test_groups_and_tables_arrive_as_they_are(seed: int, sets: int, steps: int) 
             ops.append(KvOp("reserve", name, rng.randint(1, 3)))
         if held and rng.random() < 0.4:
             ops.append(KvOp("free", held.pop(rng.randrange(len(held))), 0))
-        part = Part(0, group, (Chunk(held[0], 0, step, False),) if held else (), tuple(ops))
-        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(part)), type=Plan)
+        part = GroupBatch(0, group, (Chunk(held[0], 0, step, False),) if held else (), tuple(ops))
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(part)), type=BatchPlan)
         got = state.part_of(plan)
         assert got.decodes.members == tuple(str(numbers[name]) for name in group.members)
         assert [(c.request, c.tokens) for c in got.prefills] == [(str(numbers[c.request]), step) for c in part.prefills]
@@ -73,7 +73,7 @@ def test_a_group_that_was_forgotten_is_sent_in_full() -> None:
     groups = [old, *(DecodeGroup((f"r{i}",), 1, i, 0, (f"r{i}",)) for i in range(3, 4 + KEPT_EPOCHS))]
     groups.append(DecodeGroup(("r2", "r99"), 2, 150, 1, ("r99",), ("r1",)))
     for group in groups:
-        plan = writer.write(Part(0, group))
+        plan = writer.write(GroupBatch(0, group))
         assert state.part_of(plan).decodes.members == tuple(str(numbers[name]) for name in group.members)
     assert (plan.base, plan.joined) == (0, (2, 99))
 
@@ -81,9 +81,9 @@ def test_a_group_that_was_forgotten_is_sent_in_full() -> None:
 def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() -> None:
     numbers = {"a": 1}
     writer = PlanWriter(8, numbers)
-    writer.write(Part(0, DecodeGroup(), (), (KvOp("reserve", "a", 2),)))
+    writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a", 2),)))
     numbers["a"] = 2
-    plan = writer.write(Part(0, DecodeGroup(), (), (KvOp("free", "a", 0), KvOp("reserve", "a", 3))))
+    plan = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("free", "a", 0), KvOp("reserve", "a", 3))))
     assert plan.ops == ((1, 0, 0), (2, 3, 0))
 
 
@@ -91,14 +91,14 @@ def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
     """Those of runs, of which nobody was told by a name; ranks hear nothing of it."""
     numbers: dict[str, int] = {}
     writer = PlanWriter(8, numbers)
-    (reserved,) = writer.write(Part(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
-    assert writer.write(Part(0, DecodeGroup(), (), (KvOp("rename", "a", 0, before="a/runs"),))).ops == ()
+    (reserved,) = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
+    assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("rename", "a", 0, before="a/runs"),))).ops == ()
     number = writer.holder("a")
     assert number == reserved[0] < 0
     numbers["a"] = number
     assert writer.holder("a/runs") is None
     ops = (KvOp("grow", "a", 1), KvOp("free", "a", 0))
-    assert writer.write(Part(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0), (number, 0, 0))
+    assert writer.write(GroupBatch(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0), (number, 0, 0))
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -114,11 +114,11 @@ ASKS = [Ask(prompt_of(1, 120), 12), Ask(prompt_of(2, 20), 20, 2), Ask(prompt_of(
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> list[list[int]]:
-    with VirtualWorld(folder, Layout(stages=2)) as world:
+    with VirtualWorld(folder, ParallelLayout(stages=2)) as world:
         return serve(make_core(world.executor, stages=2, chunking="static:16"), ASKS)
 
 
-def damaged(plan: Plan, how: str) -> Plan | None:
+def damaged(plan: BatchPlan, how: str) -> BatchPlan | None:
     if how == "lost":
         return None
     if how == "blocks":
@@ -135,11 +135,11 @@ def test_a_rank_that_cannot_follow_gets_a_snapshot_and_answers_stay_exact(
     folder: Path, undisturbed: list[list[int]], how: str, rank: int, seqs: tuple[int, ...]
 ) -> None:
     left, hurt = set(seqs), []
-    with VirtualWorld(folder, Layout(stages=2)) as world:
+    with VirtualWorld(folder, ParallelLayout(stages=2)) as world:
 
         def tamper(target: int, frames: object) -> object:
             message = msgspec.msgpack.decode(frames[0], type=ToRank)  # type: ignore[index]
-            if target == rank and isinstance(message, Plan) and message.seq in left:
+            if target == rank and isinstance(message, BatchPlan) and message.seq in left:
                 left.discard(message.seq)
                 changed = damaged(message, how)
                 hurt.append(changed != message)
@@ -156,18 +156,18 @@ def test_a_rank_that_cannot_follow_gets_a_snapshot_and_answers_stay_exact(
 def test_an_allocator_that_went_its_own_way_is_noticed_before_anything_is_computed(
     folder: Path, undisturbed: list[list[int]]
 ) -> None:
-    with VirtualWorld(folder, Layout(stages=2)) as world:
+    with VirtualWorld(folder, ParallelLayout(stages=2)) as world:
         world.workers[1].tables.add("intruder", 3)
         assert serve(make_core(world.executor, stages=2, chunking="static:16"), ASKS) == undisturbed
         assert world.executor.resyncs == 1
 
 
 def test_a_rank_that_never_follows_is_given_up(folder: Path) -> None:
-    with VirtualWorld(folder, Layout(stages=2)) as world:
+    with VirtualWorld(folder, ParallelLayout(stages=2)) as world:
 
         def tamper(target: int, frames: object) -> object:
             message = msgspec.msgpack.decode(frames[0], type=ToRank)  # type: ignore[index]
-            if target == 1 and isinstance(message, Plan):
+            if target == 1 and isinstance(message, BatchPlan):
                 return [msgspec.msgpack.encode(msgspec.structs.replace(message, check=message.check ^ 1))]
             return frames
 
@@ -179,15 +179,15 @@ def test_a_rank_that_never_follows_is_given_up(folder: Path) -> None:
 
 
 def test_prompts_go_only_where_tokens_are_read() -> None:
-    layout = Layout(tp=2, stages=3)
+    layout = ParallelLayout(tp=2, stages=3)
     sent: list[tuple[int, int]] = []
 
-    class Listening(EchoWire):
+    class Listening(EchoTransport):
         def send(self, rank: int, frames: object) -> None:  # type: ignore[override]
             sent.append((rank, len(frames)))  # type: ignore[arg-type]
             super().send(rank, frames)  # type: ignore[arg-type]
 
-    executor = ParallelExecutor(Listening(layout), layout, 8)
+    executor = MultiProcessExecutor(Listening(layout), layout, 8)
     prompt = memoryview(np.arange(10, dtype=np.int32).tobytes())
     executor.admit("a", prompt, SamplingParams())
     assert [rank for rank, frames in sent if frames == 2] == [0, 1]

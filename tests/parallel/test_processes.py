@@ -18,9 +18,9 @@ from serving import Ask, make_core, prompt_of, serve
 
 from checkpoints import make_tiny
 from headway.core.errors import ConfigError
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_processes import ProcessWire
+from headway.runtime.executor.rank_processes import ProcessTransport
 from headway.runtime.executor.rank_transport import RankLostError
 
 BLOCKS, BLOCK = 64, 8
@@ -40,10 +40,10 @@ def settings(folder: Path, tp: int, stages: int, **changes: Any) -> RankConfig:
 
 
 @contextmanager
-def ranks(config: RankConfig) -> Iterator[tuple[ParallelExecutor, ProcessWire]]:
-    wire = ProcessWire(config)
+def ranks(config: RankConfig) -> Iterator[tuple[MultiProcessExecutor, ProcessTransport]]:
+    wire = ProcessTransport(config)
     wire.start()
-    executor = ParallelExecutor(wire, config.layout, config.kv_blocks)
+    executor = MultiProcessExecutor(wire, config.layout, config.kv_blocks)
     try:
         yield executor, wire
     finally:
@@ -100,14 +100,14 @@ def test_a_bad_checkpoint_is_the_error_that_the_user_reads(llama: Path, tmp_path
         weights.unlink()
     else:
         weights.write_bytes(weights.read_bytes()[:-5000])
-    wire = ProcessWire(settings(tmp_path, 1, 2))
+    wire = ProcessTransport(settings(tmp_path, 1, 2))
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         wire.start()
     assert all(not process.is_alive() for process in wire.processes)
 
 
 def test_a_rank_that_runs_out_of_memory_says_so(llama: Path) -> None:
-    wire = ProcessWire(settings(llama, 1, 2, kv_blocks=1 << 50))
+    wire = ProcessTransport(settings(llama, 1, 2, kv_blocks=1 << 50))
     with pytest.raises(ConfigError, match=r"there is no memory for a KV cache of [0-9.]+ GiB"):
         wire.start()
     assert all(not process.is_alive() for process in wire.processes)

@@ -22,21 +22,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import CheckpointError, ConfigError
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.embedded import model_path
 from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.launcher.host_agent import Host
+from headway.runtime.launcher.host_agent import HostAgent
 from headway.runtime.launcher.host_compatibility import check_nodes, node_of, terms
-from headway.runtime.launcher.host_coordinator import Rendezvous
-from headway.runtime.launcher.host_messages import HostHello, Kept
-from headway.runtime.launcher.network import Endpoint, address_towards, interface_of, parse_endpoint, resolve
-from headway.runtime.launcher.rank_launcher import Ranks
+from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.runtime.launcher.host_messages import HostHello, ObservedState
+from headway.runtime.launcher.network import HostEndpoint, address_towards, interface_of, parse_endpoint, resolve
+from headway.runtime.launcher.rank_launcher import RankLauncher
 from headway.runtime.launcher.remote_rank import RemoteProcess
 from headway.runtime.launcher.secret import check_token, guard_client, new_token
 from headway.runtime.model.identity import identity
 from headway.serving.load.server_process import free_port
 
-LAYOUT = Layout(tp=2)
+LAYOUT = ParallelLayout(tp=2)
 TOKEN = new_token()
 LOST_S = 2.0
 rank_node = partial(node_of, nodes=2, layout=LAYOUT)
@@ -48,13 +48,15 @@ def model() -> Path:
 
 
 @pytest.fixture
-def endpoint() -> Endpoint:
-    return Endpoint("127.0.0.1", free_port())
+def endpoint() -> HostEndpoint:
+    return HostEndpoint("127.0.0.1", free_port())
 
 
 @contextmanager
-def node0(endpoint: Endpoint, model: Path, patience_s: float = 20.0, lost_s: float = 10.0) -> Iterator[Rendezvous]:
-    meeting = Rendezvous(endpoint, TOKEN, terms(0, 2, LAYOUT, str(model)), rank_node, patience_s, lost_s)
+def node0(
+    endpoint: HostEndpoint, model: Path, patience_s: float = 20.0, lost_s: float = 10.0
+) -> Iterator[HostCoordinator]:
+    meeting = HostCoordinator(endpoint, TOKEN, terms(0, 2, LAYOUT, str(model)), rank_node, patience_s, lost_s)
     try:
         yield meeting
     finally:
@@ -65,10 +67,10 @@ class Joining:
     """A host in a thread of this process."""
 
     def __init__(
-        self, endpoint: Endpoint, folder: Path, token: str = TOKEN, patience_s: float = 20.0, **changes: Any
+        self, endpoint: HostEndpoint, folder: Path, token: str = TOKEN, patience_s: float = 20.0, **changes: Any
     ) -> None:
         mine = msgspec.structs.replace(terms(1, 2, LAYOUT, str(folder)), **changes)
-        self.host = Host(endpoint, token, mine, Ranks(str(folder), 1, mine, LAYOUT), patience_s)
+        self.host = HostAgent(endpoint, token, mine, RankLauncher(str(folder), 1, mine, LAYOUT), patience_s)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -101,7 +103,7 @@ def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
 # -- who is let in ---------------------------------------------------------------------------------------------------
 
 
-def test_a_host_joins_and_ends_with_node_0(endpoint: Endpoint, model: Path) -> None:
+def test_a_host_joins_and_ends_with_node_0(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as meeting:
         host = Joining(endpoint, model)
         mine, other = meeting.gather()
@@ -114,16 +116,16 @@ def test_a_host_joins_and_ends_with_node_0(endpoint: Endpoint, model: Path) -> N
 
 
 def test_the_clock_of_a_host_that_has_left_is_still_known(
-    endpoint: Endpoint, model: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: HostEndpoint, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its processes said last is read when it has gone."""
-    kept = Host._kept
+    kept = HostAgent._kept
 
-    def elsewhere(host: Host, echo_s: float) -> Kept:
+    def elsewhere(host: HostAgent, echo_s: float) -> ObservedState:
         said = kept(host, echo_s)
         return msgspec.structs.replace(said, now_s=said.now_s + 1e6)
 
-    monkeypatch.setattr(Host, "_kept", elsewhere)
+    monkeypatch.setattr(HostAgent, "_kept", elsewhere)
     with node0(endpoint, model) as meeting:
         host = Joining(endpoint, model)
         until(lambda: meeting.ahead_s(1))
@@ -144,7 +146,7 @@ def test_the_clock_of_a_host_that_has_left_is_still_known(
     ],
 )
 def test_a_host_that_differs_is_refused_with_the_reason(
-    endpoint: Endpoint, model: Path, field: str, value: Any, words: str
+    endpoint: HostEndpoint, model: Path, field: str, value: Any, words: str
 ) -> None:
     with node0(endpoint, model) as meeting:
         error = Joining(endpoint, model, **{field: value}).ended()
@@ -154,7 +156,7 @@ def test_a_host_that_differs_is_refused_with_the_reason(
         assert not meeting._hosts
 
 
-def test_another_token_is_not_let_in_and_is_told_so(endpoint: Endpoint, model: Path) -> None:
+def test_another_token_is_not_let_in_and_is_told_so(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as meeting:
         error = Joining(endpoint, model, token=new_token()).ended()
         assert "does not take this host's token" in str(error)
@@ -162,7 +164,7 @@ def test_another_token_is_not_let_in_and_is_told_so(endpoint: Endpoint, model: P
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_the_engines_socket_hears_nobody_without_the_token(endpoint: Endpoint, model: Path, guarded: bool) -> None:
+def test_the_engines_socket_hears_nobody_without_the_token(endpoint: HostEndpoint, model: Path, guarded: bool) -> None:
     context = zmq.Context()
     with node0(endpoint, model) as meeting:
         engine, stranger, friend = context.socket(zmq.ROUTER), context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -183,7 +185,7 @@ def test_the_engines_socket_hears_nobody_without_the_token(endpoint: Endpoint, m
     context.term()
 
 
-def test_nonsense_is_answered_and_survived(endpoint: Endpoint, model: Path) -> None:
+def test_nonsense_is_answered_and_survived(endpoint: HostEndpoint, model: Path) -> None:
     context = zmq.Context()
     with node0(endpoint, model) as meeting:
         socket = context.socket(zmq.DEALER)
@@ -199,7 +201,7 @@ def test_nonsense_is_answered_and_survived(endpoint: Endpoint, model: Path) -> N
     context.term()
 
 
-def test_a_second_host_of_the_same_rank_is_refused(endpoint: Endpoint, model: Path) -> None:
+def test_a_second_host_of_the_same_rank_is_refused(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as meeting:
         first = Joining(endpoint, model)
         meeting.gather()
@@ -207,14 +209,14 @@ def test_a_second_host_of_the_same_rank_is_refused(endpoint: Endpoint, model: Pa
         assert first.thread.is_alive()
 
 
-def test_both_sides_wait_for_a_stated_time(endpoint: Endpoint, model: Path) -> None:
+def test_both_sides_wait_for_a_stated_time(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model, patience_s=0.6) as meeting, pytest.raises(ConfigError, match=r"--node-rank 1 .* 0.6 s"):
         meeting.gather()
-    alone = Joining(Endpoint("127.0.0.1", free_port()), model, patience_s=0.6)
+    alone = Joining(HostEndpoint("127.0.0.1", free_port()), model, patience_s=0.6)
     assert "no server answered" in str(alone.ended())
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_where(endpoint: Endpoint, model: Path) -> None:
+def test_a_port_that_is_taken_is_an_error_that_says_where(endpoint: HostEndpoint, model: Path) -> None:
     with (
         node0(endpoint, model),
         pytest.raises(ConfigError, match=f"cannot listen at {endpoint}"),
@@ -226,7 +228,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_where(endpoint: Endpoint, mo
 # -- who runs what ---------------------------------------------------------------------------------------------------
 
 
-def launched(meeting: Rendezvous, model: Path) -> RemoteProcess:
+def launched(meeting: HostCoordinator, model: Path) -> RemoteProcess:
     """Rank 1, which finds nobody at its endpoint and waits."""
     config = RankConfig(
         model="elsewhere", dtype="auto", max_model_len=None, attention_backend="cpu", threads=1, kv_blocks=8,
@@ -250,7 +252,7 @@ def readable(descriptor: int) -> bool:
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
-def test_a_process_runs_ends_and_is_ended_where_node_0_wants_it(endpoint: Endpoint, model: Path) -> None:
+def test_a_process_runs_ends_and_is_ended_where_node_0_wants_it(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as meeting:
         early = launched(meeting, model)
         assert early.is_alive(), "it starts when its host is there"
@@ -277,7 +279,7 @@ def test_a_process_runs_ends_and_is_ended_where_node_0_wants_it(endpoint: Endpoi
     assert not alive(last.pid)
 
 
-def test_a_host_that_leaves_takes_its_processes_along_and_another_may_come(endpoint: Endpoint, model: Path) -> None:
+def test_a_host_that_leaves_takes_its_processes_along_and_another_may_come(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as meeting:
         host = Joining(endpoint, model)
         process = launched(meeting, model)
@@ -291,13 +293,13 @@ def test_a_host_that_leaves_takes_its_processes_along_and_another_may_come(endpo
 
 
 def test_silence_loses_a_host_on_both_sides_and_it_comes_back(
-    endpoint: Endpoint, model: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: HostEndpoint, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the network does not carry, neither side hears: as when a cable is pulled."""
     cut = threading.Event()
-    say, send = Host._say, Rendezvous._send
-    monkeypatch.setattr(Host, "_say", lambda self, message: not cut.is_set() and say(self, message))
-    monkeypatch.setattr(Rendezvous, "_send", lambda self, *what: None if cut.is_set() else send(self, *what))
+    say, send = HostAgent._say, HostCoordinator._send
+    monkeypatch.setattr(HostAgent, "_say", lambda self, message: not cut.is_set() and say(self, message))
+    monkeypatch.setattr(HostCoordinator, "_send", lambda self, *what: None if cut.is_set() else send(self, *what))
     with node0(endpoint, model, lost_s=LOST_S) as meeting:
         host = Joining(endpoint, model)
         process = launched(meeting, model)
@@ -314,7 +316,7 @@ def test_silence_loses_a_host_on_both_sides_and_it_comes_back(
         assert host.thread.is_alive()
 
 
-def test_a_new_server_at_the_same_place_finds_the_host_again(endpoint: Endpoint, model: Path) -> None:
+def test_a_new_server_at_the_same_place_finds_the_host_again(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as first:
         host = Joining(endpoint, model)
         process = launched(first, model)
@@ -330,7 +332,7 @@ def test_a_new_server_at_the_same_place_finds_the_host_again(endpoint: Endpoint,
     assert host.ended() is None
 
 
-def test_a_host_that_does_not_come_back_fails_what_should_run_there(endpoint: Endpoint, model: Path) -> None:
+def test_a_host_that_does_not_come_back_fails_what_should_run_there(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model, patience_s=0.5) as meeting:
         process = launched(meeting, model)
         process.join(5.0)
@@ -342,7 +344,7 @@ def test_a_host_that_does_not_come_back_fails_what_should_run_there(endpoint: En
 
 @given(tp=st.integers(1, 8), stages=st.integers(1, 8), kvp=st.integers(1, 4), nodes=st.integers(1, 12))
 def test_every_host_has_as_many_ranks_in_order_or_it_is_an_error(tp: int, stages: int, kvp: int, nodes: int) -> None:
-    layout = Layout(tp=tp, stages=stages, kvp=kvp)
+    layout = ParallelLayout(tp=tp, stages=stages, kvp=kvp)
     world = layout.accelerators
     if world % nodes:
         with pytest.raises(ConfigError, match=f"--nnodes {nodes}"):

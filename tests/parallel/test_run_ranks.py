@@ -9,28 +9,28 @@ import pytest
 
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.core.span import Run
+from headway.core.span import SpanTask
 from headway.runtime.kv_transfer.peer import PeerLostError
-from headway.runtime.sequence_parallel.multi_rank_span_executor import RunError, RunRanks
+from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor, SpanTaskError
 from headway.runtime.sequence_parallel.span_messages import (
-    Begin,
-    Begun,
-    Broken,
-    Cease,
-    Edge,
-    Ended,
-    Finish,
-    Given,
-    Go,
-    Halted,
-    Hold,
-    Keep,
-    On,
+    AdmitSpan,
+    BeginSpan,
+    ContinueSpan,
+    FinishSpan,
+    GrantSlots,
+    HoldSpan,
+    LayerEdge,
     RunFromRank,
-    Through,
-    Want,
+    SpanBegun,
+    SpanBroken,
+    SpanComputed,
+    SpanEnded,
+    SpanHalted,
+    StartSpan,
+    SuspendRequest,
+    WantSlots,
     to_rank,
 )
 
@@ -46,7 +46,7 @@ class Ranks:
         self.told: list[object] = []
         self.replayed: list[tuple[KvOp, ...]] = []
         self._answers, self._mail = answers, list[tuple[int, RunFromRank]]()
-        self.runs = RunRanks(self, lambda: (KvOp("rename", "r", 0, before="r/runs"),))  # type: ignore[arg-type]
+        self.runs = MultiRankSpanExecutor(self, lambda: (KvOp("rename", "r", 0, before="r/runs"),))  # type: ignore[arg-type]
 
     def aside(self, body: bytes) -> None:
         word = to_rank.decode(body)
@@ -66,14 +66,14 @@ class Ranks:
 
     def begin(self, room: Callable[[int, bool], list[tuple[int, int]]] = lambda *_: [(0, 64)]) -> None:
         self.runs.admit("r", memoryview(b"\1\0\0\0"), SamplingParams(max_tokens=1), ())
-        self.runs.begin("r", Run(0, 50, (0,)), (), True, (), room, lambda: None)
+        self.runs.begin("r", SpanTask(0, 50, (0,)), (), True, (), room, lambda: None)
 
 
 def both(word: RunFromRank) -> list[RunFromRank]:
     return [word, word]
 
 
-READY: Answers = {Begin: [both(Want("r", 50, False))], Given: [both(Begun("r"))]}
+READY: Answers = {BeginSpan: [both(WantSlots("r", 50, False))], GrantSlots: [both(SpanBegun("r"))]}
 
 
 def kinds(told: list[object]) -> list[type]:
@@ -81,7 +81,7 @@ def kinds(told: list[object]) -> list[type]:
 
 
 def test_room_is_given_behind_the_operations_that_made_it() -> None:
-    ranks = Ranks(READY | {Given: [both(Want("r", 20, True)), both(Begun("r"))]})
+    ranks = Ranks(READY | {GrantSlots: [both(WantSlots("r", 20, True)), both(SpanBegun("r"))]})
     asked: list[tuple[int, bool]] = []
 
     def room(tokens: int, anew: bool) -> list[tuple[int, int]]:
@@ -90,29 +90,34 @@ def test_room_is_given_behind_the_operations_that_made_it() -> None:
 
     ranks.begin(room)
     assert asked == [(50, False), (20, True)]
-    assert kinds(ranks.told) == [Keep, Begin, tuple, Given, tuple, Given]
-    assert ranks.told[-1] == Given("r", ((8, 56),))
+    assert kinds(ranks.told) == [AdmitSpan, BeginSpan, tuple, GrantSlots, tuple, GrantSlots]
+    assert ranks.told[-1] == GrantSlots("r", ((8, 56),))
 
 
 def test_a_pause_is_told_once_and_what_is_kept_is_that_of_all_ranks() -> None:
-    halted = Halted("r", 16, 1, 100, 10, 200)
-    ranks = Ranks(READY | {Begin: [both(Begun("r"))], Go: [[], both(Through("r"))], Hold: [both(halted)]})
+    halted = SpanHalted("r", 16, 1, 100, 10, 200)
+    ranks = Ranks(
+        READY | {BeginSpan: [both(SpanBegun("r"))], StartSpan: [[], both(SpanComputed("r"))], HoldSpan: [both(halted)]}
+    )
     ranks.begin()
     answers = iter([False, True, True, True])
     assert not ranks.runs.go("r", lambda: next(answers), lambda layers: None)
-    assert [word for word in ranks.told if isinstance(word, Hold | Go)] == [Go("r", False, False), Hold("r")]
+    assert [word for word in ranks.told if isinstance(word, HoldSpan | StartSpan)] == [
+        StartSpan("r", False, False),
+        HoldSpan("r"),
+    ]
     tokens, layer, saved = ranks.runs.saved("r")
     assert (tokens, layer) == (16, 1)
     assert (saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end) == (200, 20, 400)
     assert ranks.runs.go("r", lambda: True, lambda layers: None)
-    assert ranks.told[-1] == Go("r", True, False)
+    assert ranks.told[-1] == StartSpan("r", True, False)
 
 
 def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
     answers: Answers = {
-        Begin: [both(Begun("r"))],
-        Go: [both(Edge("r", 1))],
-        On: [both(Edge("r", 2)), both(Through("r"))],
+        BeginSpan: [both(SpanBegun("r"))],
+        StartSpan: [both(LayerEdge("r", 1))],
+        ContinueSpan: [both(LayerEdge("r", 2)), both(SpanComputed("r"))],
     }
     ranks = Ranks(answers)
     ranks.begin()
@@ -122,31 +127,31 @@ def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
 
 
 def test_kv_that_becomes_the_request_s_own_is_told_before_its_decode() -> None:
-    first = Emitted("r", 7, None)
-    ended: list[RunFromRank] = [Ended("r", first, False, 50), Ended("r", None, False, 50)]
-    ranks = Ranks(READY | {Begin: [both(Begun("r"))], Finish: [ended]})
+    first = EmittedToken("r", 7, None)
+    ended: list[RunFromRank] = [SpanEnded("r", first, False, 50), SpanEnded("r", None, False, 50)]
+    ranks = Ranks(READY | {BeginSpan: [both(SpanBegun("r"))], FinishSpan: [ended]})
     ranks.begin()
     assert ranks.runs.finish("r", True) == (first, False)
     assert ranks.runs.whole("r", 50)
     assert not ranks.runs.whole("r", 51)
     ranks.runs.forget("r")
-    assert kinds(ranks.told)[-2:] == [tuple, Cease]
+    assert kinds(ranks.told)[-2:] == [tuple, SuspendRequest]
     ranks.runs.forget("r")
-    assert kinds(ranks.told).count(Cease) == 1
+    assert kinds(ranks.told).count(SuspendRequest) == 1
     assert "r" not in ranks.runs
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize(("end", "error"), [(None, RunError), (1, PeerLostError)])
+@pytest.mark.parametrize(("end", "error"), [(None, SpanTaskError), (1, PeerLostError)])
 def test_one_rank_that_cannot_go_on_ends_the_run(order: int, end: int | None, error: type[Exception]) -> None:
-    words: list[RunFromRank] = [Through("r"), Broken("r", "a peer is gone", end)]
-    ranks = Ranks(READY | {Begin: [both(Begun("r"))], Go: [words[:: 1 - 2 * order]]})
+    words: list[RunFromRank] = [SpanComputed("r"), SpanBroken("r", "a peer is gone", end)]
+    ranks = Ranks(READY | {BeginSpan: [both(SpanBegun("r"))], StartSpan: [words[:: 1 - 2 * order]]})
     ranks.begin()
     with pytest.raises(error, match="a peer is gone"):
         ranks.runs.go("r", None, lambda layers: None)
 
 
 def test_ranks_that_differ_are_an_error_of_ours() -> None:
-    ranks = Ranks(READY | {Begin: [[Begun("r"), Want("r", 5, False)]]})
+    ranks = Ranks(READY | {BeginSpan: [[SpanBegun("r"), WantSlots("r", 5, False)]]})
     with pytest.raises(InvariantError, match="differ"):
         ranks.begin()

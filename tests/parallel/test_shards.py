@@ -7,12 +7,12 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.memory_fit import numbers
 from headway.runtime.executor.rank_layout import place_of, places
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.rope_config import RopeConfig
-from headway.runtime.model.shard import WHOLE, Shard, divides
+from headway.runtime.model.shard import WHOLE, ModelShard, divides
 
 BASE = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=5, q_heads=8, kv_heads=2, head_dim=8,
@@ -34,9 +34,9 @@ CONFIGS = st.builds(
 @given(CONFIGS, st.integers(1, 8), st.integers(1, 5))
 def test_slices_cover_heads_mlp_vocabulary_and_layers(config: DecoderConfig, ranks: int, stages: int) -> None:
     stages = min(stages, config.layers)
-    held = [layer for stage in range(stages) for layer in Shard(stage=stage, stages=stages).layers(config)]
+    held = [layer for stage in range(stages) for layer in ModelShard(stage=stage, stages=stages).layers(config)]
     assert held == list(range(config.layers))
-    shards = [Shard(rank, ranks) for rank in range(ranks)]
+    shards = [ModelShard(rank, ranks) for rank in range(ranks)]
     assert [word for shard in shards for word in shard.vocabulary(config)] == list(range(config.vocab_size))
     assert [row for shard in shards for row in shard.mlp(config)] == list(range(config.mlp_size))
     if not divides(config, ranks):
@@ -54,7 +54,7 @@ def test_slices_cover_heads_mlp_vocabulary_and_layers(config: DecoderConfig, ran
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 def test_rank_numbers_and_places_are_inverse(tp: int, stages: int, kvp: int) -> None:
-    layout = Layout(tp=tp, stages=stages, kvp=kvp)
+    layout = ParallelLayout(tp=tp, stages=stages, kvp=kvp)
     assert [place.rank for place in places(layout)] == list(range(layout.accelerators))
     for place in places(layout):
         assert place_of(layout, place.rank) == place
@@ -71,5 +71,5 @@ def test_numbers_held_add_up_to_the_model(config: DecoderConfig, ranks: int, sta
     stages = min(stages, config.layers)
     if not divides(config, ranks) or config.kv_heads % ranks:
         return
-    parts = [Shard(rank, ranks, stage, stages) for rank in range(ranks) for stage in range(stages)]
+    parts = [ModelShard(rank, ranks, stage, stages) for rank in range(ranks) for stage in range(stages)]
     assert sum(numbers(config, part) for part in parts) == numbers(config, WHOLE)

@@ -8,7 +8,7 @@ from families import checkpoint, expected, single
 from serving import Ask, make_core, prompt_of, serve
 from virtual import VirtualWorld
 
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (4, 3))
 
@@ -29,7 +29,7 @@ def test_sampled_penalised_and_reported_tokens_equal_one_process(tp: int, stages
         Ask(prompt_of(3, 9), 12, 3, {"temperature": 1.2, "seed": 3, "logprobs": 4}),
     ]
     wanted = single(folder, asks, chunking="static:16")
-    with VirtualWorld(folder, Layout(tp=tp, stages=stages)) as world:
+    with VirtualWorld(folder, ParallelLayout(tp=tp, stages=stages)) as world:
         assert serve(make_core(world.executor, stages=stages, chunking="static:16"), asks) == wanted
 
 
@@ -37,7 +37,7 @@ def test_sampled_penalised_and_reported_tokens_equal_one_process(tp: int, stages
 def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(tp: int, stages: int) -> None:
     folder = checkpoint("llama")
     asks = [Ask(prompt_of(i, 40), 60, i) for i in range(6)]
-    with VirtualWorld(folder, Layout(tp=tp, stages=stages), kv_blocks=40) as world:
+    with VirtualWorld(folder, ParallelLayout(tp=tp, stages=stages), kv_blocks=40) as world:
         core = make_core(world.executor, 40, stages=stages, reserve_tokens=0, chunking="static:16")
         got = serve(core, asks)
         assert core.stats().preemptions_total > 0
@@ -48,6 +48,6 @@ def test_decodes_of_several_batches_alternate_between_stages() -> None:
     """With three stages three groups of decodes are in flight; each request's tokens are its own."""
     folder = checkpoint("phi3")
     asks = [Ask(prompt_of(i, 5 + i), 30, 2 * i) for i in range(9)]
-    with VirtualWorld(folder, Layout(stages=3)) as world:
+    with VirtualWorld(folder, ParallelLayout(stages=3)) as world:
         got = serve(make_core(world.executor, stages=3), asks)
     assert got == [expected("phi3", i, 5 + i, 30) for i in range(9)]

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.group_attention import GroupAttention
-from headway.runtime.executor.messages import FromRank, Stop, Word
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.messages import ControlReply, FromRank, StopRank
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankPeer
-from headway.runtime.executor.rank_layout import Place, places
-from headway.runtime.executor.rank_loop import Rank, _encoder, failure
+from headway.runtime.executor.rank_layout import RankPosition, places
+from headway.runtime.executor.rank_loop import RankLoop, _encoder, failure
 from headway.runtime.executor.rank_transport import Frame
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.rank_transfer import KvRank
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.rank_transfer import RankKvTransfer
 from headway.runtime.model.config import read_config
 from headway.runtime.model.fields import read_json
 from headway.runtime.model.loading import load_decoder
@@ -34,7 +34,7 @@ WAIT_S = 60.0
 class Exchange:
     """What virtual links share: one meeting point a stage, one queue a pair of ranks and kind."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
         self._meetings = {(p.group, p.stage): threading.Barrier(layout.tp) for p in places(layout)}
         self._tables: dict[tuple[int, int], list[Tensor | None]] = {key: [None] * layout.tp for key in self._meetings}
@@ -45,7 +45,7 @@ class Exchange:
         with self._lock:
             return self._queues.setdefault((source, target, kind), queue.Queue())
 
-    def all(self, place: Place, x: Tensor) -> list[Tensor]:
+    def all(self, place: RankPosition, x: Tensor) -> list[Tensor]:
         """Everybody's tensor, in rank order, as copies."""
         key = (place.group, place.stage)
         table, meeting = self._tables[key], self._meetings[key]
@@ -63,7 +63,7 @@ class Exchange:
 class VirtualLinks:
     """`Links` of one virtual rank."""
 
-    def __init__(self, place: Place, exchange: Exchange) -> None:
+    def __init__(self, place: RankPosition, exchange: Exchange) -> None:
         self._place, self._exchange = place, exchange
 
     def sum_(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class VirtualWire:
 
     def close(self) -> None:
         for box in self.boxes:
-            box.put([_encoder.encode(Stop())])
+            box.put([_encoder.encode(StopRank())])
         self.on_close()
 
     kill = close
@@ -179,39 +179,39 @@ class VirtualWorld:
     instance of a cluster, and KV moves."""
 
     def __init__(
-        self, folder: Path, layout: Layout, kv_blocks: int = 64, block_tokens: int = 8, dtype: str = "float32",
+        self, folder: Path, layout: ParallelLayout, kv_blocks: int = 64, block_tokens: int = 8, dtype: str = "float32",
         eos: tuple[int, ...] = (), peer: RankPeer | None = None,
     ) -> None:  # fmt: skip
         self.wire = VirtualWire(layout.accelerators)
         exchange = Exchange(layout)
-        self.workers: list[Worker] = []
+        self.workers: list[ModelWorker] = []
         for place in places(layout):
             links = VirtualLinks(place, exchange)
             group = links if layout.tp > 1 else None
             decoder = load_decoder(folder, dtype, shard=place.shard, group=group)
             if layout.kvp > 1:
                 decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
-            self.workers.append(Worker(decoder, kv_blocks, block_tokens, eos, links))
+            self.workers.append(ModelWorker(decoder, kv_blocks, block_tokens, eos, links))
         self._exchange = exchange
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in places(layout)]
         self.wire.on_close = self._join
-        self.executor = ParallelExecutor(self.wire, layout, kv_blocks)
-        self.kvs: list[KvRank] = []
+        self.executor = MultiProcessExecutor(self.wire, layout, kv_blocks)
+        self.kvs: list[RankKvTransfer] = []
         if peer is not None:
             config = read_config(read_json(folder / "config.json"), None, str(folder))
             for worker, place in zip(self.workers, places(layout), strict=True):
                 say = self._says(place)
-                self.kvs.append(KvRank(worker, config, eos, block_tokens, peer, say, say))
+                self.kvs.append(RankKvTransfer(worker, config, eos, block_tokens, peer, say, say))
             self.executor.peer_addresses = tuple(kv.address for kv in self.kvs)
 
-    def _says(self, place: Place) -> Callable[[bytes], None]:
+    def _says(self, place: RankPosition) -> Callable[[bytes], None]:
         channel = VirtualChannel(place.rank, self.wire)
-        return lambda body: channel.send(_encoder.encode(Word(body)))
+        return lambda body: channel.send(_encoder.encode(ControlReply(body)))
 
-    def _serve(self, place: Place) -> None:
+    def _serve(self, place: RankPosition) -> None:
         kv = self.kvs[place.rank] if self.kvs else None
         try:
-            Rank(self.workers[place.rank], VirtualChannel(place.rank, self.wire), kv).serve()
+            RankLoop(self.workers[place.rank], VirtualChannel(place.rank, self.wire), kv).serve()
         except BaseException as error:
             self._exchange.abort()
             said: FromRank = failure(error)

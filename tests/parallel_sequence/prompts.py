@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from headway.core.span import Strategy
-from headway.runtime.attention.base import Segment
+from headway.runtime.attention.base import BatchSegment
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
-from headway.runtime.model.shard import Shard
+from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
 from headway.runtime.sequence_parallel.kv_shard import KvShard
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
 from headway.runtime.sequence_parallel.tokens import Order
-from headway.runtime.sequence_parallel.transport import Transport
+from headway.runtime.sequence_parallel.transport import TensorTransport
 
 DECODES = 6
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
@@ -60,11 +60,11 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._slices: dict[Shard, Decoder] = {}
-        self.whole = self.slice(Shard())
+        self._slices: dict[ModelShard, DecoderModel] = {}
+        self.whole = self.slice(ModelShard())
         self.config: DecoderConfig = self.whole.config
 
-    def slice(self, shard: Shard) -> Decoder:
+    def slice(self, shard: ModelShard) -> DecoderModel:
         if shard not in self._slices:
             self._slices[shard] = load_decoder(self.folder, "float32", shard=shard)
         return self._slices[shard]
@@ -74,7 +74,7 @@ class Model:
         tokens = len(prompt)
         pool = self.whole.make_pool(tokens + DECODES)
         runs = ((0, tokens + DECODES),)
-        plan = self.whole.backend.plan([Segment(0, tokens, 0, runs)], pool)
+        plan = self.whole.backend.plan([BatchSegment(0, tokens, 0, runs)], pool)
         logits = self.whole.forward(prompt, torch.arange(tokens), plan, None)
         return logits, self.decode(KvShard(pool, runs), tokens, int(logits[-1].argmax()))
 
@@ -82,7 +82,7 @@ class Model:
         """Greedy tokens from the one given on."""
         drawn = [token]
         for at in range(past, past + DECODES - 1):
-            plan = self.whole.backend.plan([Segment(0, 1, at, shard.runs)], shard.pool)
+            plan = self.whole.backend.plan([BatchSegment(0, 1, at, shard.runs)], shard.pool)
             logits = self.whole.forward(torch.tensor([drawn[-1]]), torch.tensor([at]), plan, None)
             drawn.append(int(logits[-1].argmax()))
         return drawn
@@ -115,7 +115,7 @@ class Said:
 
 def take_part(
     model: Model,
-    transport: Transport,
+    transport: TensorTransport,
     specs: Sequence[ChunkSpec],
     prompt: Tensor,
     runner: Callable[[SequencePrefill], None] = lambda prefill: None,
@@ -126,7 +126,7 @@ def take_part(
     """
     rank, config, tp = transport.rank, model.config, specs[0].group.tp
     before = layouts(specs, config)
-    prefill = SequencePrefill(model.slice(Shard(rank % tp, tp)), config, transport)
+    prefill = SequencePrefill(model.slice(ModelShard(rank % tp, tp)), config, transport)
     said = Said([])
     for spec, held in zip(specs, before[:-1], strict=True):
         if rank in spec.group.ranks:

@@ -10,7 +10,7 @@ import torch
 
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.primitive import attend, merge, merge_into
-from headway.runtime.sequence_parallel.attend import _Answer
+from headway.runtime.sequence_parallel.attend import _PartialAnswer
 from headway.runtime.sequence_parallel.cover import cover
 from headway.runtime.sequence_parallel.kv_shard import KvShard
 
@@ -39,7 +39,7 @@ def test_blocks_may_come_in_any_order(seed: int) -> None:
     blocks = [(block, keys[:, :, at : at + size]) for found, size, at in parts for block in found]
     chance.shuffle(blocks)
     query = torch.randn(4, len(mine), 8)
-    answer = _Answer(query)
+    answer = _PartialAnswer(query)
     for block, held in blocks:
         answer.add(block, held)
     places = np.concatenate([np.full(past, -1), mine, others])

@@ -17,7 +17,7 @@ from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
-from headway.runtime.sequence_parallel.layout import EMPTY, Held, KvLayout
+from headway.runtime.sequence_parallel.layout import EMPTY, HeldShard, KvLayout
 from headway.runtime.sequence_parallel.pieces import layout_after
 
 
@@ -43,7 +43,7 @@ def shrinks(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
     tokens = draw(st.integers(1, 40))
     owner = np.array(draw(st.lists(st.sampled_from(ranks), min_size=tokens, max_size=tokens)))
     heads = range(CONFIG.kv_heads)
-    held = {rank: Held(heads, np.flatnonzero(owner == rank)) for rank in ranks if (owner == rank).any()}
+    held = {rank: HeldShard(heads, np.flatnonzero(owner == rank)) for rank in ranks if (owner == rank).any()}
     keepers = {ranks[0], *draw(st.sets(st.sampled_from(ranks)))}
     spec = ChunkSpec(tokens, tokens + 1, SpGroup(ranks), Strategy("ring"), "first", False, True, tuple(sorted(keepers)))
     return held, spec

@@ -15,10 +15,10 @@ from checkpoints import make_tiny
 from headway.core.errors import ConfigError, InvariantError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.fast_sp import saved_bytes
-from headway.runtime.model.shard import Shard
+from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.layout import gathered
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
-from headway.runtime.sequence_parallel.saved import Saved
+from headway.runtime.sequence_parallel.saved import SavedState
 
 LAYERS = 5
 
@@ -69,7 +69,7 @@ def test_pause_at_every_layer_with_another_prompt_between(model: Model, name: st
 def short(model: Model, transport: VirtualTransport, specs: list, prompt: torch.Tensor) -> torch.Tensor | None:
     """Another prompt on the ranks of the first chunk, while the first prompt's first chunk is paused."""
     tp = specs[0].group.tp
-    prefill = SequencePrefill(model.slice(Shard(transport.rank % tp, tp)), model.config, transport)
+    prefill = SequencePrefill(model.slice(ModelShard(transport.rank % tp, tp)), model.config, transport)
     prefill.begin(specs[0], prompt[: specs[0].end])
     prefill.run()
     return prefill.finish()
@@ -103,14 +103,14 @@ def test_the_first_rank_pauses_all_at_one_layer(model: Model, says_yes_at: int) 
     assert (results[0][1] - logits[-1]).abs().max() < 1e-4 * logits.abs().max()
 
 
-def paused(model: Model, parts: list[Part], tp: int, layer: int) -> Saved:
+def paused(model: Model, parts: list[Part], tp: int, layer: int) -> SavedState:
     """What all ranks keep of the last chunk, paused before `layer`."""
     specs = route(parts, tp)
     prompt, before = prompt_of(specs[-1].end), layouts(specs, model.config)
 
-    def work(transport: VirtualTransport) -> Saved:
+    def work(transport: VirtualTransport) -> SavedState:
         rank = transport.rank
-        prefill = SequencePrefill(model.slice(Shard(rank % tp, tp)), model.config, transport)
+        prefill = SequencePrefill(model.slice(ModelShard(rank % tp, tp)), model.config, transport)
         for spec, held in zip(specs, before[:-1], strict=True):
             if rank not in spec.group.ranks:
                 continue

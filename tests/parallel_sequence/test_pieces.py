@@ -16,7 +16,7 @@ from virtual_ranks import VirtualTransport, on_ranks
 
 from checkpoints import make_tiny
 from headway.core.span import cut
-from headway.runtime.model.shard import Shard
+from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
 from headway.runtime.sequence_parallel.group import ChunkSpec
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, moves
@@ -98,7 +98,7 @@ def test_a_piece_that_nobody_wants_logits_of_has_none(model: Model, tp: int, att
     prompt, before = prompt_of(50), layouts(specs, model.config)
 
     def work(transport: VirtualTransport) -> list[torch.Tensor | None]:
-        prefill = SequencePrefill(model.slice(Shard(transport.rank % tp, tp)), model.config, transport)
+        prefill = SequencePrefill(model.slice(ModelShard(transport.rank % tp, tp)), model.config, transport)
         found = []
         for spec, held in zip(specs, before[:-1], strict=True):
             wanted = None if spec is specs[-1] else ()

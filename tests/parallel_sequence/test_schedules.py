@@ -14,18 +14,18 @@ from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.runtime.model.random_weights import reference_config
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
-from headway.runtime.sequence_parallel.cover import Block, cover
+from headway.runtime.sequence_parallel.cover import MaskBlock, cover
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered, moves
 from headway.runtime.sequence_parallel.ring import ring
-from headway.runtime.sequence_parallel.steps import Exchange
+from headway.runtime.sequence_parallel.steps import ExchangeRows
 from headway.runtime.sequence_parallel.tokens import ORDERS, spread
 
 CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,
                  vocab_size=50)  # fmt: skip
 
 
-def seen(blocks: tuple[Block, ...], rows: int, keys: int) -> np.ndarray:
+def seen(blocks: tuple[MaskBlock, ...], rows: int, keys: int) -> np.ndarray:
     """How often each pair is attended."""
     counts = np.zeros((rows, keys), dtype=int)
     for block in blocks:
@@ -174,7 +174,7 @@ def test_exchanges_fit_together(route: list[ChunkSpec]) -> None:
         for rank, plan in plans.items():
             found = []
             for step in (*plan.enter, *plan.fetch, *plan.layer, *plan.leave):
-                found += [step] if isinstance(step, Exchange) else list(getattr(step, "parts", ()))
+                found += [step] if isinstance(step, ExchangeRows) else list(getattr(step, "parts", ()))
             lists[rank] = found
         check_messages(lists)
         for found in lists.values():
@@ -182,7 +182,7 @@ def test_exchanges_fit_together(route: list[ChunkSpec]) -> None:
                 check_target(step)
 
 
-def check_messages(lists: dict[int, list[Exchange]]) -> None:
+def check_messages(lists: dict[int, list[ExchangeRows]]) -> None:
     """Between two ranks, sizes in the order sent are sizes in the order expected, register by register."""
     sent: dict[tuple[int, int], list[tuple[str, list[int]]]] = {}
     expected: dict[tuple[int, int], list[tuple[str, list[int]]]] = {}
@@ -195,7 +195,7 @@ def check_messages(lists: dict[int, list[Exchange]]) -> None:
     assert sent == expected
 
 
-def check_target(step: Exchange) -> None:
+def check_target(step: ExchangeRows) -> None:
     filled = np.zeros((step.rows, step.columns), dtype=int)
     for piece in step.receives:
         for cut in piece.cuts:

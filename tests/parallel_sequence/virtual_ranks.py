@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from headway.runtime.sequence_parallel.transport import Lane
+from headway.runtime.sequence_parallel.transport import MessageStream
 
 WAIT_S = 20.0
 T = TypeVar("T")
@@ -19,15 +19,15 @@ class Network:
     """One queue for two ranks and a lane. Counts what is sent."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int, Lane], queue.Queue[Tensor | None]] = {}
+        self._queues: dict[tuple[int, int, MessageStream], queue.Queue[Tensor | None]] = {}
         self._lock = threading.Lock()
-        self.sent_bytes = dict.fromkeys(Lane, 0)
+        self.sent_bytes = dict.fromkeys(MessageStream, 0)
 
-    def box(self, source: int, target: int, lane: Lane) -> queue.Queue[Tensor | None]:
+    def box(self, source: int, target: int, lane: MessageStream) -> queue.Queue[Tensor | None]:
         with self._lock:
             return self._queues.setdefault((source, target, lane), queue.Queue())
 
-    def count(self, lane: Lane, size: int) -> None:
+    def count(self, lane: MessageStream, size: int) -> None:
         with self._lock:
             self.sent_bytes[lane] += size
 
@@ -49,7 +49,7 @@ class VirtualTransport:
         self._network = network
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
         for rank, tensor in sends:
             assert tensor.is_contiguous()

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.core.request import Request
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.pecsched.policy import Options, PecSched
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import ClusterBook, Instance, Links
-from headway.research.pecsched_drill import Drill, Drilled
+from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterState
+from headway.research.pecsched_drill import DrillResult, PlacementDrill
 
-LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
+LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 SHAPE = model("mistral-7b")
 
 
@@ -31,15 +31,15 @@ class Linear:
         return int(budget_s * 1e4 * group.sp)
 
 
-def book(replicas: int, decodes: int = 2, per_node: int = 4) -> ClusterBook:
-    first = [Instance(id=i, node=i // per_node, role="prefill", capacity=1 << 20) for i in range(replicas)]
-    rest = [Instance(id=replicas + i, node=1000 + i, role="decode", capacity=1 << 20) for i in range(decodes)]
-    return ClusterBook([*first, *rest], Links(inside=LINK, across=LINK))
+def book(replicas: int, decodes: int = 2, per_node: int = 4) -> ClusterState:
+    first = [ClusterInstance(id=i, node=i // per_node, role="prefill", capacity=1 << 20) for i in range(replicas)]
+    rest = [ClusterInstance(id=replicas + i, node=1000 + i, role="decode", capacity=1 << 20) for i in range(decodes)]
+    return ClusterState([*first, *rest], ClusterLinks(inside=LINK, across=LINK))
 
 
 def policy(literal: bool = False, **options: Any) -> PecSched:
     given = {"long_replicas": "fixed", "long_sp": 3, "long_tokens": 10_000, "batch_tokens": 2000, **options}
-    return PecSched(Surroundings(latency=Linear(), shape=SHAPE), Options(**given), literal=literal)
+    return PecSched(PolicyContext(latency=Linear(), shape=SHAPE), PecSchedOptions(**given), literal=literal)
 
 
 def requests(rng: random.Random, count: int, gap_s: float, long_share: float = 0.1) -> list[Request]:
@@ -54,5 +54,7 @@ def requests(rng: random.Random, count: int, gap_s: float, long_share: float = 0
     return made
 
 
-def drilled(policy: PecSched, work: Sequence[Request], replicas: int, until_s: float = float("inf")) -> Drilled:
-    return Drill(policy, book(replicas), Linear(), layers=8, decode_s=0.5, keep_actions=True).run(work, until_s)
+def drilled(policy: PecSched, work: Sequence[Request], replicas: int, until_s: float = float("inf")) -> DrillResult:
+    return PlacementDrill(policy, book(replicas), Linear(), layers=8, decode_s=0.5, keep_actions=True).run(
+        work, until_s
+    )

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
-from headway.perf.latency.eq1 import Coefficients, Eq1Latency
+from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_literal import Allocation, LiteralPlanner
+from headway.policy.placement.cdsp_literal import ChunkAllocation, LiteralPlanner
 from headway.policy.placement.cdsp_native import native_search
 
 TABLE = eq1.extended(eq1.tetris_table1(), 128)
@@ -35,11 +35,11 @@ class State:
         self.tokens = rng.randint(1, 190_000)
         self.cached = rng.choice((0, 0, 5_000))
 
-    def literal(self, latency: Eq1Latency = TABLE) -> Allocation:
+    def literal(self, latency: Eq1Latency = TABLE) -> ChunkAllocation:
         planner = LiteralPlanner(latency, self.sizes, self.nodes, self.rate)
         return planner.plan(self.tokens, dict(enumerate(self.queue_s)), self.cached)
 
-    def fast(self, native: bool, latency: Eq1Latency = TABLE) -> Allocation:
+    def fast(self, native: bool, latency: Eq1Latency = TABLE) -> ChunkAllocation:
         planner = CdspPlanner(latency, self.sizes, self.nodes, native=native)
         return planner.plan(self.tokens, self.queue_s, self.rate, self.cached)
 
@@ -64,7 +64,9 @@ def test_fast_plans_are_the_literal_ones(native: bool) -> None:
 
 
 def test_fast_plans_are_the_literal_ones_where_nothing_can_be_pruned() -> None:
-    odd = Eq1Latency({s: Coefficients(c.a, c.b, c.d, c.d * (1.3 if s == 4 else 1.0)) for s, c in TABLE.sizes.items()})
+    odd = Eq1Latency(
+        {s: Eq1Coefficients(c.a, c.b, c.d, c.d * (1.3 if s == 4 else 1.0)) for s, c in TABLE.sizes.items()}
+    )
     rng = random.Random(3)
     for _ in range(300):
         state = State(rng, 16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
-from headway.perf.latency.eq1 import Coefficients, Sample
+from headway.perf.latency.eq1 import Eq1Coefficients, PrefillSample
 from headway.perf.latency.groups import GroupShape
 
 TABLE = eq1.tetris_table1()
@@ -45,8 +45,8 @@ def test_one_more_chunk_costs_one_more_constant_and_the_inverse_is_exact(sp: int
 
 
 def test_measured_history_is_fitted_by_itself() -> None:
-    truth = Coefficients(0.05, 2e-5, 3e-9, 1e-9)
-    samples = [Sample(4, p, n, truth.prefill_s(p, n)) for p in (0, 8192, 65536) for n in (1024, 16384, 131072)]
+    truth = Eq1Coefficients(0.05, 2e-5, 3e-9, 1e-9)
+    samples = [PrefillSample(4, p, n, truth.prefill_s(p, n)) for p in (0, 8192, 65536) for n in (1024, 16384, 131072)]
     found = eq1.fit(samples).sizes[4]
     assert (found.a, found.b, found.c, found.d) == pytest.approx((truth.a, truth.b, truth.c, truth.d), rel=1e-6)
 
@@ -62,9 +62,9 @@ def test_sizes_between_fitted_ones_lie_between_them() -> None:
 
 def test_bad_fits_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SP size 2 has too few different lengths"):
-        eq1.fit([Sample(2, 0, 1000, 0.1), Sample(2, 0, 2000, 0.2)])
+        eq1.fit([PrefillSample(2, 0, 1000, 0.1), PrefillSample(2, 0, 2000, 0.2)])
     with pytest.raises(ConfigError, match="not a measurement"):
-        eq1.fit([Sample(2, 0, 1000, 0.0)])
+        eq1.fit([PrefillSample(2, 0, 1000, 0.0)])
     bad = tmp_path / "fit.json"
     bad.write_text("{}")
     with pytest.raises(ConfigError, match="not a fit of Eq"):

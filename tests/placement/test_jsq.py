@@ -12,28 +12,28 @@ from headway.core.request import Request
 from headway.perf.hardware.links import LINKS
 from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
-from headway.policy.placement.base import Arrived, Enqueue
-from headway.policy.placement.registry import Surroundings, check_options, make_placement
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.policy.placement.base import EnqueueRequest, RequestArrived
+from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
 
-SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
-NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 
 
-def chosen(state: ClusterBook, queue: str) -> int:
+def chosen(state: ClusterState, queue: str) -> int:
     policy = make_placement("jsq", SURROUNDINGS, {"queue": queue})
     request = Request(id="r0", arrival_s=5.0, prompt_tokens=1000, max_output_tokens=5)
-    (action,) = policy.on_event(Arrived(request), ClusterView(state, 5.0))
-    assert isinstance(action, Enqueue)
+    (action,) = policy.on_event(RequestArrived(request), ClusterSnapshot(state, 5.0))
+    assert isinstance(action, EnqueueRequest)
     assert (action.phase, action.beside, len(action.group)) == ("all", False, 1)
     return action.group[0]
 
 
 def test_each_measure_of_a_queue_finds_another_replica() -> None:
-    state = ClusterBook([Instance(id=i, node=i) for i in range(4)], NET)
+    state = ClusterState([ClusterInstance(id=i, node=i) for i in range(4)], NET)
     rows = [(6.0, 100, 9), (5.5, 300, 5), (7.0, 50, 8), (8.0, 400, 2)]
     for i, (free_at_s, queued, running) in enumerate(rows):
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=free_at_s, queued=queued, running=running))
@@ -47,7 +47,7 @@ def test_each_measure_of_a_queue_finds_another_replica() -> None:
 def test_options_and_roles_are_checked() -> None:
     with pytest.raises(ConfigError, match="options of jsq"):
         check_options("jsq", {"queue": "length"})
-    state = ClusterBook([Instance(id=0, node=0, role="prefill")], NET)
+    state = ClusterState([ClusterInstance(id=0, node=0, role="prefill")], NET)
     with pytest.raises(ConfigError, match="role mixed"):
         chosen(state, "seconds")
 

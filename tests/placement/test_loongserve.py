@@ -17,15 +17,25 @@ from headway.perf.hardware.links import LINKS
 from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event, Finished, KvReady, Preempt, Transfer
-from headway.policy.placement.loongserve.greedy import Greedy
-from headway.policy.placement.loongserve.policy import LoongServe, Options, loongserve
-from headway.policy.placement.registry import Surroundings, check_options, make_placement
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.policy.placement.base import (
+    Action,
+    CommitSpans,
+    EnqueueRequest,
+    Event,
+    KvReady,
+    PreemptRequest,
+    RequestArrived,
+    RequestFinished,
+    TransferKv,
+)
+from headway.policy.placement.loongserve.greedy import GreedyDispatch
+from headway.policy.placement.loongserve.policy import LoongServe, LoongServeOptions, loongserve
+from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.noise import Noise
+from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import Scripted, cluster
@@ -54,7 +64,7 @@ class Watched(Scripted):
         self.policy = policy
         self.done: list[tuple[float, Action]] = []
 
-    def _decide(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def _decide(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         actions = list(self.policy.on_event(event, view))
         self.done += [(view.now_s, action) for action in actions]
         for pool in self.policy.pools:
@@ -84,7 +94,7 @@ def world(count: int = 4, **more: Any) -> ClusterSpec:
 def run(
     spec: ClusterSpec, work: Sequence[TraceRequest], how: RunSpec = DEFAULT, **options: Any
 ) -> tuple[Watched, ClusterResult]:
-    made = loongserve(Surroundings(latency=spec.spans, shape=spec.shape), Options(**options))
+    made = loongserve(PolicyContext(latency=spec.spans, shape=spec.shape), LoongServeOptions(**options))
     assert isinstance(made, LoongServe)
     watched = Watched(made)
     return watched, simulate_cluster(spec, watched, work, how)
@@ -92,9 +102,9 @@ def run(
 
 def test_one_prompt_takes_what_helps_and_decodes_on_as_few_as_hold_it() -> None:
     policy, result = run(world(), [TraceRequest(0.0, 8000, 20)])
-    (commit,) = policy.of(Commit)
+    (commit,) = policy.of(CommitSpans)
     assert commit.spans[0].group == (0, 1, 2, 3)
-    (enqueue,) = policy.of(Enqueue)
+    (enqueue,) = policy.of(EnqueueRequest)
     assert (enqueue.group, enqueue.phase) == ((0,), "decode")
     assert result.sim.records[0].token_s[0] == pytest.approx(0.22)
     assert len(result.sim.records[0].token_s) == 20
@@ -106,15 +116,15 @@ def test_a_round_is_split_by_length_and_its_gaps_are_filled() -> None:
     # the long one begins alone on all; while it runs nothing is free; then a batch of what has come
     work = [TraceRequest(0.0, 40_000, 1), *(TraceRequest(0.1, 400, 1) for _ in range(8)), TraceRequest(0.1, 20_000, 1)]
     policy, _ = run(world(), work)
-    first, *rest = policy.of(Commit)
+    first, *rest = policy.of(CommitSpans)
     assert (first.request, len(first.spans[0].group)) == ("r0", 4)
     long = next(c for c in rest if c.request == "r9")
     assert not long.along  # nobody shares the long one's batch
     assert any(c.along for c in rest)
-    begun = [c.request for _, c in policy.done if isinstance(c, Commit)]
-    assert len({at for at, c in policy.done if isinstance(c, Commit)}) == 2, begun
+    begun = [c.request for _, c in policy.done if isinstance(c, CommitSpans)]
+    assert len({at for at, c in policy.done if isinstance(c, CommitSpans)}) == 2, begun
     single, _ = run(world(), work, prefill="single")
-    assert not any(c.along for c in single.of(Commit))
+    assert not any(c.along for c in single.of(CommitSpans))
 
 
 def test_a_round_that_lasts_lets_short_prompts_in() -> None:
@@ -123,7 +133,7 @@ def test_a_round_that_lasts_lets_short_prompts_in() -> None:
     policy, result = run(world(), work, max_sp=2)
     ends = [r.token_s[0] for r in result.sim.records]
     assert ends[2] < ends[0] < ends[1]
-    at = {c.request: at for at, c in policy.done if isinstance(c, Commit)}
+    at = {c.request: at for at, c in policy.done if isinstance(c, CommitSpans)}
     assert (at["r2"], at["r1"]) == (pytest.approx(0.6), pytest.approx(3.01))
 
 
@@ -138,47 +148,49 @@ def test_decodes_grow_when_kv_does() -> None:
         "wait_steps": 50,
     }
     policy, result = run(world(2), work, mode="paper", **options)
-    groups = [action.group for action in policy.of(Enqueue)]
+    groups = [action.group for action in policy.of(EnqueueRequest)]
     assert groups == [(0,)] + [(1,)] * 8 + [(0, 1)] * 9  # merged, when KV is nearly out
     assert [len(r.token_s) for r in result.sim.records] == [20_000] + [100] * 8
     assert sum(use.preemptions for use in result.sim.replicas) == 0
     alone, result = run(world(), [TraceRequest(0.0, 63_950, 300)], mode="paper")
-    assert [action.group for action in alone.of(Enqueue)] == [(0, 1)]  # a scheduler takes nobody it cannot ever hold
+    assert [action.group for action in alone.of(EnqueueRequest)] == [
+        (0, 1)
+    ]  # a scheduler takes nobody it cannot ever hold
     assert len(result.sim.records[0].token_s) == 300
 
 
 def test_decodes_grow_when_they_are_many() -> None:
     work = [TraceRequest(0.0, 100, 60) for _ in range(12)]
     policy, result = run(world(), work, decode_batch=3, **WAIT)
-    assert max(len(action.group) for action in policy.of(Enqueue)) > 1
+    assert max(len(action.group) for action in policy.of(EnqueueRequest)) > 1
     assert [len(r.token_s) for r in result.sim.records] == [60] * 12
 
 
 def test_decodes_are_packed_to_free_instances_for_a_prompt() -> None:
     work = [*(TraceRequest(0.3 * k, 8000, 4000) for k in range(4)), TraceRequest(1.4, 30_000, 1)]
     policy, result = run(world(), work, preempt=False)
-    moved = policy.of(Transfer)
+    moved = policy.of(TransferKv)
     assert moved
-    assert {m.request for m in moved} <= {p.request for p in policy.of(Preempt)}
+    assert {m.request for m in moved} <= {p.request for p in policy.of(PreemptRequest)}
     ready = [event for _, event in policy.heard if isinstance(event, KvReady)]
     assert len(ready) == len(moved)
-    assert len(policy.of(Commit)[-1].spans[0].group) > 1
+    assert len(policy.of(CommitSpans)[-1].spans[0].group) > 1
     assert [len(r.token_s) for r in result.sim.records] == [4000] * 4 + [1]
     still, _ = run(world(), work, preempt=False, migrate=False)
-    assert not still.of(Transfer)
+    assert not still.of(TransferKv)
 
 
 def test_decodes_are_paused_for_a_prompt_that_gains_more_and_merged_with_it() -> None:
     work = [TraceRequest(0.0, 30_000, 20_000), TraceRequest(8.0, 12_000, 5)]
     policy, result = run(world(1), work, decode_step_s=0.001)
-    assert [p.request for p in policy.of(Preempt)] == ["r0"]
-    assert [a.request for a in policy.of(Enqueue)] == ["r0", "r0", "r1"]
+    assert [p.request for p in policy.of(PreemptRequest)] == ["r0"]
+    assert [a.request for a in policy.of(EnqueueRequest)] == ["r0", "r0", "r1"]
     assert [len(r.token_s) for r in result.sim.records] == [20_000, 5]
     times = result.sim.records[0].token_s
     assert max(b - a for a, b in pairwise(times)) == pytest.approx(1.205, abs=0.01)
     assert result.sim.records[1].token_s[0] < times[-1]  # it did not wait for all of the decode
     still, _ = run(world(1), work, preempt=False)
-    assert not still.of(Preempt)
+    assert not still.of(PreemptRequest)
 
 
 def test_what_can_never_fit_is_rejected() -> None:
@@ -200,30 +212,30 @@ def test_a_reserved_pool_keeps_short_prompts_from_long_ones() -> None:
 def test_disaggregated_decodes_go_to_decode_instances(prefill: str) -> None:
     spec = replace(cluster(4, decode=2), spans=Ring())
     heard = Scripted(lambda event, view: inner.on_event(event, view))
-    inner = make_placement("loongserve", Surroundings(latency=Ring(), shape=spec.shape), {"prefill": prefill})
+    inner = make_placement("loongserve", PolicyContext(latency=Ring(), shape=spec.shape), {"prefill": prefill})
     work = [TraceRequest(0.05 * k, 3000 + 500 * k, 5) for k in range(12)]
     result = simulate_cluster(spec, heard, work)
     assert [len(r.token_s) for r in result.sim.records] == [5] * 12
-    assert sum(isinstance(event, Finished) for _, event in heard.heard) == 12
+    assert sum(isinstance(event, RequestFinished) for _, event in heard.heard) == 12
     assert {e.instance for _, e in heard.heard if isinstance(e, KvReady)} == {4, 5}
     assert result.refused == 0
 
 
 def test_greedy_is_tetris_example() -> None:
     """§2.4: with 1 s of queue everywhere a prompt of 32k takes all 16 instances."""
-    first = [Instance(id=i, node=i // 8, role="prefill", free_at_s=1.0) for i in range(16)]
-    book = ClusterBook(first, Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"]))
+    first = [ClusterInstance(id=i, node=i // 8, role="prefill", free_at_s=1.0) for i in range(16)]
+    book = ClusterState(first, ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"]))
     policy = make_placement(
-        "loongserve", Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b")), {"prefill": "greedy"}
+        "loongserve", PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b")), {"prefill": "greedy"}
     )
-    assert isinstance(policy, Greedy)
+    assert isinstance(policy, GreedyDispatch)
     request = Request(id="r0", arrival_s=0.0, prompt_tokens=32_768, max_output_tokens=1)
-    (commit,) = policy.on_event(Arrived(request), ClusterView(book, 0.0))
-    assert isinstance(commit, Commit)
+    (commit,) = policy.on_event(RequestArrived(request), ClusterSnapshot(book, 0.0))
+    assert isinstance(commit, CommitSpans)
     assert len(commit.spans[0].group) == 16
     short = Request(id="r1", arrival_s=0.0, prompt_tokens=4096, max_output_tokens=1)
-    (commit,) = policy.on_event(Arrived(short), ClusterView(book, 0.0))
-    assert isinstance(commit, Commit)
+    (commit,) = policy.on_event(RequestArrived(short), ClusterSnapshot(book, 0.0))
+    assert isinstance(commit, CommitSpans)
     assert len(commit.spans[0].group) < 16
 
 
@@ -246,7 +258,7 @@ def test_no_token_is_lost_or_repeated(
     work: list[tuple[int, int, int]], mode: str, prefill: str, reserved: int, leave: float | None, noise: float
 ) -> None:
     requests = [TraceRequest(0.1 * at, tokens, output) for at, tokens, output in sorted(work)]
-    how = RunSpec(seed=1, noise=Noise("lognormal", noise) if noise else Noise(), timeout_s=leave)
+    how = RunSpec(seed=1, noise=NoiseSpec("lognormal", noise) if noise else NoiseSpec(), timeout_s=leave)
     policy, result = run(world(), requests, how, mode=mode, prefill=prefill, reserved=reserved, decode_batch=4, **WAIT)
     for record, source in zip(result.sim.records, requests, strict=True):
         if leave is None:
@@ -281,6 +293,6 @@ def test_clusters_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="must leave one of 4"):
         run(world(), [TraceRequest(0.0, 10, 1)], reserved=4)
     spec = world()
-    policy = make_placement("loongserve", Surroundings(latency=Ring(), shape=spec.shape), {"prefill": "greedy"})
+    policy = make_placement("loongserve", PolicyContext(latency=Ring(), shape=spec.shape), {"prefill": "greedy"})
     with pytest.raises(ConfigError, match="needs a cluster of prefill"):
         simulate_cluster(spec, policy, [TraceRequest(0.0, 10, 1)])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.loongserve.batching import Batch, partition
+from headway.policy.placement.loongserve.batching import PrefillBatch, partition
 from headway.policy.placement.loongserve.dispatch import dispatch
-from headway.policy.placement.loongserve.options import Options
-from headway.policy.placement.loongserve.times import Times
+from headway.policy.placement.loongserve.options import LoongServeOptions
+from headway.policy.placement.loongserve.times import ScalingTimes
 
 
 def seconds(tokens: int, sp: int, nodes: int) -> float:
@@ -26,7 +26,7 @@ def batch_s(tokens: Sequence[int], sp: int, nodes: int) -> float:
     return sum(seconds(t, sp, nodes) for t in tokens) - (len(tokens) - 1) * seconds(1, sp, nodes)
 
 
-def splits(n: int, count: int, i: int = 0, k: int = 0) -> Iterator[list[Batch]]:
+def splits(n: int, count: int, i: int = 0, k: int = 0) -> Iterator[list[PrefillBatch]]:
     """Every way to cut prompts i.. into runs, on runs of instances from k on."""
     if i == n:
         yield []
@@ -34,10 +34,10 @@ def splits(n: int, count: int, i: int = 0, k: int = 0) -> Iterator[list[Batch]]:
     for last in range(i + 1, n + 1):
         for start, stop in combinations(range(k, count + 1), 2):
             for rest in splits(n, count, last, stop):
-                yield [Batch(i, last, start, stop), *rest]
+                yield [PrefillBatch(i, last, start, stop), *rest]
 
 
-def value(found: Sequence[Batch], tokens: Sequence[int], room: Sequence[float], nodes: Sequence[int]) -> float:
+def value(found: Sequence[PrefillBatch], tokens: Sequence[int], room: Sequence[float], nodes: Sequence[int]) -> float:
     total = 0.0
     for b in found:
         mine = tokens[b.first : b.last]
@@ -98,8 +98,9 @@ def request(tokens: int, name: str = "r", output: int = 10) -> Request:
 
 
 def chosen(pending: Sequence[Request], decodes: Sequence[int] = (), used: int = 0, **options: object) -> list[str]:
-    times = Times(Fixed(), [0, 0, 0, 0], 0)
-    found = dispatch(pending, times, Options(**options), instances=4, capacity=10_000, used=used, reserved=used,
+    times = ScalingTimes(Fixed(), [0, 0, 0, 0], 0)
+    found = dispatch(pending, times, LoongServeOptions(**options), instances=4, capacity=10_000, used=used,
+        reserved=used,
                      decodes=decodes, mean_output=100.0)  # type: ignore[arg-type]  # fmt: skip
     return [r.id for r in found]
 

@@ -9,21 +9,21 @@ from headway.core.request import Request
 from headway.perf.hardware.links import LINKS
 from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
-from headway.policy.placement.base import Arrived
-from headway.policy.placement.registry import Surroundings, make_placement, names
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links, Role
+from headway.policy.placement.base import RequestArrived
+from headway.policy.placement.registry import PolicyContext, make_placement, names
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState, Role
 
-SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
-NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 ROLES: tuple[tuple[Role, ...], ...] = (
     (), ("decode",), ("decode", "decode"), ("prefill",), ("mixed",), ("prefill", "decode"), ("mixed", "decode"),
     ("prefill", "prefill"), ("mixed", "mixed", "decode"),
 )  # fmt: skip
 
 
-def view(roles: tuple[Role, ...]) -> ClusterView:
-    each = [Instance(id=i, node=0, role=role, capacity=1 << 20) for i, role in enumerate(roles)]
-    return ClusterView(ClusterBook(each, NET), 0.0)
+def view(roles: tuple[Role, ...]) -> ClusterSnapshot:
+    each = [ClusterInstance(id=i, node=0, role=role, capacity=1 << 20) for i, role in enumerate(roles)]
+    return ClusterSnapshot(ClusterState(each, NET), 0.0)
 
 
 @pytest.mark.parametrize("name", names())
@@ -34,7 +34,7 @@ def test_every_policy_places_a_request_or_says_what_it_lacks(name: str, roles: t
     request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
     why = None
     try:
-        actions = policy.on_event(Arrived(request), view(roles))
+        actions = policy.on_event(RequestArrived(request), view(roles))
     except ConfigError as error:
         why = str(error)
     if why is None:
@@ -49,4 +49,4 @@ def test_every_policy_places_a_request_or_says_what_it_lacks(name: str, roles: t
 def test_who_prefills_is_named(name: str) -> None:
     request = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=5)
     with pytest.raises(ConfigError, match=f"{name} needs at least one instance of role mixed or prefill"):
-        make_placement(name, SURROUNDINGS).on_event(Arrived(request), view(("decode",)))
+        make_placement(name, SURROUNDINGS).on_event(RequestArrived(request), view(("decode",)))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.registry import Surroundings, make_placement
+from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.spec import RunSpec
@@ -37,7 +37,7 @@ def work(seed: int, count: int = 50) -> list[TraceRequest]:
 def run(name: str, options: dict[str, Any], requests: list[TraceRequest], instances: int = 6) -> ClusterResult:
     apart = name == "pecsched" and options.get("disaggregate", True)
     spec = cluster(instances - apart, decode=int(apart))
-    placement = make_placement(name, Surroundings(latency=spec.spans, shape=spec.shape), options)
+    placement = make_placement(name, PolicyContext(latency=spec.spans, shape=spec.shape), options)
     return simulate_cluster(spec, placement, requests, RunSpec(), keep_bars=True)
 
 
@@ -124,7 +124,7 @@ def starved(name: str, options: dict[str, Any], load: float) -> float:
         requests.append(TraceRequest(at, 500, 1, klass="short"))
     requests += [TraceRequest(2.0 * i, 2000, 1, klass="long") for i in range(4)]
     spec = cluster(6)
-    placement = make_placement(name, Surroundings(latency=spec.spans, shape=spec.shape), options)
+    placement = make_placement(name, PolicyContext(latency=spec.spans, shape=spec.shape), options)
     result = simulate_cluster(spec, placement, requests, RunSpec(window_s=16.0))
     longs = [record for record in result.sim.records if record.klass == "long"]
     return sum(record.scheduled_s is None or record.finish_s is None for record in longs) / len(longs)

@@ -10,8 +10,8 @@ from pecsched_worlds import SHAPE, Linear, drilled, policy, requests
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.policy.placement.base import Commit, Enqueue, Preempt, Resume
-from headway.policy.placement.registry import Surroundings, check_options, make_placement
+from headway.policy.placement.base import CommitSpans, EnqueueRequest, PreemptRequest, ResumeRequest
+from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -42,9 +42,9 @@ def test_everything_ends_and_pauses_lose_no_work(settings, seed: int, gap_s: flo
     work = requests(random.Random(seed), 60, gap_s)
     out = drilled(policy(**settings), work, 8)
     assert out.prefilled_s.keys() == {request.id for request in work}
-    asked = sum(isinstance(action, Preempt) for _, action in out.actions)
+    asked = sum(isinstance(action, PreemptRequest) for _, action in out.actions)
     assert out.suspensions <= asked
-    assert sum(isinstance(action, Resume) for _, action in out.actions) == out.suspensions
+    assert sum(isinstance(action, ResumeRequest) for _, action in out.actions) == out.suspensions
     if not settings["preempt"]:
         assert not asked
 
@@ -60,7 +60,7 @@ def long(name: str, at: float, tokens: int = 60_000, output: int = 1) -> Request
 def places(actions) -> dict[str, list[tuple[int, bool]]]:  # type: ignore[no-untyped-def]
     found = defaultdict(list)
     for _, action in actions:
-        if isinstance(action, Enqueue) and action.phase == "prefill":
+        if isinstance(action, EnqueueRequest) and action.phase == "prefill":
             found[action.request].append((action.group[0], action.beside))
     return found
 
@@ -74,7 +74,7 @@ def test_idle_then_beside_then_instead() -> None:
     assert at["a"] == [(3, False)]
     assert at["b"] == [(0, False)]
     verbs = [type(action) for _, action in out.actions]
-    assert verbs[:4] == [Commit, Enqueue, Preempt, Enqueue]
+    assert verbs[:4] == [CommitSpans, EnqueueRequest, PreemptRequest, EnqueueRequest]
     decoding_s = out.prefilled_s["l"]
     assert 2.0 < decoding_s < 2.3
     assert at["c"] == [(3, False)]
@@ -88,7 +88,7 @@ def test_no_pause_for_a_short_that_a_free_replica_serves_sooner(mode: str, place
     out = drilled(policy(mode=mode), work, 4)
     assert places(out.actions)["a"] == [(3, False)]
     assert places(out.actions)["b"] == [(place, False)]
-    assert any(isinstance(action, Preempt) for _, action in out.actions) == (mode == "paper")
+    assert any(isinstance(action, PreemptRequest) for _, action in out.actions) == (mode == "paper")
 
 
 def test_a_ring_pauses_at_a_layer_edge_and_goes_on_when_the_last_short_has_ended() -> None:
@@ -114,7 +114,7 @@ def test_batches_are_as_long_on_every_replica_of_a_ring() -> None:
 def test_a_paused_ring_takes_no_more_than_the_threshold_a_replica() -> None:
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-5, 1000) for i in range(9))]
     out = drilled(policy(batch_tokens=2000, queue="tokens"), work, 3)
-    at_once = sum(isinstance(action, Enqueue) for at_s, action in out.actions if at_s < 0.31)
+    at_once = sum(isinstance(action, EnqueueRequest) for at_s, action in out.actions if at_s < 0.31)
     assert at_once == 6  # two a replica; the others wait in the global queue
     assert len(out.prefilled_s) == 10
 
@@ -152,7 +152,7 @@ def test_suspension_is_bounded_by_ageing(ageing: float, seed: int, gap_s: float)
 def test_long_requests_keep_their_order_and_wait_for_replicas() -> None:
     work = [long("l0", 0.0), long("l1", 0.01), long("l2", 0.02, 20_000)]
     out = drilled(policy(), work, 5)
-    begun = [action.request for _, action in out.actions if isinstance(action, Commit)]
+    begun = [action.request for _, action in out.actions if isinstance(action, CommitSpans)]
     assert begun == ["l0", "l1", "l2"]
     assert out.prefilled_s["l0"] < out.prefilled_s["l1"]
 
@@ -160,13 +160,13 @@ def test_long_requests_keep_their_order_and_wait_for_replicas() -> None:
 def test_fast_sp_is_chosen_where_it_is_faster() -> None:
     for fast, form in ((True, "ulysses"), (False, "ring")):
         out = drilled(policy(fast_sp=fast), [long("l", 0.0)], 4)
-        commit = next(action for _, action in out.actions if isinstance(action, Commit))
+        commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))
         assert commit.spans[0].strategy.attn == form
 
 
 def test_sufficient_replicas_by_latency_are_the_fewest_that_keep_the_target() -> None:
     out = drilled(policy(long_replicas="latency", long_target_s=1.5), [long("l", 0.0, 60_000)], 8)
-    commit = next(action for _, action in out.actions if isinstance(action, Commit))
+    commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))
     assert len(commit.spans[0].group) == 5  # 6 s on one; 1.2 s on five, and lengths count in steps of 1,024
 
 
@@ -177,5 +177,5 @@ def test_options_are_checked() -> None:
         check_options("pecsched", {"batch_tokens": 0})
     with pytest.raises(ConfigError, match="its options: "):
         check_options("pecsched", {"unknown": 1})
-    made = make_placement("pecsched", Surroundings(latency=Linear(), shape=SHAPE), {"ageing": "off"})
+    made = make_placement("pecsched", PolicyContext(latency=Linear(), shape=SHAPE), {"ageing": "off"})
     assert made.next_wakeup(0.0) is None

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.placement.pecsched.argmin import HeapLeast, ScanLeast
+from headway.policy.placement.pecsched.argmin import HeapArgMin, ScanArgMin
 from headway.policy.placement.pecsched.nodes import IndexedNodes, ScanNodes
 
 STEPS = st.lists(st.tuples(st.integers(0, 11), st.one_of(st.none(), st.integers(0, 6))), max_size=120)
@@ -11,7 +11,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 11), st.one_of(st.none(), st.integers(
 
 @given(STEPS)
 def test_the_heap_gives_what_a_scan_gives(steps: list[tuple[int, int | None]]) -> None:
-    heap, scan = HeapLeast(12), ScanLeast(12)
+    heap, scan = HeapArgMin(12), ScanArgMin(12)
     for replica, weight in steps:
         for index in (heap, scan):
             index.drop(replica) if weight is None else index.put(replica, weight)
@@ -19,7 +19,7 @@ def test_the_heap_gives_what_a_scan_gives(steps: list[tuple[int, int | None]]) -
 
 
 def test_old_entries_do_not_pile_up() -> None:
-    heap = HeapLeast(4)
+    heap = HeapArgMin(4)
     for i in range(10_000):
         heap.put(0, i)
         heap.put(1, 10_000 - i)

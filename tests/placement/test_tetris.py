@@ -14,21 +14,21 @@ from headway.core.request import Request
 from headway.perf.hardware.links import LINKS
 from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
-from headway.policy.placement.base import Arrived, Commit, Transfer
+from headway.policy.placement.base import CommitSpans, RequestArrived, TransferKv
 from headway.policy.placement.decode import DecodeSide
-from headway.policy.placement.registry import Surroundings, check_options, make_placement
-from headway.policy.placement.tetris import Tetris
+from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.tetris import TetrisPlacement
 from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
-NET = Links(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
-SURROUNDINGS = Surroundings(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 
 
-def book(prefill: int = 16, decode: int = 2) -> ClusterBook:
-    first = [Instance(id=i, node=i // 8, role="prefill") for i in range(prefill)]
-    rest = [Instance(id=prefill + i, node=9 + i, role="decode", tp=8, capacity=100_000) for i in range(decode)]
-    return ClusterBook((*first, *rest), NET)
+def book(prefill: int = 16, decode: int = 2) -> ClusterState:
+    first = [ClusterInstance(id=i, node=i // 8, role="prefill") for i in range(prefill)]
+    rest = [ClusterInstance(id=prefill + i, node=9 + i, role="decode", tp=8, capacity=100_000) for i in range(decode)]
+    return ClusterState((*first, *rest), NET)
 
 
 def request(tokens: int, name: str = "r0", output: int = 10) -> Request:
@@ -40,15 +40,15 @@ def test_a_plan_becomes_nested_spans_and_their_transfers() -> None:
     for i in range(8, 16):  # the gap of §2.4's last example, wider
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=9.0))
     policy = make_placement("tetris", SURROUNDINGS, {"rate": 0.05})
-    commit, *transfers = policy.on_event(Arrived(request(131_072)), ClusterView(state, 8.0))
-    assert isinstance(commit, Commit)
+    commit, *transfers = policy.on_event(RequestArrived(request(131_072)), ClusterSnapshot(state, 8.0))
+    assert isinstance(commit, CommitSpans)
     assert len(commit.spans) > 1
     assert (commit.spans[0].start, commit.spans[-1].end) == (0, 131_072)
     assert all(a.end == b.start and set(a.group) < set(b.group) for a, b in pairwise(commit.spans))
-    assert transfers == [Transfer("r0", 16, index) for index in range(len(commit.spans))]
+    assert transfers == [TransferKv("r0", 16, index) for index in range(len(commit.spans))]
     single = make_placement("tetris", SURROUNDINGS, {"rate": 0.05, "single_chunk": True})
-    alone = single.on_event(Arrived(request(131_072, output=1)), ClusterView(state, 8.0))
-    assert [len(action.spans) for action in alone if isinstance(action, Commit)] == [1]
+    alone = single.on_event(RequestArrived(request(131_072, output=1)), ClusterSnapshot(state, 8.0))
+    assert [len(action.spans) for action in alone if isinstance(action, CommitSpans)] == [1]
     assert len(alone) == 1
 
 
@@ -60,12 +60,12 @@ def test_rates_follow_the_load_and_can_be_replaced() -> None:
         for k in range(1 if second < 60 else 3):
             if second % 2 == 0:
                 state.arrived(second + 0.1 * k)
-        rates.append(control.rate(ClusterView(state, float(second) + 0.5)))
+        rates.append(control.rate(ClusterSnapshot(state, float(second) + 0.5)))
     assert rates[59] == 0.1
     assert rates[-1] == 0.6
     assert sum(a != b for a, b in pairwise(rates)) <= 3  # only when refreshed
     control.replace(RateTable(points=((0.0, 0.42),)))
-    assert control.rate(ClusterView(state, 121.0)) == 0.42
+    assert control.rate(ClusterSnapshot(state, 121.0)) == 0.42
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_bad_rate_files_are_refused(tmp_path: Path) -> None:
 
 def test_decodes_go_where_slots_per_running_request_are_most() -> None:
     state, side = book(), DecodeSide()
-    view = ClusterView(state, 0.0)
+    view = ClusterSnapshot(state, 0.0)
     assert side.choose(view) == 16
     side.place(request(60_000), [(0,)], view)
     assert side.choose(view) == 17  # what is on its way counts
     state.put(msgspec.structs.replace(state.instances[17], used=50_000, running=4))
-    assert side.choose(ClusterView(state, 0.0)) == 16  # 40,000 free for nobody beside 50,000 for four
+    assert side.choose(ClusterSnapshot(state, 0.0)) == 16  # 40,000 free for nobody beside 50,000 for four
     side.withdraw("r0")
     assert side.freeness(view, 16) == 100_000
 
@@ -107,9 +107,9 @@ def test_decodes_go_where_slots_per_running_request_are_most() -> None:
 def test_policies_may_be_asked_before_anything_has_happened() -> None:
     for name in ("fifo", "fixed-sp", "context-parallel", "tetris"):
         policy = make_placement(name, SURROUNDINGS)
-        actions = policy.on_event(Arrived(request(5_000)), ClusterView(book(), 3.0))
+        actions = policy.on_event(RequestArrived(request(5_000)), ClusterSnapshot(book(), 3.0))
         assert actions
         assert policy.next_wakeup(3.0) is None
-    assert isinstance(make_placement("tetris", SURROUNDINGS), Tetris)
+    assert isinstance(make_placement("tetris", SURROUNDINGS), TetrisPlacement)
     with pytest.raises(ConfigError, match="unknown placement 'tetra'; known are"):
         make_placement("tetra", SURROUNDINGS)

@@ -13,56 +13,56 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.latency.eq1 import Coefficients, Eq1Latency
+from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Paused,
-    Preempt,
-    Progress,
-    Refused,
-    Resume,
+    PreemptRequest,
+    RequestArrived,
+    ResumeRequest,
+    SpanPaused,
+    SpanProgress,
 )
-from headway.policy.placement.registry import Surroundings, check_options, make_placement
-from headway.policy.placement.view import ClusterBook, ClusterView
-from headway.policy.placement.weave_groups import Ring
+from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.view import ClusterSnapshot, ClusterState
+from headway.policy.placement.weave_groups import PlacedGroup
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.noise import Noise
+from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 from simulator_cluster.cluster_worlds import cluster
 
-LATENCY = Eq1Latency({s: Coefficients(2e-3 * s, 1e-3 / s, 1e-9 / s, 5e-10 / s) for s in (1, 2, 4)}, "test")
+LATENCY = Eq1Latency({s: Eq1Coefficients(2e-3 * s, 1e-3 / s, 1e-9 / s, 5e-10 / s) for s in (1, 2, 4)}, "test")
 WIDE = {"rate": 0.2}
 
 
 def made(options: dict[str, Any] | None = None, spec: ClusterSpec | None = None) -> Any:
     spec = spec or cluster(4, decode=1, per_node=4)
-    return make_placement("weave", Surroundings(latency=LATENCY, shape=spec.shape), {**WIDE, **(options or {})})
+    return make_placement("weave", PolicyContext(latency=LATENCY, shape=spec.shape), {**WIDE, **(options or {})})
 
 
-def ask(policy: Any, book: ClusterBook, event: Event, now: float) -> list[Action]:
-    return list(policy.on_event(event, ClusterView(book, now)))
+def ask(policy: Any, book: ClusterState, event: Event, now: float) -> list[Action]:
+    return list(policy.on_event(event, ClusterSnapshot(book, now)))
 
 
 def request(name: str, tokens: int, at: float = 0.0) -> Request:
     return Request(id=name, arrival_s=at, prompt_tokens=tokens, max_output_tokens=1)
 
 
-def book_of(spec: ClusterSpec) -> ClusterBook:
-    return ClusterBook(spec.instances, spec.links)
+def book_of(spec: ClusterSpec) -> ClusterState:
+    return ClusterState(spec.instances, spec.links)
 
 
-def with_a_ring(options: dict[str, Any] | None = None) -> tuple[Any, ClusterBook]:
+def with_a_ring(options: dict[str, Any] | None = None) -> tuple[Any, ClusterState]:
     """A ring over all four instances since 0, which has five more seconds to go at 1."""
     policy, book = made(options), book_of(cluster(4, decode=1, per_node=4))
-    (commit,) = ask(policy, book, Arrived(request("long", 20_000)), 0.0)
-    assert isinstance(commit, Commit)
+    (commit,) = ask(policy, book, RequestArrived(request("long", 20_000)), 0.0)
+    assert isinstance(commit, CommitSpans)
     for i in range(4):
         book.put(msgspec.structs.replace(book.instances[i], free_at_s=6.0))
     return policy, book
@@ -70,31 +70,31 @@ def with_a_ring(options: dict[str, Any] | None = None) -> tuple[Any, ClusterBook
 
 def test_long_prompts_are_rings_and_short_ones_go_to_schedulers() -> None:
     policy, book = made(), book_of(cluster(4, decode=1, per_node=4))
-    (commit,) = ask(policy, book, Arrived(request("long", 20_000)), 0.0)
-    assert isinstance(commit, Commit)
+    (commit,) = ask(policy, book, RequestArrived(request("long", 20_000)), 0.0)
+    assert isinstance(commit, CommitSpans)
     assert commit.spans[-1].group == (0, 1, 2, 3)
     assert not commit.beside
     calm = made()
-    (enqueue,) = ask(calm, book, Arrived(request("short", 4)), 0.0)
-    assert enqueue == Enqueue("short", (0,), "all", beside=False)
+    (enqueue,) = ask(calm, book, RequestArrived(request("short", 4)), 0.0)
+    assert enqueue == EnqueueRequest("short", (0,), "all", beside=False)
 
 
 def test_a_running_ring_is_paused_at_once_and_goes_on_behind_what_enters() -> None:
     policy, book = with_a_ring()
-    first = ask(policy, book, Arrived(request("a", 100)), 1.0)
-    assert first == [Enqueue("a", (0,), "all", beside=True), Preempt("long")]
-    second = ask(policy, book, Arrived(request("b", 100)), 1.0)
-    assert second[0] in [Enqueue("b", (i,), "all", beside=True) for i in range(4)]
+    first = ask(policy, book, RequestArrived(request("a", 100)), 1.0)
+    assert first == [EnqueueRequest("a", (0,), "all", beside=True), PreemptRequest("long")]
+    second = ask(policy, book, RequestArrived(request("b", 100)), 1.0)
+    assert second[0] in [EnqueueRequest("b", (i,), "all", beside=True) for i in range(4)]
     assert len(second) == 1, "it is on its way to a pause already"
-    assert ask(policy, book, Paused("long", 0, Progress(0, 7)), 1.1) == [Resume("long", 0.0)]
+    assert ask(policy, book, SpanPaused("long", 0, SpanProgress(0, 7)), 1.1) == [ResumeRequest("long", 0.0)]
 
 
 def test_only_much_shorter_prompts_get_by_and_only_for_the_rings_share() -> None:
     def entered(options: dict[str, Any], tokens: int, count: int = 1) -> int:
         (policy, book), inside = with_a_ring(options), 0
         for k in range(count):
-            actions = ask(policy, book, Arrived(request(f"s{k}", tokens)), 1.0)
-            inside += any(isinstance(action, Enqueue) and action.beside for action in actions)
+            actions = ask(policy, book, RequestArrived(request(f"s{k}", tokens)), 1.0)
+            inside += any(isinstance(action, EnqueueRequest) and action.beside for action in actions)
         return inside
 
     assert entered({}, 1000) == 1
@@ -107,7 +107,7 @@ def test_only_much_shorter_prompts_get_by_and_only_for_the_rings_share() -> None
 
 
 def test_relative_slack_sets_the_share_and_lateness_leaves_the_least() -> None:
-    ring = Ring("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
+    ring = PlacedGroup("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
     assert ring.slack(0.0) == 4.0
     assert ring.left_to_give_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
     assert ring.left_to_give_s(49.0, 0.2, 0.7) == pytest.approx(10 * 0.2 / 0.8)
@@ -118,22 +118,22 @@ def test_relative_slack_sets_the_share_and_lateness_leaves_the_least() -> None:
 
 def test_refusals_are_taken_up() -> None:
     policy, book = with_a_ring()
-    again = ask(policy, book, Refused("long", "commit", "stale"), 0.0)
-    assert [type(action) for action in again] == [Commit]
+    again = ask(policy, book, ActionRefused("long", "commit", "stale"), 0.0)
+    assert [type(action) for action in again] == [CommitSpans]
     assert len(policy.rings) == 1
-    ask(policy, book, Arrived(request("a", 100)), 1.0)
-    assert ask(policy, book, Refused("long", "preempt", "it is in its last layer"), 1.0) == []
-    assert Preempt("long") in ask(policy, book, Arrived(request("b", 100)), 1.5)
+    ask(policy, book, RequestArrived(request("a", 100)), 1.0)
+    assert ask(policy, book, ActionRefused("long", "preempt", "it is in its last layer"), 1.0) == []
+    assert PreemptRequest("long") in ask(policy, book, RequestArrived(request("b", 100)), 1.5)
 
 
 @pytest.mark.parametrize("name", ["tetris", "fixed-sp"])
 def test_peers_commit_anew_when_they_are_refused(name: str) -> None:
     spec = cluster(4, decode=1, per_node=4)
     policy = make_placement(
-        name, Surroundings(latency=LATENCY, shape=spec.shape), {"sp": 4} if name != "tetris" else {}
+        name, PolicyContext(latency=LATENCY, shape=spec.shape), {"sp": 4} if name != "tetris" else {}
     )
-    first = ask(policy, book_of(spec), Arrived(request("long", 20_000)), 0.0)
-    assert ask(policy, book_of(spec), Refused("long", "commit", "stale"), 0.0) == first
+    first = ask(policy, book_of(spec), RequestArrived(request("long", 20_000)), 0.0)
+    assert ask(policy, book_of(spec), ActionRefused("long", "commit", "stale"), 0.0) == first
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_it_needs_somewhere_to_decode() -> None:
 
 def run(requests: Sequence[TraceRequest], options: dict[str, Any] | None = None, noise: float = 0.0) -> ClusterResult:
     spec = cluster(4, decode=1, per_node=2)
-    how = RunSpec(noise=Noise("lognormal", noise) if noise else Noise())
+    how = RunSpec(noise=NoiseSpec("lognormal", noise) if noise else NoiseSpec())
     return simulate_cluster(spec, made(options, spec), requests, how, keep_bars=True)
 
 
@@ -232,11 +232,14 @@ def test_long_prompts_on_one_instance_are_rings_of_one_and_may_be_paused() -> No
     for i in range(1, 4):
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=50.0))
     policy = made()
-    (commit,) = ask(policy, state, Arrived(request("long", 4000)), 0.0)
-    assert isinstance(commit, Commit)
+    (commit,) = ask(policy, state, RequestArrived(request("long", 4000)), 0.0)
+    assert isinstance(commit, CommitSpans)
     assert [span.group for span in commit.spans] == [(0,)]
     state.put(msgspec.structs.replace(state.instances[0], free_at_s=4.0))
-    assert ask(policy, state, Arrived(request("a", 100)), 0.5) == [Enqueue("a", (0,), "all", True), Preempt("long")]
+    assert ask(policy, state, RequestArrived(request("a", 100)), 0.5) == [
+        EnqueueRequest("a", (0,), "all", True),
+        PreemptRequest("long"),
+    ]
     batched = made({"batch_s": 9.0})
     state.put(msgspec.structs.replace(state.instances[0], free_at_s=0.0))
-    assert ask(batched, state, Arrived(request("long", 4000)), 0.0) == [Enqueue("long", (0,), "all")]
+    assert ask(batched, state, RequestArrived(request("long", 4000)), 0.0) == [EnqueueRequest("long", (0,), "all")]

@@ -15,31 +15,42 @@ import msgspec
 
 from headway.core.span import cut
 from headway.runtime.cluster.messages import (
-    Admit,
-    Arrived,
-    Compute,
-    Forget,
+    AdmitRequest,
+    ComputeSpan,
+    ForgetRequest,
     FromInstance,
-    Halt,
-    Meet,
-    Pause,
-    Proceed,
-    Reserve,
-    Reserved,
-    Run,
-    RunDone,
-    RunLost,
-    RunPaused,
-    Send,
-    Staged,
+    HaltDecode,
+    KvArrived,
+    KvReserved,
+    KvStaged,
+    MeetPeers,
+    PauseSpan,
+    ReserveKv,
+    ResumeSpan,
+    SendKv,
+    SpanTask,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
     ToInstance,
 )
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    DrainEngine,
+    EngineInfo,
+    EngineStats,
+    FatalError,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
+)
 from server.fake_engine import INFO
 
 LAYERS = 4
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Submit | Abort | Drain | ToInstance)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    SubmitRequest | AbortRequest | DrainEngine | ToInstance
+)
 
 
 def next_token(known: Sequence[int]) -> int:
@@ -119,14 +130,14 @@ class FakeProcess:
 
     def __init__(self, cluster: FakeCluster, number: int, serial: int) -> None:
         self.cluster, self.number, self.serial = cluster, number, serial
-        self.words: Fatal | None = None
+        self.words: FatalError | None = None
         self.served = False
         self.alive = True
         self.pid = 1000 * serial + number
         self.process = self
         self.requests: dict[str, Known] = {}
         self.scheduled: dict[str, asyncio.Task[None]] = {}
-        self.runs: dict[str, Compute] = {}
+        self.runs: dict[str, ComputeSpan] = {}
         self.decoding: dict[str, Known] = {}
         self.paused: dict[str, int] = {}
         self.stopped: set[str] = set()
@@ -140,7 +151,7 @@ class FakeProcess:
         self._why: str | None = None
         why = cluster.refuse(number, serial)
         if why is not None:
-            self.words = Fatal(why)
+            self.words = FatalError(why)
             self._why, self.alive = "has ended with exit code 2", False
         else:
             self._out.put_nowait(
@@ -156,8 +167,8 @@ class FakeProcess:
 
     # -- as a process -------------------------------------------------------------------------------------------------
 
-    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
-        message: EngineInfo | Outputs | Fatal | FromInstance = await self._out.get()
+    async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
+        message: EngineInfo | IterationOutputs | FatalError | FromInstance = await self._out.get()
         if isinstance(message, EngineInfo) and self.serial:
             await asyncio.sleep(self.cluster.start_s)
         return message
@@ -194,32 +205,32 @@ class FakeProcess:
         self.cluster.log.append((self.number, message))
         ids = array("i", bytes(frames[1])).tolist() if len(frames) > 1 else []
         match message:
-            case Submit():
+            case SubmitRequest():
                 self._submit(message, ids)
-            case Abort(id=name):
+            case AbortRequest(id=name):
                 self._leave(name)
-            case Drain():
+            case DrainEngine():
                 self.draining = True
                 self._do(self._drain())
-            case Admit():
+            case AdmitRequest():
                 if len(ids) != message.prompt_tokens:
                     self._complain(f"admitted {message.id} with {len(ids)} tokens")
                 left = message.params.max_tokens - len(message.output)
                 self.requests[message.id] = Known([*ids, *message.output], left)
-            case Compute():
+            case ComputeSpan():
                 self._compute(message)
-            case Pause(id=name):
+            case PauseSpan(id=name):
                 run = self.runs.get(name)
                 if run is not None and run.run.group[0] == self.number:
                     for i in run.run.group:
                         self.cluster.processes[i].paused[name] = 1
-            case Proceed(id=name):
+            case ResumeSpan(id=name):
                 self.paused.pop(name, None)
                 self.stopped.discard(name)
                 run = self.runs.get(name)
                 if run is not None and run.run.group[0] == self.number:
                     self._do(self._run(run))
-            case Reserve(id=name, tokens=tokens, serial=serial):
+            case ReserveKv(id=name, tokens=tokens, serial=serial):
                 known = self.requests.get(name)
                 if known is None:
                     self._complain(f"Reserve for {name}, which was not admitted")
@@ -227,18 +238,18 @@ class FakeProcess:
                     self.line[name] = tokens
                     self.serials[name] = serial
                     self._grant()
-            case Send():
+            case SendKv():
                 self._begin_to_send(message)
-            case Forget(id=name):
+            case ForgetRequest(id=name):
                 self._leave(name)
                 self.requests.pop(name, None)
                 self.runs.pop(name, None)
                 self.cluster.kv.get(name, {}).pop(self.number, None)
                 self.line.pop(name, None)
                 self._grant()
-            case Halt(id=name):
+            case HaltDecode(id=name):
                 self._halt(name)
-            case Meet():
+            case MeetPeers():
                 pass
 
     def _grant(self) -> None:
@@ -249,7 +260,7 @@ class FakeProcess:
             del self.line[name]
             self.requests[name].room = tokens
             self.beat()
-            self._say(Reserved(name, self.serials[name]))
+            self._say(KvReserved(name, self.serials[name]))
 
     def used(self) -> int:
         """Tokens of KV that are here, or that room is kept for."""
@@ -260,7 +271,7 @@ class FakeProcess:
 
     def beat(self) -> None:
         """Say a snapshot."""
-        self._say(Outputs(deltas=(), stats=self.stats()))
+        self._say(IterationOutputs(deltas=(), stats=self.stats()))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -272,7 +283,7 @@ class FakeProcess:
 
     # -- its scheduler ------------------------------------------------------------------------------------------------
 
-    def _submit(self, submit: Submit, ids: list[int]) -> None:
+    def _submit(self, submit: SubmitRequest, ids: list[int]) -> None:
         phase = getattr(submit, "phase", "all")
         known = Known([*ids, *submit.output], submit.params.max_tokens - len(submit.output))
         if len(ids) != submit.prompt_tokens:
@@ -294,11 +305,11 @@ class FakeProcess:
             token = next_token(known.tokens)
             last = number == known.count - 1
             known.tokens.append(token)
-            self._delta(Delta(id=name, tokens=(token,), finish="length" if last else None, first_scheduled_s=1.0))
+            self._delta(OutputDelta(id=name, tokens=(token,), finish="length" if last else None, first_scheduled_s=1.0))
             if phase == "prefill" and not last:
                 self.cluster.kv[name] = {self.number: set(range(len(known.tokens) - 1))}
                 del self.scheduled[name]
-                self._say(Staged(name, len(known.tokens) - 1))
+                self._say(KvStaged(name, len(known.tokens) - 1))
                 return
         self.scheduled.pop(name, None)
         self.cluster.kv.get(name, {}).pop(self.number, None)
@@ -311,7 +322,7 @@ class FakeProcess:
             task.cancel()
             tokens = len(self.decoding[name].tokens) - 1
             self.cluster.kv[name] = {self.number: set(range(tokens))}
-            self._say(Staged(name, tokens))
+            self._say(KvStaged(name, tokens))
 
     def _leave(self, name: str) -> None:
         task = self.scheduled.pop(name, None)
@@ -320,7 +331,7 @@ class FakeProcess:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def _compute(self, message: Compute) -> None:
+    def _compute(self, message: ComputeSpan) -> None:
         if message.id not in self.requests:
             self._complain(f"Compute of {message.id}, which was not admitted")
         computing = [name for name, run in self.runs.items() if not run.run.in_place and name not in self.stopped]
@@ -332,17 +343,17 @@ class FakeProcess:
         for one in group:
             if one is not None and one is not self and self.cluster.apart(self, one):
                 del self.runs[message.id]
-                self._say(RunLost(message.id, f"instance {one.number} cannot be reached", one.number))
+                self._say(SpanTaskLost(message.id, f"instance {one.number} cannot be reached", one.number))
                 return
         if any(one is None or not one.alive for one in group):
             del self.runs[message.id]
-            self._say(RunLost(message.id, "a peer is gone"))
+            self._say(SpanTaskLost(message.id, "a peer is gone"))
             return
         if all(one is not None and one.runs.get(message.id) == message for one in group):
             first = self.cluster.processes[message.run.group[0]]
             first._do(first._run(message))
 
-    def _learn(self, message: Compute) -> None:
+    def _learn(self, message: ComputeSpan) -> None:
         """Each of a group takes down what was drawn: any may be the next to draw."""
         known = self.requests.get(message.id)
         if known is None:
@@ -351,7 +362,7 @@ class FakeProcess:
         if message.last and len(known.tokens) != message.run.end:
             self._complain(f"{message.id}: a run up to {message.run.end}, of which {len(known.tokens)} are known")
 
-    async def _run(self, message: Compute) -> None:
+    async def _run(self, message: ComputeSpan) -> None:
         """By the first of the group, for all."""
         name, group = message.id, [self.cluster.processes[i] for i in message.run.group]
         await asyncio.sleep(self.cluster.run_s)
@@ -370,12 +381,12 @@ class FakeProcess:
             if message.last and one is group[0]:
                 said = message.run.end - known.length
                 token = next_token(known.tokens)
-                delta = Delta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
+                delta = OutputDelta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
             if not message.run.in_place or message.run.keepers:
                 one.beat()
-            one._say(RunDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
+            one._say(SpanTaskDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
 
-    def _hold(self, name: str, run: Run) -> None:
+    def _hold(self, name: str, run: SpanTask) -> None:
         """Earlier KV is spread over the group, as the engines do, and the run's behind it."""
         held = self.cluster.kv.setdefault(name, {})
         before = set().union(*held.values()) if held else set()
@@ -395,21 +406,21 @@ class FakeProcess:
         for name, run in list(self.runs.items()):
             if number in run.run.group:
                 del self.runs[name]
-                self._say(RunLost(name, f"instance {number} is gone"))
+                self._say(SpanTaskLost(name, f"instance {number} is gone"))
 
     # -- KV -----------------------------------------------------------------------------------------------------------
 
-    def _begin_to_send(self, send: Send) -> None:
+    def _begin_to_send(self, send: SendKv) -> None:
         target = self.cluster.processes[send.to]
         if self.cluster.apart(self, target):
-            self._say(RunLost(send.id, f"instance {target.number} cannot be reached", target.number))
+            self._say(SpanTaskLost(send.id, f"instance {target.number} cannot be reached", target.number))
             return
         known = target.requests.get(send.id)  # a new process knows nothing of it, and does not mind
         if known is not None and known.room < send.end:
             self._complain(f"{send.id}: KV is sent to {send.to}, which has no room for it")
         self._do(self._send_kv(send, target))
 
-    async def _send_kv(self, send: Send, target: FakeProcess) -> None:
+    async def _send_kv(self, send: SendKv, target: FakeProcess) -> None:
         while send.id in self.runs:  # what the run under way computes comes when it has
             await asyncio.sleep(0.001)
         await asyncio.sleep(self.cluster.send_s)
@@ -418,7 +429,7 @@ class FakeProcess:
         if not target.alive or send.id not in target.requests:
             return
         held.setdefault(send.to, set()).update(mine)
-        target._say(Arrived(send.id, send.piece, self.number, 1.0, 2.0))
+        target._say(KvArrived(send.id, send.piece, self.number, 1.0, 2.0))
 
     # -- what it says -------------------------------------------------------------------------------------------------
 
@@ -427,8 +438,8 @@ class FakeProcess:
             await asyncio.sleep(0.001)
         self.die("has ended with exit code 0")
 
-    def _delta(self, delta: Delta) -> None:
-        self._say(Outputs(deltas=(delta,), stats=self.stats()))
+    def _delta(self, delta: OutputDelta) -> None:
+        self._say(IterationOutputs(deltas=(delta,), stats=self.stats()))
 
     def _say(self, message: Any) -> None:
         if self.alive:
@@ -443,11 +454,11 @@ class FakeProcess:
         self.cluster.complaints.append(f"instance {self.number}: {what}")
 
 
-def _paused(name: str, message: Compute) -> RunPaused:
+def _paused(name: str, message: ComputeSpan) -> SpanTaskPaused:
     """In the first layer of the piece in the middle."""
     run = message.run
     pieces = cut(run.start, run.end, len(run.group), run.rows)
     tokens = pieces[len(pieces) // 2][0]
-    return RunPaused(
+    return SpanTaskPaused(
         id=name, index=message.index, tokens=tokens, layer=1, kv_bytes=10, activation_bytes=1, kv_bytes_at_end=20
     )

@@ -11,18 +11,18 @@ from fake_instances import FakeCluster
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.registry import Surroundings, make_placement
-from headway.policy.placement.view import Links, Role
-from headway.runtime.cluster.client import ClusterClient, Rules
+from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.view import ClusterLinks, Role
+from headway.runtime.cluster.client import ClusterClient, ClusterRules
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.protocol import EngineInfo, Submit
+from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 
 SHAPE = model("llama-3-8b")
-HOST = Link(name="host", bytes_per_s=1e9, latency_s=0.0, source="test")
+HOST = NetworkLink(name="host", bytes_per_s=1e9, latency_s=0.0, source="test")
 CONFIG = EngineConfig(model="fake", max_restarts=20)
 
 
@@ -45,9 +45,9 @@ def router(
     options: dict[str, object] | None = None,
     in_place: bool = False,
 ) -> ClusterClient:
-    def rules(infos: Sequence[EngineInfo]) -> Rules:
-        around = Surroundings(latency=PerToken(), shape=SHAPE)
-        return Rules(
+    def rules(infos: Sequence[EngineInfo]) -> ClusterRules:
+        around = PolicyContext(latency=PerToken(), shape=SHAPE)
+        return ClusterRules(
             policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE, rows=32
         )
 
@@ -58,7 +58,7 @@ def router(
         return LiveInstance(number, roles[0], 0, 0, CONFIG, fake.launcher(number), incarnation)
 
     instances = [LiveInstance(i, role, 0, 0, CONFIG, fake.launcher(i)) for i, role in enumerate(roles)]
-    links = Links(inside=HOST, across=HOST)
+    links = ClusterLinks(inside=HOST, across=HOST)
     return ClusterClient(instances, links, rules, placement=placement, another=another, in_place=in_place)
 
 
@@ -105,7 +105,7 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
 
 
 async def ask(client: ClusterClient, name: str, prompt: list[int], count: int = 4, **fields: object) -> list[int]:
-    submit = Submit(
+    submit = SubmitRequest(
         id=name,
         prompt_tokens=len(prompt),
         params=SamplingParams(max_tokens=count),

@@ -11,9 +11,9 @@ from routers import SHAPE, all_quiet, ask, prompt, router, running, until
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
 from headway.core.span import cut
-from headway.runtime.cluster.instance_load import Load
-from headway.runtime.cluster.messages import Compute, Meet, Pause, Proceed, RunLost
-from headway.runtime.engine.protocol import Abort, EngineStats, Submit
+from headway.runtime.cluster.instance_load import InstanceLoad
+from headway.runtime.cluster.messages import ComputeSpan, MeetPeers, PauseSpan, ResumeSpan, SpanTaskLost
+from headway.runtime.engine.protocol import AbortRequest, EngineStats, SubmitRequest
 
 
 def test_requests_join_the_shorter_queue_in_seconds() -> None:
@@ -26,7 +26,7 @@ def test_requests_join_the_shorter_queue_in_seconds() -> None:
                 asks.append(asyncio.create_task(ask(client, f"s{number}", prompt(1, 3))))
                 await asyncio.sleep(0)
             await asyncio.gather(*asks)
-            at = {message.id: number for number, message in fake.log if isinstance(message, Submit)}
+            at = {message.id: number for number, message in fake.log if isinstance(message, SubmitRequest)}
             assert at == {"long#1": 0, "s0#1": 1, "s1#1": 1, "s2#1": 1}
 
     asyncio.run(run())
@@ -37,7 +37,7 @@ def test_priorities_deadlines_and_limits_reach_the_instance() -> None:
         fake = FakeCluster()
         async with running(fake, ("mixed",), "jsq") as client:
             await ask(client, "a", prompt(0, 9), slo=Slo(ttft_s=1.0, tbt_s=0.1), priority=-3, timeout_s=60.0)
-            (submit,) = fake.said(Submit)
+            (submit,) = fake.said(SubmitRequest)
             assert (submit.slo, submit.priority) == (Slo(ttft_s=1.0, tbt_s=0.1), -3)
             assert submit.timeout_s is None, "the router keeps time for all attempts"
 
@@ -66,7 +66,7 @@ def test_a_request_that_is_out_of_time_ends() -> None:
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10}) as client:
             late = asyncio.create_task(ask(client, "late", prompt(0, 50), timeout_s=0.05))
             assert await asyncio.wait_for(late, 2) == []
-            assert fake.said(Compute)
+            assert fake.said(ComputeSpan)
 
     asyncio.run(run())
 
@@ -117,7 +117,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
         fake = FakeCluster(run_s=0.03)
         async with running(fake, ("prefill", "decode"), "pecsched", {"long_tokens": 100}) as client:
             long = asyncio.create_task(ask(client, "long", prompt(0, 400)))
-            await until(lambda: fake.said(Compute))
+            await until(lambda: fake.said(ComputeSpan))
             assert client._live is not None
             (entry,) = client._live.machine.journeys["long#1"].entries
             assert await ask(client, "short", prompt(1, 20)) == answer(prompt(1, 20), 4)
@@ -125,8 +125,8 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
             edges = cut(0, 400, 1, 32)
             assert (entry.tokens, entry.layer) == (edges[len(edges) // 2][0], 1)
             assert entry.share == pytest.approx((len(edges) // 2 + 1 / SHAPE.layers) / len(edges), rel=0.2)
-            assert len(fake.said(Pause)) == 1
-            assert len(fake.said(Proceed)) == len(fake.said(Compute)) == 1
+            assert len(fake.said(PauseSpan)) == 1
+            assert len(fake.said(ResumeSpan)) == len(fake.said(ComputeSpan)) == 1
 
     asyncio.run(run())
 
@@ -139,18 +139,18 @@ def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypat
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
             lost = 3
 
-            def loses(process: object, message: Compute) -> None:
+            def loses(process: object, message: ComputeSpan) -> None:
                 nonlocal lost
                 if lost:
                     lost -= 1
-                    process._say(RunLost(message.id, "no room"))  # type: ignore[attr-defined]
+                    process._say(SpanTaskLost(message.id, "no room"))  # type: ignore[attr-defined]
                 else:
                     whole(process, message)
 
             whole = type(fake.processes[0])._compute
             monkeypatch.setattr(type(fake.processes[0]), "_compute", loses)
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
-            assert {message.id for message in fake.said(Compute)} == {"a#1", "a#2", "a#3"}
+            assert {message.id for message in fake.said(ComputeSpan)} == {"a#1", "a#2", "a#3"}
             lost = 10**6
             monkeypatch.setattr("headway.runtime.cluster.retries.MOST_RUNS_LOST", 5)
             with pytest.raises(UnavailableError, match="lost 5 times"):
@@ -164,11 +164,11 @@ def test_word_of_a_loss_that_a_decode_has_gone_on_without_is_ignored() -> None:
         fake = FakeCluster(run_s=0.2)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             asked = asyncio.create_task(ask(client, "a", prompt(0, 300)))
-            await until(lambda: fake.said(Submit))
+            await until(lambda: fake.said(SubmitRequest))
             for process in fake.processes.values():
-                process._say(RunLost("a#1", "what it had of a movement that nobody waits for"))
+                process._say(SpanTaskLost("a#1", "what it had of a movement that nobody waits for"))
             assert await asked == answer(prompt(0, 300), 4)
-            assert [message.id for message in fake.said(Submit)] == ["a#1"]
+            assert [message.id for message in fake.said(SubmitRequest)] == ["a#1"]
 
     asyncio.run(run())
 
@@ -179,7 +179,7 @@ def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> 
         async with running(fake, ("mixed",) * 3, "jsq") as client:
             poison = asyncio.create_task(ask(client, "poison", prompt(0, 300)))
             for losses in range(21):
-                await until(lambda: len(fake.said(Submit)) > losses)  # noqa: B023
+                await until(lambda: len(fake.said(SubmitRequest)) > losses)  # noqa: B023
                 (at,) = (number for number, process in fake.processes.items() if process.scheduled)
                 fake.kill(at)
             with pytest.raises(UnavailableError, match="21 instances were lost with the request on them"):
@@ -216,7 +216,7 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
             with pytest.raises(RequestError, match="pool 0"):
                 client.join(1)
             await until(lambda: client.report().instances[2].state == "ready")
-            assert {peer.instance for peer in fake.said(Meet)[-1].peers} == {0, 1, 2}
+            assert {peer.instance for peer in fake.said(MeetPeers)[-1].peers} == {0, 1, 2}
             asks += [asyncio.create_task(ask(client, f"b{n}", prompt(n, 60), 20)) for n in range(6)]
             await until(lambda: client.report().instances[2].placed)
             assert client.leave(0).state == "draining"
@@ -245,7 +245,7 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
 
 
 def begun(fake: FakeCluster) -> list[tuple[int, str]]:
-    return [(number, message.id) for number, message in fake.log if isinstance(message, Submit | Compute)]
+    return [(number, message.id) for number, message in fake.log if isinstance(message, SubmitRequest | ComputeSpan)]
 
 
 def test_requests_wait_while_nobody_is_there_and_are_told_when_nobody_will_be() -> None:
@@ -326,22 +326,22 @@ def test_instances_that_cannot_start_or_differ_are_no_cluster() -> None:
 
 
 def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.policy.placement.fifo import Fifo
+    from headway.policy.placement.fifo import FifoPlacement
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.001)
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
             failures = 2
 
-            def fails(policy: Fifo, event: object, view: object) -> object:
+            def fails(policy: FifoPlacement, event: object, view: object) -> object:
                 nonlocal failures
                 if failures and type(event).__name__ == "SpanDone":
                     failures -= 1
                     raise KeyError("nobody knows")
                 return whole(policy, event, view)  # type: ignore[arg-type]
 
-            whole = Fifo.on_event
-            monkeypatch.setattr(Fifo, "on_event", fails)
+            whole = FifoPlacement.on_event
+            monkeypatch.setattr(FifoPlacement, "on_event", fails)
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
             failures = 10**6
             with pytest.raises(UnavailableError, match="lost 16 times"):
@@ -356,16 +356,16 @@ def test_an_abort_is_sent_where_the_request_is() -> None:
         fake = FakeCluster(run_s=1.0)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             gone = asyncio.create_task(ask(client, "gone", prompt(0, 30)))
-            await until(lambda: fake.said(Submit))
+            await until(lambda: fake.said(SubmitRequest))
             gone.cancel()
-            await until(lambda: fake.said(Abort))
-            assert [(n, m.id) for n, m in fake.log if isinstance(m, Abort)] == [(0, "gone#1")]
+            await until(lambda: fake.said(AbortRequest))
+            assert [(n, m.id) for n, m in fake.log if isinstance(m, AbortRequest)] == [(0, "gone#1")]
 
     asyncio.run(run())
 
 
 def test_a_load_spreads_progress_over_the_prompts_that_wait() -> None:
-    load = Load()
+    load = InstanceLoad()
     load.take(EngineStats(prefill_tokens_total=1000))
     load.add("a", 300, 3.0)
     load.add("b", 100, 1.0)

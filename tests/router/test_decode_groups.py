@@ -10,20 +10,28 @@ import pytest
 from fake_instances import FakeCluster, answer
 from routers import ask, prompt, running, until
 
-from headway.control.transfer_queue import Piece
+from headway.control.transfer_queue import KvSlice
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.attempt import Attempt, Attempts
-from headway.runtime.cluster.cluster_request import Asked
-from headway.runtime.cluster.group_steps import Steps
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.kv_migrations import Moves
-from headway.runtime.cluster.messages import Compute, Forget, Halt, Reserve, Run, RunDone, Send
-from headway.runtime.cluster.residency import Stays
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.group_steps import GroupDecodeSteps
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.kv_migrations import LiveKvMigrations
+from headway.runtime.cluster.messages import (
+    ComputeSpan,
+    ForgetRequest,
+    HaltDecode,
+    ReserveKv,
+    SendKv,
+    SpanTask,
+    SpanTaskDone,
+)
+from headway.runtime.cluster.residency import LiveResidency
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 
-class _Fleet(Fleet):
+class _Fleet(InstanceRegistry):
     """Of instances with so much room, which keeps what they are told."""
 
     def __init__(self, *rooms: int) -> None:
@@ -49,26 +57,32 @@ class _World:
     """One decode, of a prompt of `prompt` tokens."""
 
     def __init__(self, *rooms: int, in_place: bool = True, prompt: int = 100) -> None:
-        self.fleet, self.attempts, self.sent = _Fleet(*rooms), Attempts(), list[Piece]()
-        self.moves, steps = Moves(self.fleet, self.sent.append), Steps(self.fleet)
-        self.stays = Stays(self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None)
-        asked = Asked(Submit(id="r", prompt_tokens=prompt, params=SamplingParams(max_tokens=50), received_s=0.0), b"")
-        self.attempt = attempt = Attempt(asked, asked.try_again())
+        self.fleet, self.attempts, self.sent = _Fleet(*rooms), AttemptTable(), list[KvSlice]()
+        self.moves, steps = LiveKvMigrations(self.fleet, self.sent.append), GroupDecodeSteps(self.fleet)
+        self.stays = LiveResidency(
+            self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None
+        )
+        asked = ClusterRequest(
+            SubmitRequest(id="r", prompt_tokens=prompt, params=SamplingParams(max_tokens=50), received_s=0.0), b""
+        )
+        self.attempt = attempt = RequestAttempt(asked, asked.try_again())
         self.attempts.add(attempt)
         attempt.journey = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False))
         attempt.asked.told.append(7)
         self.steps = steps
 
-    def token(self) -> list[Compute]:
+    def token(self) -> list[ComputeSpan]:
         """All of the group under way are done; what follows is told."""
         attempt = self.attempt
-        (run,) = {message.run for _, message in self.fleet.take(Compute)}
+        (run,) = {message.run for _, message in self.fleet.take(ComputeSpan)}
         assert set(run.group) == attempt.running
         for number in run.group:
             index = attempt.step or 0
-            delta = Delta(id="r", tokens=(7,)) if number == run.group[0] else None
-            self.stays.computed(number, attempt, RunDone(id="r", index=index, began_s=0.0, ended_s=0.0, delta=delta))
-        return [message for _, message in self.fleet.told if isinstance(message, Compute)]
+            delta = OutputDelta(id="r", tokens=(7,)) if number == run.group[0] else None
+            self.stays.computed(
+                number, attempt, SpanTaskDone(id="r", index=index, began_s=0.0, ended_s=0.0, delta=delta)
+            )
+        return [message for _, message in self.fleet.told if isinstance(message, ComputeSpan)]
 
     def wants(self, *group: int) -> None:
         """The policy enqueues it on a group."""
@@ -80,14 +94,14 @@ class _World:
 def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> None:
     world = _World(500, 500, 900, 500)
     attempt = world.attempt
-    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1))], (0, 1), {0, 1}
+    attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}
     world.stays.enter(attempt, (0, 1), "decode")
     world.token()
     world.token()
     world.wants(0, 1, 2)
     grown = world.token()[0]
     assert (grown.run.group, grown.run.keepers) == ((2, 0, 1), ()), "who joins gets what is decoded from now on"
-    assert grown.before == (Run(0, 100, (0, 1)), Run(100, 103, (0, 1), grown.run.strategy, in_place=True))
+    assert grown.before == (SpanTask(0, 100, (0, 1)), SpanTask(100, 103, (0, 1), grown.run.strategy, in_place=True))
     assert len(grown.drawn) == attempt.said
     world.wants(1, 2)
     shrunk = world.token()[0]
@@ -95,7 +109,7 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
     assert attempt.spread == (0, 1, 2)
     follows = world.token()[0]
     assert (follows.run.group, attempt.spread) == ((2, 1), (1, 2))
-    assert world.fleet.take(Forget) == [(0, Forget(attempt.wire, for_good=False))]
+    assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
     assert attempt.admitted == {1, 2}
     assert attempt.left == {0}
     assert (world.steps.grown, world.steps.shrunk) == (1, 1)
@@ -104,7 +118,7 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
 def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
     world = _World(500, 500, 500)
     attempt = world.attempt
-    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
+    attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
     world.stays.enter(attempt, (0, 1, 2), "decode")
     cast(Any, world.fleet[1].stats).kv_tokens_used = 400
     world.wants(0, 1)
@@ -120,7 +134,7 @@ def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
 def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
     world = _World(500, 500)
     attempt = world.attempt
-    attempt.runs, attempt.spread = [Run(0, 100, (0, 1))], (0, 1)
+    attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
     world.stays.enter(attempt, (0, 1), "decode")
     assert world.token()[0].run.group == (0, 1)
     cast(Any, world.fleet[0].stats).kv_tokens_used = 470
@@ -132,7 +146,7 @@ def _by_heads(*rooms: int, in_place: bool = True) -> _World:
     """A decode whose prompt has left KV cut by heads on instances 2 and 0: Ulysses."""
     world = _World(*rooms, in_place=in_place)
     attempt = world.attempt
-    attempt.runs = [Run(0, 60, (2,)), Run(60, 100, (2, 0), Strategy("ulysses"), rows=8)]
+    attempt.runs = [SpanTask(0, 60, (2,)), SpanTask(60, 100, (2, 0), Strategy("ulysses"), rows=8)]
     attempt.spread, attempt.admitted = (2, 0), {0, 2}
     world.stays.enter(attempt, (0, 2), "decode")
     return world
@@ -147,7 +161,7 @@ def test_a_group_decodes_over_kv_by_heads_as_it_was_left(in_place: bool) -> None
         assert run is not None
         assert (run.strategy, run.in_place, run.keepers) == (Strategy("ulysses"), True, ())
     assert world.attempt.spread == (0, 2)
-    assert world.attempt.steps[2:] == [Run(100, 103, (2, 0), Strategy("ulysses"), in_place=True)]
+    assert world.attempt.steps[2:] == [SpanTask(100, 103, (2, 0), Strategy("ulysses"), in_place=True)]
 
 
 def test_kv_by_heads_is_laid_out_by_tokens_when_a_group_grows_and_there_is_room() -> None:
@@ -160,11 +174,11 @@ def test_kv_by_heads_is_laid_out_by_tokens_when_a_group_grows_and_there_is_room(
     cast(Any, world.fleet[2].info).kv_tokens_total = 100
     grown = world.token()[0]
     assert (grown.run.group, grown.run.strategy.attn, grown.run.keepers) == ((1, 0, 2), "ring", ())
-    assert grown.before == (*attempt.runs, Run(100, 102, (2, 0), Strategy("ulysses"), in_place=True))
+    assert grown.before == (*attempt.runs, SpanTask(100, 102, (2, 0), Strategy("ulysses"), in_place=True))
     assert [(run.group, run.strategy.attn) for run in (world.token()[0].run, world.token()[0].run)] == [
         ((1, 0, 2), "ring")
     ] * 2
-    assert attempt.steps[-1] == Run(102, 104, (1, 0, 2), Strategy("ring"), in_place=True)
+    assert attempt.steps[-1] == SpanTask(102, 104, (1, 0, 2), Strategy("ring"), in_place=True)
     assert (world.steps.grown, world.steps.shrunk) == (1, 0)
 
 
@@ -175,7 +189,7 @@ def test_kv_by_heads_of_a_group_that_shrinks_goes_to_those_that_stay() -> None:
     first = world.token()[0]
     assert (first.run.group, first.run.keepers, first.run.strategy.attn) == ((1, 0, 2), (1, 2), "ring")
     assert world.token()[0].run.group == (1, 2)
-    assert world.fleet.take(Forget) == [(0, Forget(attempt.wire, for_good=False))]
+    assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
 
 
 def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
@@ -192,13 +206,15 @@ def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
 def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:
     world = _World(500, 100)
     attempt = world.attempt
-    attempt.runs, attempt.spread = [Run(0, 100, (0, 1))], (0, 1)
+    attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
     world.stays.enter(attempt, (1,), "decode")
     assert attempt.step is not None, "instance 1 has no room for all of it"
     world.wants(0)
     world.token()
     assert attempt.gathers
-    assert world.fleet.take(Reserve) == [(0, Reserve(attempt.wire, 101, attempt.asked_as[list(attempt.asked_as)[-1]]))]
+    assert world.fleet.take(ReserveKv) == [
+        (0, ReserveKv(attempt.wire, 101, attempt.asked_as[list(attempt.asked_as)[-1]]))
+    ]
 
 
 def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
@@ -206,15 +222,15 @@ def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 1, {1}, (1,)
     world.wants(1)
-    assert not world.fleet.take(Halt), "it is where it is wanted"
+    assert not world.fleet.take(HaltDecode), "it is where it is wanted"
     world.wants(0, 1)
     world.wants(0, 1)
-    assert world.fleet.take(Halt) == [(1, Halt(attempt.wire))]
+    assert world.fleet.take(HaltDecode) == [(1, HaltDecode(attempt.wire))]
     attempt.asked.told += [7, 7]
     world.stays.staged(attempt, 1)
-    message = next(message for _, message in world.fleet.told if isinstance(message, Compute))
+    message = next(message for _, message in world.fleet.told if isinstance(message, ComputeSpan))
     assert (message.run.start, message.run.group) == (102, (0, 1))
-    assert (message.home, message.before) == (1, (Run(0, 102, (1,)),))
+    assert (message.home, message.before) == (1, (SpanTask(0, 102, (1,)),))
     assert world.token()[0].home is None
 
 
@@ -225,21 +241,21 @@ def test_a_decode_that_is_moved_stops_first_and_all_that_it_has_said_by_then_is_
     world.stays.leave(attempt)
     known = attempt.request.prompt_tokens + attempt.said
     world.moves.announced(attempt, 1)
-    world.moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, known))
+    world.moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, known))
     world.stays.pump()
-    assert [type(message) for _, message in world.fleet.told] == [Halt]
+    assert [type(message) for _, message in world.fleet.told] == [HaltDecode]
     attempt.asked.told += [7, 7, 7]
     world.stays.staged(attempt, 0)
     world.moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
-    (room,) = [message for _, message in world.fleet.told if isinstance(message, Reserve)]
-    ((source, send),) = world.fleet.take(Send)
+    (room,) = [message for _, message in world.fleet.told if isinstance(message, ReserveKv)]
+    ((source, send),) = world.fleet.take(SendKv)
     assert (room.tokens, source, send.end) == (103, 0, 103)
     attempt.moving[send.piece].then()
     assert len(world.sent) == 1
     attempt.journey.kv_at = {1}
     world.stays.enter(attempt, (1,), "decode")
     assert attempt.at == 1
-    assert world.fleet.take(Forget) == [(0, Forget(attempt.wire, for_good=False))]
+    assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
 
 
 def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
@@ -247,11 +263,11 @@ def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
     world.stays.leave(attempt)
-    world.moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, 101))
+    world.moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, 101))
     attempt.finished = True
     world.moves.begun(attempt)
     assert len(world.sent) == 1
-    assert not world.fleet.take(Send)
+    assert not world.fleet.take(SendKv)
 
 
 def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
@@ -265,10 +281,12 @@ def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
     before = attempt.wire
     world.stays.leave(attempt)
     world.stays.enter(attempt, (1,), "prefill")
-    world.fleet.take(Forget)
+    world.fleet.take(ForgetRequest)
     world.moves.reserve(attempt, 2)
     assert attempt.wire != before
-    assert world.fleet.take(Reserve) == [(2, Reserve(attempt.wire, 100, attempt.asked_as[list(attempt.asked_as)[-1]]))]
+    assert world.fleet.take(ReserveKv) == [
+        (2, ReserveKv(attempt.wire, 100, attempt.asked_as[list(attempt.asked_as)[-1]]))
+    ]
     assert not attempt.room[2], "what was kept under the old name is not there any more"
 
 
@@ -280,7 +298,9 @@ def test_a_decode_that_an_instance_has_not_all_kv_of_begins_anew() -> None:
             await until(lambda: fake.processes[1].scheduled)
             (name,) = fake.processes[1].scheduled
             fake.processes[1]._leave(name)
-            fake.processes[1]._delta(Delta(id=name, finish="error", error="KV of it has not all come", param="id"))
+            fake.processes[1]._delta(
+                OutputDelta(id=name, finish="error", error="KV of it has not all come", param="id")
+            )
             assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
 
     asyncio.run(run())
@@ -297,6 +317,6 @@ def test_groups_grow_while_they_decode_and_answers_stay() -> None:
             report = client.report()
             assert report.decodes_moved
             assert report.groups_grown
-            assert any(message.home is not None for message in fake.said(Compute))
+            assert any(message.home is not None for message in fake.said(ComputeSpan))
 
     asyncio.run(run())

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_groups import _World
 
-from headway.core.span import Run, Strategy
-from headway.runtime.cluster.messages import Compute, Forget
+from headway.core.span import SpanTask, Strategy
+from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest
 from headway.runtime.model.random_weights import reference_config
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
 from headway.runtime.sequence_parallel.pieces import layout_after
@@ -44,11 +44,11 @@ class _Instances:
     def take(self) -> None:
         """What they have just been told."""
         before: dict[int, KvLayout] = {}
-        run: Run | None = None
+        run: SpanTask | None = None
         for number, message in self.world.fleet.told:
-            if isinstance(message, Forget):
+            if isinstance(message, ForgetRequest):
                 self.held.pop(number, None)
-            elif isinstance(message, Compute):
+            elif isinstance(message, ComputeSpan):
                 run = message.run
                 before[number] = self.held.get(number) or self.all(message.before)
         assert run is not None
@@ -61,13 +61,13 @@ class _Instances:
         for number in run.group:
             self.held[number] = after
 
-    def all(self, runs: tuple[Run, ...]) -> KvLayout:
+    def all(self, runs: tuple[SpanTask, ...]) -> KvLayout:
         held = EMPTY
         for run in runs:
             held = layout_after(chunks_of(run), held, CONFIG)
         return held
 
-    def check(self, run: Run, before: KvLayout, after: KvLayout) -> None:
+    def check(self, run: SpanTask, before: KvLayout, after: KvLayout) -> None:
         there = np.zeros((run.end, CONFIG.kv_heads), dtype=int)
         for one in after.values():
             there[np.ix_(one.positions, np.array(one.heads))] += 1
@@ -85,15 +85,15 @@ class _Instances:
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> list[Run]:
+def prompts(draw: st.DrawFn) -> list[SpanTask]:
     """Spans of a prompt on groups that grow."""
     order = draw(st.permutations(range(INSTANCES)))
     ends = sorted({*draw(st.lists(st.integers(1, PROMPT - 1), max_size=2)), PROMPT})
-    runs, at, size = list[Run](), 0, draw(st.sampled_from([1, 2, 4] if len(ends) > 1 else [2, 4]))
+    runs, at, size = list[SpanTask](), 0, draw(st.sampled_from([1, 2, 4] if len(ends) > 1 else [2, 4]))
     for end in ends:
         form = Strategy(draw(st.sampled_from(FORMS)))
         node = 2 if size == 4 and form.attn == "ulysses" and draw(st.booleans()) else None
-        runs.append(Run(at, end, tuple(order[:size]), form, node, rows=draw(st.sampled_from([0, 64]))))
+        runs.append(SpanTask(at, end, tuple(order[:size]), form, node, rows=draw(st.sampled_from([0, 64]))))
         at, size = end, draw(st.sampled_from([n for n in (2, 4) if n >= size]))
     return runs
 
@@ -109,7 +109,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150)
 @given(prompts(), GROUPS, st.lists(EVENTS, max_size=14))
-def test_all_of_a_group_know_where_kv_lies(runs: list[Run], group: tuple[int, ...], events: list[Any]) -> None:
+def test_all_of_a_group_know_where_kv_lies(runs: list[SpanTask], group: tuple[int, ...], events: list[Any]) -> None:
     world = _World(*[500] * INSTANCES, prompt=PROMPT)
     attempt, instances = world.attempt, _Instances(world)
     attempt.runs, attempt.admitted = list(runs), {number for run in runs for number in run.group}

@@ -9,9 +9,9 @@ from fake_instances import FakeCluster, FakeProcess, answer
 from routers import ask, prompt, router, running, until
 
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.messages import Compute
+from headway.runtime.cluster.messages import ComputeSpan
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.engine.protocol import SubmitRequest
 
 
 def test_one_that_dies_while_it_is_drained_has_left() -> None:
@@ -19,13 +19,15 @@ def test_one_that_dies_while_it_is_drained_has_left() -> None:
         fake = FakeCluster(token_s=0.002)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30), 40)) for n in range(4)]
-            await until(lambda: {number for number, message in fake.log if isinstance(message, Submit)} == {0, 1})
+            await until(
+                lambda: {number for number, message in fake.log if isinstance(message, SubmitRequest)} == {0, 1}
+            )
             assert client.leave(0).state == "draining"
             fake.kill(0)
             await until(lambda: [each.id for each in client.report().instances] == [1])
             begun = len(fake.log)
             assert await asyncio.gather(*asks) == [answer(prompt(n, 30), 40) for n in range(4)]
-            assert {number for number, m in fake.log[begun:] if isinstance(m, Submit | Compute)} <= {1}
+            assert {number for number, m in fake.log[begun:] if isinstance(m, SubmitRequest | ComputeSpan)} <= {1}
             assert fake.processes[0].serial == 0, "it was not started again"
             assert client.join(0).incarnation == 1
 

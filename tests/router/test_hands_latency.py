@@ -11,8 +11,8 @@ from routers import SHAPE, PerToken
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.live_backend import LiveHands
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.engine.protocol import EngineInfo
 from server.fake_engine import INFO
 
@@ -35,8 +35,8 @@ def test_each_instance_is_predicted_by_its_own_table_as_it_is_now() -> None:
         return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
 
     nobody: Any = None
-    hands = LiveHands(
-        cast(Fleet, fleet), nobody, latency_of, SHAPE, False, 0, nobody, nobody, lambda: 0.0
+    hands = LiveBackend(
+        cast(InstanceRegistry, fleet), nobody, latency_of, SHAPE, False, 0, nobody, nobody, lambda: 0.0
     )  # fmt: skip
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
     alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))

@@ -16,13 +16,22 @@ from routers import ask, prompt, running
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams
 from headway.core.span import Span
-from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event, KvReady, SpanDone, Transfer
-from headway.policy.placement.view import ClusterView
-from headway.runtime.cluster.attempt import Attempt
-from headway.runtime.cluster.cluster_request import Asked
-from headway.runtime.cluster.deadlock import Knots, knotted
-from headway.runtime.cluster.messages import Reserve
-from headway.runtime.engine.protocol import EngineStats, Submit
+from headway.policy.placement.base import (
+    Action,
+    CommitSpans,
+    EnqueueRequest,
+    Event,
+    KvReady,
+    RequestArrived,
+    SpanDone,
+    TransferKv,
+)
+from headway.policy.placement.view import ClusterSnapshot
+from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.deadlock import DeadlockDetector, knotted
+from headway.runtime.cluster.messages import ReserveKv
+from headway.runtime.engine.protocol import EngineStats, SubmitRequest
 
 
 def test_two_that_go_each_others_way_are_a_knot() -> None:
@@ -65,16 +74,16 @@ def test_a_knot_is_who_is_left_when_all_who_can_go_on_have_gone(
     assert bool(found) == bool(left)
 
 
-def attempt(name: str) -> Attempt:
-    submit = Submit(id=name, prompt_tokens=10, params=SamplingParams(max_tokens=5), received_s=0.0)
-    asked = Asked(submit, b"")
-    return Attempt(asked, asked.try_again())
+def attempt(name: str) -> RequestAttempt:
+    submit = SubmitRequest(id=name, prompt_tokens=10, params=SamplingParams(max_tokens=5), received_s=0.0)
+    asked = ClusterRequest(submit, b"")
+    return RequestAttempt(asked, asked.try_again())
 
 
-def looks(attempts: list[Attempt], stats: EngineStats) -> Attempt | None:
+def looks(attempts: list[RequestAttempt], stats: EngineStats) -> RequestAttempt | None:
     """Who is found after four seconds in which two instances only say how they are: always the same."""
     fleet = [SimpleNamespace(number=number, stats=stats) for number in range(2)]
-    knots = Knots(cast(Any, fleet), cast(Any, attempts), cast(Any, SimpleNamespace(behind=dict)))
+    knots = DeadlockDetector(cast(Any, fleet), cast(Any, attempts), cast(Any, SimpleNamespace(behind=dict)))
     found = None
     for now in range(5):
         for number in range(2):
@@ -103,20 +112,20 @@ class Crossing:
     def __init__(self) -> None:
         self.at: dict[str, int] = {}
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         match event:
-            case Arrived(request=request):
+            case RequestArrived(request=request):
                 return self._begin(request, view)
             case SpanDone(request=name):
-                return [Transfer(name, 1 - self.at[name])]
+                return [TransferKv(name, 1 - self.at[name])]
             case KvReady(request=name, instance=number):
-                return [Enqueue(name, (number,), "decode")]
+                return [EnqueueRequest(name, (number,), "decode")]
         return []
 
-    def _begin(self, request: Request, view: ClusterView) -> list[Action]:
+    def _begin(self, request: Request, view: ClusterSnapshot) -> list[Action]:
         at = self.at[request.id] = 0 if request.id.startswith("a") else 1
         span = Span(request=request, start=0, end=request.prompt_tokens, group=(at,))
-        return [Commit(request.id, (span,), view.version)]
+        return [CommitSpans(request.id, (span,), view.version)]
 
     def next_wakeup(self, now: float) -> float | None:
         return None
@@ -148,7 +157,7 @@ def test_of_those_who_wait_for_each_other_the_youngest_begins_anew(quick: None, 
             )
             beats.cancel()
             assert found == [answer(ids, 4) for ids in prompts.values()]
-            asked = {message.id for message in fake.said(Reserve)}
+            asked = {message.id for message in fake.said(ReserveKv)}
             assert "a0#1" in asked
             assert "a0#2" not in asked, "the oldest goes on as it is"
             assert "b1#2" in asked, "they did wait for each other"
@@ -174,6 +183,6 @@ def test_who_only_waits_for_a_long_decode_waits(quick: None) -> None:
             assert await ask(client, "a1", prompt(1, 70), 3) == answer(prompt(1, 70), 3)
             assert await first == answer(prompt(0, 70), 16)
             beats.cancel()
-            assert {message.id for message in fake.said(Reserve)} == {"a0#1", "a1#1"}
+            assert {message.id for message in fake.said(ReserveKv)} == {"a0#1", "a1#1"}
 
     asyncio.run(run())

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from headway.control.transfer_queue import Piece
+from headway.control.transfer_queue import KvSlice
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.attempt import Attempt
-from headway.runtime.cluster.cluster_request import Asked
-from headway.runtime.cluster.group_steps import Steps
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.kv_migrations import Moves
-from headway.runtime.cluster.kv_reservations import Promises
-from headway.runtime.cluster.messages import Reserve, Send
-from headway.runtime.cluster.residency import Stays
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.group_steps import GroupDecodeSteps
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.kv_migrations import LiveKvMigrations
+from headway.runtime.cluster.kv_reservations import KvReservations
+from headway.runtime.cluster.messages import ReserveKv, SendKv
+from headway.runtime.cluster.residency import LiveResidency
+from headway.runtime.engine.protocol import SubmitRequest
 
 
 class _Fleet:
@@ -26,30 +26,30 @@ class _Fleet:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.promises = Promises()
+        self.promises = KvReservations()
 
-    def admit(self, attempt: Attempt, numbers: Iterable[int]) -> None:
+    def admit(self, attempt: RequestAttempt, numbers: Iterable[int]) -> None:
         attempt.admitted.update(numbers)
 
     def tell(self, numbers: Sequence[int], message: Any) -> None:
         self.told.append(message)
 
-    def leave(self, attempt: Attempt, but: Iterable[int]) -> None:
+    def leave(self, attempt: RequestAttempt, but: Iterable[int]) -> None:
         attempt.admitted &= set(but)
 
     def __getitem__(self, number: int) -> Any:
         return SimpleNamespace(submit=lambda submit, prompt: self.told.append(submit))
 
 
-def _moves() -> tuple[_Fleet, Moves]:
+def _moves() -> tuple[_Fleet, LiveKvMigrations]:
     fleet = _Fleet()
-    return fleet, Moves(cast(Fleet, fleet), lambda piece: None)
+    return fleet, LiveKvMigrations(cast(InstanceRegistry, fleet), lambda piece: None)
 
 
-def _attempt() -> Attempt:
-    submit = Submit(id="r", prompt_tokens=100, params=SamplingParams(max_tokens=50), received_s=0.0)
-    asked = Asked(submit, b"")
-    attempt = Attempt(asked, asked.try_again())
+def _attempt() -> RequestAttempt:
+    submit = SubmitRequest(id="r", prompt_tokens=100, params=SamplingParams(max_tokens=50), received_s=0.0)
+    asked = ClusterRequest(submit, b"")
+    attempt = RequestAttempt(asked, asked.try_again())
     attempt.whole, attempt.at = {0}, 0
     return attempt
 
@@ -63,13 +63,13 @@ def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_as
     moves.reserve(attempt, 1)
     attempt.asked.told += [1] * since
     moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
-    moves.send(attempt, Piece(attempt.request.id, 0, 1, 0, known))
+    moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, known))
     attempt.asked.told += [1] * since
-    moves.send(attempt, Piece(attempt.request.id, 2, 1, 0, known))
+    moves.send(attempt, KvSlice(attempt.request.id, 2, 1, 0, known))
     room, *sends = fleet.told
-    assert isinstance(room, Reserve)
+    assert isinstance(room, ReserveKv)
     assert room.tokens == 104
-    assert [send.end for send in sends if isinstance(send, Send)] == [104, 104]
+    assert [send.end for send in sends if isinstance(send, SendKv)] == [104, 104]
 
 
 def test_a_piece_that_waits_for_room_while_its_kv_spreads_is_sent_by_all_who_have_it() -> None:
@@ -80,14 +80,14 @@ def test_a_piece_that_waits_for_room_while_its_kv_spreads_is_sent_by_all_who_hav
     entries: list[Any] = [SimpleNamespace(index=index, state="done") for index in range(2)]
     attempt.journey = cast(Any, SimpleNamespace(entries=entries))
     attempt.runs = [cast(Any, SimpleNamespace(group=(0,)))]
-    moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 40, entry=entries[0]))
+    moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entries[0]))
     attempt.runs.append(cast(Any, SimpleNamespace(group=(0, 1))))
     attempt.running = {0, 1}
     moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
-    assert not [message for message in fleet.told if isinstance(message, Send)]
+    assert not [message for message in fleet.told if isinstance(message, SendKv)]
     attempt.running = set()
     moves.computed(attempt)
-    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, Send)] == [(0, 40, 2)] * 2
+    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)] * 2
 
 
 def test_a_piece_goes_as_soon_as_there_is_room() -> None:
@@ -96,10 +96,10 @@ def test_a_piece_goes_as_soon_as_there_is_room() -> None:
     entry: Any = SimpleNamespace(index=0, state="running")
     attempt.journey = cast(Any, SimpleNamespace(entries=[entry]))
     attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
-    moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 40, entry=entry))
-    assert [type(message) for message in fleet.told] == [Reserve]
+    moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entry))
+    assert [type(message) for message in fleet.told] == [ReserveKv]
     moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
-    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, Send)] == [(0, 40, 2)]
+    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)]
 
 
 def test_room_of_an_earlier_stay_is_none_of_a_later_one() -> None:
@@ -109,11 +109,11 @@ def test_room_of_an_earlier_stay_is_none_of_a_later_one() -> None:
     moves.reserve(attempt, 1)
     moves.settled(attempt)
     moves.bring(attempt, 1, (0,), 0, 100, lambda: None)
-    first, second = (message.serial for message in fleet.told if isinstance(message, Reserve))
+    first, second = (message.serial for message in fleet.told if isinstance(message, ReserveKv))
     moves.reserved(attempt, 1, first)
-    assert not [message for message in fleet.told if isinstance(message, Send)]
+    assert not [message for message in fleet.told if isinstance(message, SendKv)]
     moves.reserved(attempt, 1, second)
-    assert [message.to for message in fleet.told if isinstance(message, Send)] == [1]
+    assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [1]
 
 
 def test_who_decodes_waits_for_no_room_elsewhere() -> None:
@@ -122,18 +122,24 @@ def test_who_decodes_waits_for_no_room_elsewhere() -> None:
     attempt = _attempt()
     attempt.at, attempt.journey = None, cast(Any, SimpleNamespace(kv_at={1}))
     attempt.asked.told += [1]
-    moves.send(attempt, Piece(attempt.request.id, 0, 2, 0, 100))
+    moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 100))
     assert moves.waiting
     nobody: Any = None
-    Stays(cast(Fleet, fleet), nobody, moves, Steps(cast(Fleet, fleet)), False, nobody, nobody).enter(
-        attempt, (1,), "decode"
-    )
+    LiveResidency(
+        cast(InstanceRegistry, fleet),
+        nobody,
+        moves,
+        GroupDecodeSteps(cast(InstanceRegistry, fleet)),
+        False,
+        nobody,
+        nobody,
+    ).enter(attempt, (1,), "decode")
     assert attempt.at == 1
     assert not moves.waiting
     moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))  # it had answered already
     moves.bring(attempt, 3, (1,), 0, 100, lambda: None)
     moves.reserved(attempt, 3, attempt.asked_as.get(3, 0))
-    assert [message.to for message in fleet.told if isinstance(message, Send)] == [3]
+    assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [3]
     assert not moves.waiting
     moves.forget(attempt)
     assert moves.under_way == 0

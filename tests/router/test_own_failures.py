@@ -9,38 +9,38 @@ import pytest
 from fake_instances import FakeCluster, answer
 from routers import ask, prompt, running
 
-from headway.control.controller import Machine
+from headway.control.controller import ClusterController
 from headway.core.errors import InvariantError
-from headway.policy.placement.fifo import Fifo
-from headway.runtime.cluster.span_runs import Runs
+from headway.policy.placement.fifo import FifoPlacement
+from headway.runtime.cluster.span_runs import LiveSpanRuns
 
 
 @pytest.mark.parametrize("where", ["runs", "machine", "letting go"])
 def test_an_error_of_its_own_ends_the_request_and_not_the_instance(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    done, span_done, drop = Runs.done, Machine.span_done, Machine.drop
+    done, span_done, drop = LiveSpanRuns.done, ClusterController.span_done, ClusterController.drop
 
-    def bad_done(runs: Runs, number: int, attempt: Any, message: Any) -> Any:
+    def bad_done(runs: LiveSpanRuns, number: int, attempt: Any, message: Any) -> Any:
         if attempt.request.id.startswith("bad"):
             raise RuntimeError("a bug")
         return done(runs, number, attempt, message)
 
-    def bad_span_done(machine: Machine, entry: Any, now: float, over: Any = ()) -> None:
+    def bad_span_done(machine: ClusterController, entry: Any, now: float, over: Any = ()) -> None:
         span_done(machine, entry, now, over)
         if entry.owner.startswith("bad"):
             raise KeyError(entry.owner)
 
-    def bad_drop(machine: Machine, journey: Any, why: str, now: float) -> None:
+    def bad_drop(machine: ClusterController, journey: Any, why: str, now: float) -> None:
         drop(machine, journey, why, now)
         if where == "letting go" and journey.request.id.startswith("bad"):
             raise RuntimeError("another bug")
 
     if where == "machine":
-        monkeypatch.setattr(Machine, "span_done", bad_span_done)
+        monkeypatch.setattr(ClusterController, "span_done", bad_span_done)
     else:
-        monkeypatch.setattr(Runs, "done", bad_done)
-        monkeypatch.setattr(Machine, "drop", bad_drop)
+        monkeypatch.setattr(LiveSpanRuns, "done", bad_done)
+        monkeypatch.setattr(ClusterController, "drop", bad_drop)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.005)
@@ -58,10 +58,10 @@ def test_an_error_of_its_own_ends_the_request_and_not_the_instance(
 
 
 def test_a_policy_that_cannot_say_when_to_wake_it_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(policy: Fifo, now: float) -> float | None:
+    def fails(policy: FifoPlacement, now: float) -> float | None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Fifo, "next_wakeup", fails)
+    monkeypatch.setattr(FifoPlacement, "next_wakeup", fails)
 
     async def run() -> None:
         fake = FakeCluster()
@@ -74,16 +74,16 @@ def test_a_policy_that_cannot_say_when_to_wake_it_is_asked_on(monkeypatch: pytes
 def test_what_goes_wrong_when_all_is_settled_is_laid_to_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settle, calls = Machine.settle, 0
+    settle, calls = ClusterController.settle, 0
 
-    def sometimes(machine: Machine, now: float) -> float | None:
+    def sometimes(machine: ClusterController, now: float) -> float | None:
         nonlocal calls
         calls += 1
         if calls % 3 == 0:
             raise KeyError("somebody's")
         return settle(machine, now)
 
-    monkeypatch.setattr(Machine, "settle", sometimes)
+    monkeypatch.setattr(ClusterController, "settle", sometimes)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.005)
@@ -98,14 +98,14 @@ def test_what_goes_wrong_when_all_is_settled_is_laid_to_nobody(
 
 @pytest.mark.parametrize("where", ["arrive", "sent"])
 def test_who_cannot_be_placed_or_sent_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    real = getattr(Machine, where)
+    real = getattr(ClusterController, where)
 
-    def fails(machine: Machine, what: Any, *more: Any) -> Any:
+    def fails(machine: ClusterController, what: Any, *more: Any) -> Any:
         if str(getattr(what, "id", None) or getattr(what, "request", None)).startswith("bad"):
             raise RuntimeError("a bug")
         return real(machine, what, *more)
 
-    monkeypatch.setattr(Machine, where, fails)
+    monkeypatch.setattr(ClusterController, where, fails)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.005)

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_groups import _World
 
-from headway.runtime.cluster.kv_reservations import Promises
-from headway.runtime.cluster.messages import Reserve, Run
+from headway.runtime.cluster.kv_reservations import KvReservations
+from headway.runtime.cluster.messages import ReserveKv, SpanTask
 
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 99))))
 def test_what_is_promised_is_the_last_of_each(made: list[tuple[int, str, str, int]]) -> None:
-    promises, last = Promises(), dict[tuple[int, str, str], int]()
+    promises, last = KvReservations(), dict[tuple[int, str, str], int]()
     for number, request, what, tokens in made:
         if tokens % 5:
             promises.make(number, request, what, tokens)
@@ -33,7 +33,7 @@ def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
     world = _World(500, 500)
     moves, fleet, attempt = world.moves, world.fleet, world.attempt
     moves.reserve(attempt, 0)
-    ((_, asked),) = fleet.take(Reserve)
+    ((_, asked),) = fleet.take(ReserveKv)
     assert fleet.room(0) == 500 - asked.tokens
     assert fleet.free(0) == 500
     assert fleet.roomiest((0, 1)) == 1
@@ -47,7 +47,7 @@ def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
 def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
     world = _World(500, 500, 500)
     attempt, fleet = world.attempt, world.fleet
-    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
+    attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
     world.stays.enter(attempt, (0, 1, 2), "decode")
     world.wants(0, 1)
     assert world.token()[0].run.keepers == (0, 1)
@@ -60,7 +60,7 @@ def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
 def test_a_decode_that_found_no_room_is_gathered_once_there_is() -> None:
     world = _World(500, 500, in_place=False)
     attempt, fleet = world.attempt, world.fleet
-    attempt.runs, attempt.spread, attempt.admitted = [Run(0, 100, (0, 1))], (0, 1), {0, 1}
+    attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}
     for number in (0, 1):
         fleet.promises.make(number, "another", "move", 400)
     world.stays.enter(attempt, (0, 1), "decode")
@@ -68,5 +68,5 @@ def test_a_decode_that_found_no_room_is_gathered_once_there_is() -> None:
     fleet.promises.forget("another")
     assert world.token() == []
     assert attempt.gathers
-    ((to, asked),) = [(number, message) for number, message in fleet.told if isinstance(message, Reserve)]
+    ((to, asked),) = [(number, message) for number, message in fleet.told if isinstance(message, ReserveKv)]
     assert (to, asked.tokens) == (0, attempt.kv_tokens)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
+from headway.control.request import ControlledRequest
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.kv_admission import PATIENCE_S, Rooms
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.kv_admission import PATIENCE_S, KvAdmission
 
 POOL = 1000
 
@@ -23,15 +23,15 @@ class World:
         self.now = 0.0
         self.stats = [SimpleNamespace(kv_tokens_used=0) for _ in range(count)]
         info = SimpleNamespace(kv_tokens_total=POOL)
-        fleet = Fleet(
+        fleet = InstanceRegistry(
             cast(Any, SimpleNamespace(number=i, info=info, stats=stats)) for i, stats in enumerate(self.stats)
         )
-        self.rooms = Rooms(fleet, lambda: self.now)
+        self.rooms = KvAdmission(fleet, lambda: self.now)
 
     def spans(self, name: str, tokens: int, *groups: tuple[int, ...]) -> list[SpanEntry]:
         """A prompt in equal spans on these groups."""
         request = Request(id=name, arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=2)
-        journey = Journey(request)
+        journey = ControlledRequest(request)
         for index, group in enumerate(groups):
             start, end = (tokens * at // len(groups) for at in (index, index + 1))
             span = Span(request=request, start=start, end=end, group=group)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from routers import ask, prompt, running
 
 from headway.policy.placement.view import Role
-from headway.runtime.cluster.messages import Compute, Send
+from headway.runtime.cluster.messages import ComputeSpan, SendKv
 
 MIXED: tuple[Role, ...] = ("mixed",) * 3
 APART: tuple[Role, ...] = ("prefill", "prefill", "decode")
@@ -57,9 +57,9 @@ def test_every_policy_answers_long_and_short_requests(
             answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
             assert answers == [answer(ids, count) for ids, count in zip(prompts, counts, strict=True)]
             if options.get("sp") == 2 or options.get("long_sp") == 2:
-                assert any(len(message.run.group) == 2 for message in fake.said(Compute))
+                assert any(len(message.run.group) == 2 for message in fake.said(ComputeSpan))
             if roles is APART and placement != "fifo":
-                assert {message.to for message in fake.said(Send)} >= {2}
+                assert {message.to for message in fake.said(SendKv)} >= {2}
 
     asyncio.run(run())
 

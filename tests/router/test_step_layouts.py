@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_decode_groups import _World
 
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import Compute, Run, RunDone
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.cluster.messages import ComputeSpan, SpanTask, SpanTaskDone
+from headway.runtime.engine.protocol import OutputDelta
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.rope_config import RopeConfig
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
@@ -27,7 +27,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
-def lies(runs: list[Run]) -> KvLayout:
+def lies(runs: list[SpanTask]) -> KvLayout:
     """After one run after the other."""
     held: KvLayout = EMPTY
     for run in runs:
@@ -44,7 +44,7 @@ def same(one: KvLayout, other: KvLayout) -> bool:
     )
 
 
-def prefilled(chance: random.Random) -> list[Run]:
+def prefilled(chance: random.Random) -> list[SpanTask]:
     """A prompt of 100 tokens, in runs over groups of which each includes the one before."""
     edges = [0, *sorted(chance.sample(range(1, 100), chance.randint(0, 2))), 100]
     everybody = chance.sample(range(INSTANCES), INSTANCES)
@@ -52,7 +52,7 @@ def prefilled(chance: random.Random) -> list[Run]:
     for start, end in pairwise(edges):
         size = chance.randint(size, 3)
         strategy = Strategy(chance.choice(("ring", "striped")))
-        runs.append(Run(start, end, tuple(everybody[:size]), strategy, rows=chance.choice((0, 8))))
+        runs.append(SpanTask(start, end, tuple(everybody[:size]), strategy, rows=chance.choice((0, 8))))
     return runs
 
 
@@ -73,7 +73,7 @@ def test_runs_of_a_decode_that_are_told_as_few_lie_as_all_of_them(seed: int) -> 
             cast(Any, instance.stats).kv_tokens_used = chance.choice((0, 0, 0, 400, 470))
         world.fleet.told.clear()
         world.steps.next(attempt, group)
-        told = [(number, message) for number, message in world.fleet.told if isinstance(message, Compute)]
+        told = [(number, message) for number, message in world.fleet.told if isinstance(message, ComputeSpan)]
         (message,) = {id(message): message for _, message in told}.values()
         assert {number for number, _ in told} == set(message.run.group) == attempt.running
         if message.before:
@@ -88,9 +88,9 @@ def test_runs_of_a_decode_that_are_told_as_few_lie_as_all_of_them(seed: int) -> 
     assert len(attempt.steps) <= len(computed)
 
 
-def token(world: Any, message: Compute) -> None:
+def token(world: Any, message: ComputeSpan) -> None:
     """All of the group have computed it."""
     for number in message.run.group:
-        delta = Delta(id="r", tokens=(7,)) if number == message.run.group[0] else None
-        done = RunDone(id="r", index=message.index, began_s=0.0, ended_s=0.0, delta=delta)
+        delta = OutputDelta(id="r", tokens=(7,)) if number == message.run.group[0] else None
+        done = SpanTaskDone(id="r", index=message.index, began_s=0.0, ended_s=0.0, delta=delta)
         assert world.steps.done(number, world.attempt, done) == (number == message.run.group[-1])

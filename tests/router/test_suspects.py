@@ -10,52 +10,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routers import ask, prompt, running
 
-from headway.runtime.cluster.messages import Compute, RunLost
-from headway.runtime.cluster.peer_health import LOSSES, Suspects, Verdict
-from headway.runtime.engine.protocol import Outputs, Submit
+from headway.runtime.cluster.messages import ComputeSpan, SpanTaskLost
+from headway.runtime.cluster.peer_health import LOSSES, PeerHealth, PeerVerdict
+from headway.runtime.engine.protocol import IterationOutputs, SubmitRequest
 
 SECOND = 1.0
 
 
-def lose(suspects: Suspects, here: int, by: int, times: int = LOSSES, at_s: float = 0.0) -> list[Verdict]:
+def lose(suspects: PeerHealth, here: int, by: int, times: int = LOSSES, at_s: float = 0.0) -> list[PeerVerdict]:
     said = [suspects.lost(here, by, f"r{turn}", at_s + turn * SECOND) for turn in range(times)]
     return [verdict for verdict in said if verdict is not None]
 
 
 def test_one_end_begins_again_then_the_other_then_one_is_given_up() -> None:
-    suspects = Suspects()
+    suspects = PeerHealth()
     assert lose(suspects, 0, 1, LOSSES - 1) == []
-    assert lose(suspects, 1, 0, 1, 10.0) == [Verdict(1, False)], "whoever says it, it is one connection"
+    assert lose(suspects, 1, 0, 1, 10.0) == [PeerVerdict(1, False)], "whoever says it, it is one connection"
     assert lose(suspects, 0, 1, 5, 20.0) == [], "it is ending"
     assert suspects.gone(1)
     assert not suspects.gone(1)
-    assert lose(suspects, 0, 1, LOSSES, 30.0) == [Verdict(0, False)]
+    assert lose(suspects, 0, 1, LOSSES, 30.0) == [PeerVerdict(0, False)]
     assert suspects.gone(0)
-    assert lose(suspects, 0, 1, LOSSES, 40.0) == [Verdict(1, True)]
+    assert lose(suspects, 0, 1, LOSSES, 40.0) == [PeerVerdict(1, True)]
 
 
 def test_what_goes_well_between_clears_both() -> None:
-    suspects = Suspects()
+    suspects = PeerHealth()
     lose(suspects, 0, 1, LOSSES - 1)
     suspects.worked((2, 1, 0))
-    assert lose(suspects, 0, 1, LOSSES, 10.0) == [Verdict(1, False)]
+    assert lose(suspects, 0, 1, LOSSES, 10.0) == [PeerVerdict(1, False)]
     suspects.gone(1)
     suspects.worked((0, 1))
-    assert lose(suspects, 0, 1, LOSSES, 20.0) == [Verdict(1, False)], "it had worked since"
+    assert lose(suspects, 0, 1, LOSSES, 20.0) == [PeerVerdict(1, False)], "it had worked since"
 
 
 def test_the_end_that_others_lose_as_well_is_the_one() -> None:
-    suspects = Suspects()
+    suspects = PeerHealth()
     lose(suspects, 0, 2, 2)
     lose(suspects, 0, 3, 2)
-    assert lose(suspects, 0, 1) == [Verdict(0, False)]
+    assert lose(suspects, 0, 1) == [PeerVerdict(0, False)]
 
 
 def test_losses_of_one_moment_are_one_and_of_one_request_are_its_own_affair() -> None:
-    suspects = Suspects()
+    suspects = PeerHealth()
     assert [suspects.lost(0, 1, f"r{k}", 0.01 * k) for k in range(20)] == [None] * 20
     assert [suspects.lost(2, 2, "poison", SECOND * k) for k in range(20)] == [None] * 20
-    assert lose(suspects, 3, 3) == [Verdict(3, False)]
+    assert lose(suspects, 3, 3) == [PeerVerdict(3, False)]
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
@@ -63,7 +63,7 @@ def test_losses_of_one_moment_are_one_and_of_one_request_are_its_own_affair() ->
 def test_nobody_ends_without_losses_since_it_began_and_nobody_for_good_before_both_had_a_try(
     acts: list[tuple[str, int, int]],
 ) -> None:
-    suspects = Suspects()
+    suspects = PeerHealth()
     since: dict[frozenset[int], int] = {}
     tried: dict[frozenset[int], set[int]] = {}
     ending: set[int] = set()
@@ -135,9 +135,9 @@ def test_one_whose_runs_fail_begins_again_and_then_serves(monkeypatch: pytest.Mo
     monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.02)
     whole = FakeProcess._compute
 
-    def fails(process: FakeProcess, message: Compute) -> None:
+    def fails(process: FakeProcess, message: ComputeSpan) -> None:
         if process.number == 1 and process.serial == 0:
-            process._say(RunLost(message.id, "it failed: out of memory", 1))
+            process._say(SpanTaskLost(message.id, "it failed: out of memory", 1))
         else:
             whole(process, message)
 
@@ -170,7 +170,7 @@ def test_one_that_says_nothing_begins_again(monkeypatch: pytest.MonkeyPatch) -> 
                 while True:
                     for process in list(fake.processes.values()):
                         if process.serial or process.number:
-                            process._say(Outputs(deltas=(), stats=process.stats()))
+                            process._say(IterationOutputs(deltas=(), stats=process.stats()))
                     await asyncio.sleep(0.01)
 
             monkeypatch.setattr(FakeProcess, "_submit", stuck)
@@ -182,7 +182,7 @@ def test_one_that_says_nothing_begins_again(monkeypatch: pytest.MonkeyPatch) -> 
 
     whole = FakeProcess._submit
 
-    def stuck(process: FakeProcess, submit: Submit, ids: list[int]) -> None:
+    def stuck(process: FakeProcess, submit: SubmitRequest, ids: list[int]) -> None:
         if process.serial or process.number:
             whole(process, submit, ids)
 

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from unit_latency import small_machine
 
-from headway.core.batch import Assist, Batch, Part, Progress
-from headway.core.events import Event
+from headway.core.batch import Batch, GroupBatch, RemoteAttention, RequestProgress
+from headway.core.events import RequestEvent
 from headway.core.request import Request, Slo
 from headway.core.span import Span
 from headway.kv.block_allocator import BlockTables
-from headway.kv.block_manager import Ledger
-from headway.perf.latency.shard_exchange import Exchange
+from headway.kv.block_manager import BlockManager
+from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
 from headway.policy.iteration.sequence import WHOLE
@@ -53,14 +53,14 @@ class GroupedWorld:
     config: SchedulerConfig
     pool_tokens: int
     plan: list[tuple[Request, int]]
-    exchange: Exchange = Exchange()  # noqa: RUF009 - frozen
+    exchange: ShardExchangeCost = ShardExchangeCost()  # noqa: RUF009 - frozen
     chaos: float = 0.0
     losses: float = 0.0
     ahead: int = 1
 
     def __post_init__(self) -> None:
         self.model = small_machine()
-        ledgers = [Ledger(self.pool_tokens, BLOCK) for _ in range(self.config.kv_parallel)]
+        ledgers = [BlockManager(self.pool_tokens, BLOCK) for _ in range(self.config.kv_parallel)]
         self.scheduler = GroupedScheduler(self.config, self.model, ledgers, self.exchange)
         self.tables = [BlockTables(ledger.n_blocks) for ledger in ledgers]
         self.books: dict[str, Book] = {}
@@ -122,7 +122,7 @@ class GroupedWorld:
         done_s, _, batch = heapq.heappop(self.flights)
         self.now = max(self.now, done_s)
         repeats = self.rng.randint(1, batch.repeat)
-        results: list[Progress] = []
+        results: list[RequestProgress] = []
         yields = [
             name
             for part in batch.parts
@@ -135,13 +135,13 @@ class GroupedWorld:
             book.generated += repeats
             book.cursor += repeats - 1
             if book.aborted:
-                results.append(Progress(name, 0, True))
+                results.append(RequestProgress(name, 0, True))
             elif book.generated == book.output or self.rng.random() < 0.3:
-                results.append(Progress(name, 1, book.generated == book.output))
+                results.append(RequestProgress(name, 1, book.generated == book.output))
         took_s = self.rng.uniform(0.5, 2.0) * batch.predicted_s
         self._hear(self.scheduler.complete(batch.id, results, self.now, took_s, repeats))
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[RequestEvent]) -> None:
         self.log += [msgspec.json.encode(event) for event in events]
         for event in events:
             if event.kind == "preempted":
@@ -179,10 +179,10 @@ class GroupedWorld:
         self.lockstep += len(batch.parts) > 1
 
     @staticmethod
-    def _names(part: Part) -> list[str]:
+    def _names(part: GroupBatch) -> list[str]:
         return [*part.decodes.members, *(chunk.request for chunk in part.prefills)]
 
-    def _replay(self, part: Part) -> None:
+    def _replay(self, part: GroupBatch) -> None:
         """Another life of a request may be in flight elsewhere; whatever touches this group's blocks may not."""
         table = self.tables[part.group]
         mine = [other for _, _, batch in self.flights for other in batch.parts if other.group == part.group]
@@ -204,7 +204,7 @@ class GroupedWorld:
                 book.spread = max(book.spread, len(book.shards))
         table.check()
 
-    def _compute(self, part: Part, rows: dict[str, int], flying: set[str]) -> None:
+    def _compute(self, part: GroupBatch, rows: dict[str, int], flying: set[str]) -> None:
         longs = 0
         for name in part.decodes.members:
             book = self.books[name]
@@ -246,7 +246,7 @@ class GroupedWorld:
                 shards = self.books[name].shards
                 assert len({group for group, _ in shards}) == len(shards)
                 for (group, start), (_, end) in pairwise(shards):
-                    wanted.add((group, Assist(name, rows[name], part.group, start, end - start)))
+                    wanted.add((group, RemoteAttention(name, rows[name], part.group, start, end - start)))
         told = [(part.group, assist) for part in batch.parts for assist in part.assists]
         assert len(told) == len(set(told))
         assert set(told) == wanted
@@ -326,7 +326,7 @@ def grouped_world(seed: int) -> GroupedWorld:
         config=config,
         pool_tokens=pool,
         plan=plan,
-        exchange=rng.choice((Exchange(), Exchange(1e-4, 1e-6))),
+        exchange=rng.choice((ShardExchangeCost(), ShardExchangeCost(1e-4, 1e-6))),
         chaos=rng.choice((0.0, 0.0, 0.02)),
         losses=rng.choice((0.0, 0.0, 0.01)),
         ahead=rng.choice((1, 1, 50)),

@@ -15,13 +15,13 @@ import pytest
 from book import Book
 from unit_latency import small_machine
 
-from headway.core.batch import Batch, DecodeGroup, Progress
-from headway.core.events import Event
+from headway.core.batch import Batch, DecodeGroup, RequestProgress
+from headway.core.events import RequestEvent
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.block_allocator import BlockTables
-from headway.kv.block_manager import Ledger
-from headway.perf.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.kv.block_manager import BlockManager
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
@@ -53,7 +53,7 @@ class World:
         base = self.latency or small_machine()
         self.truth = base
         self.model: LatencyModel = CorrectedLatency(base) if self.learns else base
-        self.scheduler = Scheduler(self.config, self.model, Ledger(self.pool_tokens, BLOCK))
+        self.scheduler = Scheduler(self.config, self.model, BlockManager(self.pool_tokens, BLOCK))
         self.tables = BlockTables(self.scheduler.ledger.n_blocks)
         self.books: dict[str, Book] = {}
         self.flights: deque[tuple[Batch, float]] = deque()
@@ -130,13 +130,13 @@ class World:
         for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
             book = self.books[name]
             if book.aborted:
-                results.append(Progress(name, 0, True))
+                results.append(RequestProgress(name, 0, True))
                 continue
             book.generated += repeats
             book.cursor += repeats - 1
             book.decoding = True
             if book.generated == book.output or self.rng.random() < 0.5:  # who goes on need not be named
-                results.append(Progress(name, 1, book.generated == book.output))
+                results.append(RequestProgress(name, 1, book.generated == book.output))
             if book.generated == book.output:
                 ended.append(name)
         events = self.scheduler.complete(batch.id, results, self.now, elapsed_s if self.learns else None, repeats)
@@ -170,7 +170,7 @@ class World:
             for name in (*batch.parts[0].decodes.members, *(chunk.request for chunk in batch.parts[0].prefills))
         }
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[RequestEvent]) -> None:
         self.log.extend(msgspec.json.encode(event) for event in events)
         for event in events:
             book = self.books.get(event.request)
@@ -246,7 +246,7 @@ class World:
     def _true_s(self, batch: Batch) -> float:
         """What the batch takes, before noise, whatever a model that learns may have learned."""
         part = batch.parts[0]
-        load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
+        load = BatchLoad(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
         for chunk in part.prefills:
             load = load.with_chunk(chunk.tokens, one_chunk_s(self.truth, chunk.start, chunk.tokens))
         seconds = load_s(self.truth, load)

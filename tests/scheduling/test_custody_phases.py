@@ -9,13 +9,13 @@ import pytest
 from test_scheduler import add, chunks, make, step
 from unit_latency import small_machine
 
-from headway.core.batch import Batch, KvOp, Progress
+from headway.core.batch import Batch, KvOp, RequestProgress
 from headway.core.errors import RequestError
-from headway.core.events import Event
+from headway.core.events import RequestEvent
 from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.kv.block_allocator import BlockTables
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 
@@ -61,7 +61,7 @@ def test_a_prefill_whose_first_token_ends_it_leaves_nothing() -> None:
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
     assert batch is not None
-    events = scheduler.complete(batch.id, [Progress("a", 1, True)], 0.0)
+    events = scheduler.complete(batch.id, [RequestProgress("a", 1, True)], 0.0)
     assert [event.kind for event in events] == ["started", "finished"]
     assert list(scheduler.custody.names()) == []
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
@@ -73,7 +73,7 @@ def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
     batch = scheduler.schedule(0.0)
     assert batch is not None
     assert scheduler.abort("a", 0.0) == []
-    events = scheduler.complete(batch.id, [Progress("a", 0, True)], 0.0)
+    events = scheduler.complete(batch.id, [RequestProgress("a", 0, True)], 0.0)
     assert [event.kind for event in events] == ["started", "aborted"]
     scheduler.check()
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
@@ -178,7 +178,7 @@ def test_a_decode_that_ends_with_the_token_under_way_leaves_nothing(end: str) ->
     assert scheduler.stage("a", 0.0) == []
     if end == "aborted":
         assert scheduler.abort("a", 0.0) == []
-    events = scheduler.complete(batch.id, [Progress("a", 1, True)] if end == "finished" else [], 0.0)
+    events = scheduler.complete(batch.id, [RequestProgress("a", 1, True)] if end == "finished" else [], 0.0)
     assert [event.kind for event in events] == [end]
     assert scheduler.idle
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
@@ -325,12 +325,12 @@ class PhasesWorld:
             stay = self.stays[name]
             stay.known, stay.left = stay.known + 1, stay.left - 1
             if name in self.gone:
-                results.append(Progress(name, 0, True))
+                results.append(RequestProgress(name, 0, True))
             elif stay.left == 0:
-                results.append(Progress(name, 1, True))
+                results.append(RequestProgress(name, 1, True))
         self._hear(self.scheduler.complete(batch.id, results, now))
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[RequestEvent]) -> None:
         for event in events:
             kind, name = event.kind, event.request
             if kind in ("finished", "aborted"):
@@ -359,7 +359,7 @@ def test_blocks_are_conserved_and_all_end(seed: int) -> None:
         admission_age_s=rng.choice((0.05, 1.0)),
         stages=rng.choice((1, 1, 2, 3)),
     )
-    world = PhasesWorld(rng, Scheduler(config, small_machine(), Ledger(640, 16)))
+    world = PhasesWorld(rng, Scheduler(config, small_machine(), BlockManager(640, 16)))
     now = 0.0
     for _ in range(400):
         world.step(now := now + 0.01, True)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from random_worlds import random_world
 from unit_latency import Linear, small_machine
 
-from headway.core.batch import Progress
+from headway.core.batch import RequestProgress
 from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.request import Request, Slo
 from headway.core.span import Span
-from headway.kv.block_manager import Ledger
-from headway.perf.latency.base import Load, load_s
+from headway.kv.block_manager import BlockManager
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
-from headway.policy.iteration.lockstep import CrewBatch, connected
+from headway.policy.iteration.lockstep import LockstepBatch, connected
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.shards import limit_of, shard_tokens
 
@@ -63,13 +63,13 @@ def test_the_same_seed_gives_the_same_batches_and_events_byte_for_byte(seed: int
 
 
 def test_a_missing_assist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = CrewBatch._assist
+    real = LockstepBatch._assist
 
     def lazy(self, sequence, owner, rows, decode=False):  # type: ignore[no-untyped-def]
         if not decode:
             real(self, sequence, owner, rows, decode)
 
-    monkeypatch.setattr(CrewBatch, "_assist", lazy)
+    monkeypatch.setattr(LockstepBatch, "_assist", lazy)
     with pytest.raises(AssertionError):
         run_ten()
 
@@ -90,7 +90,7 @@ def test_a_shard_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_one_group_decides_as_a_scheduler_does(seed: int) -> None:
     one, two = random_world(seed), random_world(seed)
     one.ahead = two.ahead = 1
-    ledger = Ledger(two.pool_tokens, two.scheduler.ledger.block_tokens)
+    ledger = BlockManager(two.pool_tokens, two.scheduler.ledger.block_tokens)
     grouped = GroupedScheduler(two.config, two.model, [ledger])
     grouped.ledger, grouped.promises = ledger, grouped.groups[0].promises  # type: ignore[attr-defined]
     grouped.urgency = grouped.groups[0].urgency  # type: ignore[attr-defined]
@@ -104,8 +104,8 @@ def test_groups_with_shorts_only_decide_as_separate_schedulers(seed: int, groups
     rng = random.Random(seed)
     config = SchedulerConfig(t_target_s=0.01, max_num_seqs=8, reserve_tokens=16, kv_parallel=groups)
     model = small_machine()
-    grouped = GroupedScheduler(config, model, [Ledger(640, 16) for _ in range(groups)])
-    alone = [Scheduler(config, model, Ledger(640, 16)) for _ in range(groups)]
+    grouped = GroupedScheduler(config, model, [BlockManager(640, 16) for _ in range(groups)])
+    alone = [Scheduler(config, model, BlockManager(640, 16)) for _ in range(groups)]
     now, left, flying = 0.0, {}, []
     for step in range(60):
         now += rng.expovariate(100.0)
@@ -129,7 +129,7 @@ def test_groups_with_shorts_only_decide_as_separate_schedulers(seed: int, groups
             ended = []
             for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)):
                 left[name] -= 1
-                ended += [Progress(name, 1, True)] * (left[name] == 0)
+                ended += [RequestProgress(name, 1, True)] * (left[name] == 0)
             assert grouped.complete(batch.id, ended, now) == alone[part.group].complete(twin.id, ended, now)
 
 
@@ -142,7 +142,7 @@ def three_groups(stages: int = 1, **fields: object) -> GroupedScheduler:
         "default", t_target_s=0.1, reserve_tokens=0, kv_headroom=0.0, long_tokens=60, kv_parallel=3, stages=stages,
         kv_shard_tokens=70, least_gain=0.0, **fields,
     )  # fmt: skip
-    return GroupedScheduler(config, Linear(row_s=0.001), [Ledger(256, 16) for _ in range(3)])
+    return GroupedScheduler(config, Linear(row_s=0.001), [BlockManager(256, 16) for _ in range(3)])
 
 
 def request(name: str, prompt: int, output: int = 8, tbt_s: float | None = None) -> Span:
@@ -154,7 +154,7 @@ def parts(scheduler: GroupedScheduler, now: float, ended: tuple[str, ...] = ()) 
     """The next batch, carried out: per part (group, decodes, chunks, assists)."""
     batch = scheduler.schedule(now)
     assert batch is not None
-    scheduler.complete(batch.id, [Progress(name, 1, True) for name in ended], now)
+    scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in ended], now)
     scheduler.check()
     return [
         (
@@ -258,18 +258,18 @@ def test_what_all_groups_hold_together_is_served_and_more_is_refused() -> None:
         if batch is None:
             break
         names = [name for part in batch.parts for name in part.decodes.members]
-        scheduler.complete(batch.id, [Progress(n, 1, True) for n in names if at > 14], 0.1 * at)
+        scheduler.complete(batch.id, [RequestProgress(n, 1, True) for n in names if at > 14], 0.1 * at)
     assert scheduler.idle
 
 
 def test_limits() -> None:
     model = small_machine()
     config = SchedulerConfig(t_target_s=0.01, kv_parallel=2)
-    derived = shard_tokens(config, model, Ledger(100_000, 16))
+    derived = shard_tokens(config, model, BlockManager(100_000, 16))
     assert derived % 16 == 0
-    assert load_s(model, Load(1, 1, derived)) <= 0.01 < load_s(model, Load(1, 1, derived + 16))
-    assert shard_tokens(SchedulerConfig(kv_shard_tokens=5), model, Ledger(640, 16)) == 16
-    assert shard_tokens(SchedulerConfig(kv_shard_tokens=5000), model, Ledger(640, 16)) == 640
+    assert load_s(model, BatchLoad(1, 1, derived)) <= 0.01 < load_s(model, BatchLoad(1, 1, derived + 16))
+    assert shard_tokens(SchedulerConfig(kv_shard_tokens=5), model, BlockManager(640, 16)) == 16
+    assert shard_tokens(SchedulerConfig(kv_shard_tokens=5000), model, BlockManager(640, 16)) == 640
     whole = Request(id="a", arrival_s=0, prompt_tokens=60, max_output_tokens=5)
     assert limit_of(whole, 64, 2, 16) > 1 << 60
     assert limit_of(msgspec.structs.replace(whole, prompt_tokens=61), 64, 2, 16) == 64
@@ -278,8 +278,8 @@ def test_limits() -> None:
 
 def test_a_pool_for_each_group() -> None:
     with pytest.raises(ConfigError, match="kv_parallel is 2 and there are 1"):
-        make_scheduler(SchedulerConfig(kv_parallel=2), small_machine(), [Ledger(64, 16)])
-    assert isinstance(make_scheduler(SchedulerConfig(), small_machine(), [Ledger(64, 16)]), Scheduler)
+        make_scheduler(SchedulerConfig(kv_parallel=2), small_machine(), [BlockManager(64, 16)])
+    assert isinstance(make_scheduler(SchedulerConfig(), small_machine(), [BlockManager(64, 16)]), Scheduler)
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=2), max_size=5))

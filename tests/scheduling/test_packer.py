@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit_latency import Linear, small_machine
 
-from headway.perf.latency.base import Load, load_s
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.tables import TableLatency, TableSource
-from headway.policy.iteration.chunking import Adaptive, Ask, Static, Whole, make_chunking
-from headway.policy.iteration.packer import Candidate, PackRules, Quota, pack
+from headway.policy.iteration.chunking import AdaptiveChunks, PrefillDemand, StaticBudget, WholePrompt, make_chunking
+from headway.policy.iteration.packer import ChunkQuota, PackCandidate, PackRules, pack
 
 RULES = PackRules(
     t_target_s=0.02, max_tokens=8192, min_chunk=8, progress_every=8, rho_min=0.0, rho_max=0.6, shares_space=True
@@ -28,7 +28,7 @@ STEEP = TableLatency(
 )
 CANDIDATES = st.lists(
     st.builds(
-        Candidate,
+        PackCandidate,
         st.uuids().map(str),
         st.integers(0, 5_000),
         st.integers(1, 3_000),
@@ -42,22 +42,22 @@ CANDIDATES = st.lists(
 )
 
 
-def long(slack: float, remaining: int = 1000, stalled: int = 0) -> Candidate:
-    return Candidate("long", 0, remaining, True, slack, stalled)
+def long(slack: float, remaining: int = 1000, stalled: int = 0) -> PackCandidate:
+    return PackCandidate("long", 0, remaining, True, slack, stalled)
 
 
-def short(name: str, remaining: int, stalled: int = 0) -> Candidate:
-    return Candidate(name, 0, remaining, False, 50.0, stalled)
+def short(name: str, remaining: int, stalled: int = 0) -> PackCandidate:
+    return PackCandidate(name, 0, remaining, False, 50.0, stalled)
 
 
 @given(CANDIDATES, st.integers(0, 200), st.booleans(), st.sampled_from([1, 8, 32]), st.sampled_from([64, 500, 8192]))
 def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
-    candidates: list[Candidate], decodes: int, shorts_wait: bool, min_chunk: int, max_tokens: int
+    candidates: list[PackCandidate], decodes: int, shorts_wait: bool, min_chunk: int, max_tokens: int
 ) -> None:
     model = small_machine()
-    before = Load(decodes, decodes, decodes * 1_500)
+    before = BatchLoad(decodes, decodes, decodes * 1_500)
     rules = replace(RULES, min_chunk=min_chunk, max_tokens=max_tokens)
-    quotas, load = pack(before, candidates, shorts_wait, rules, Adaptive(), model)
+    quotas, load = pack(before, candidates, shorts_wait, rules, AdaptiveChunks(), model)
     by_name = {candidate.request: candidate for candidate in candidates}
     assert load.tokens == decodes + sum(quota.tokens for quota in quotas)
     assert all(0 < quota.tokens <= by_name[quota.request].remaining for quota in quotas)
@@ -73,8 +73,8 @@ def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
 
 def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_the_rest() -> None:
     rules = replace(RULES, min_chunk=4)
-    quotas, load = pack(Load(), [long(0.2), short("s", 100)], True, rules, Adaptive(), MILLISECOND)
-    assert quotas == [Quota("long", 16), Quota("s", 4)]
+    quotas, load = pack(BatchLoad(), [long(0.2), short("s", 100)], True, rules, AdaptiveChunks(), MILLISECOND)
+    assert quotas == [ChunkQuota("long", 16), ChunkQuota("s", 4)]
     assert load_s(MILLISECOND, load) == pytest.approx(0.02)
 
 
@@ -82,51 +82,53 @@ def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_t
     ("slack", "tokens"), [(-3.0, 20), (0.0, 20), (0.28, 14), (0.6, 8), (50.0, 8)], ids=lambda value: str(value)
 )
 def test_the_yield_is_the_slack_between_its_bounds(slack: float, tokens: int) -> None:
-    assert pack(Load(), [long(slack)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("long", tokens)]
+    assert pack(BatchLoad(), [long(slack)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [
+        ChunkQuota("long", tokens)
+    ]
 
 
 def test_a_late_long_request_yields_at_least_rho_min() -> None:
     rules = replace(RULES, rho_min=0.2)
-    assert pack(Load(), [long(-9.0)], True, rules, Adaptive(), MILLISECOND)[0] == [Quota("long", 16)]
+    assert pack(BatchLoad(), [long(-9.0)], True, rules, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 16)]
 
 
 def test_nobody_yields_to_nobody_nor_without_space_sharing() -> None:
-    assert pack(Load(), [long(0.5)], False, RULES, Adaptive(), MILLISECOND)[0] == [Quota("long", 20)]
+    assert pack(BatchLoad(), [long(0.5)], False, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 20)]
     alone = replace(RULES, shares_space=False)
-    assert pack(Load(), [long(0.5)], True, alone, Adaptive(), MILLISECOND)[0] == [Quota("long", 20)]
+    assert pack(BatchLoad(), [long(0.5)], True, alone, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 20)]
 
 
 def test_short_requests_never_yield() -> None:
-    assert pack(Load(), [short("s", 100)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("s", 20)]
+    assert pack(BatchLoad(), [short("s", 100)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("s", 20)]
 
 
 def test_a_second_long_request_is_passed_over_and_later_shorts_are_not() -> None:
-    second = Candidate("long 2", 0, 500, True, 0.0)
+    second = PackCandidate("long 2", 0, 500, True, 0.0)
     waiting = [long(0.5), second, short("s", 5)]
-    quotas, _ = pack(Load(), waiting, True, replace(RULES, min_chunk=1), Adaptive(), MILLISECOND)
-    assert quotas == [Quota("long", 10), Quota("s", 5)]
+    quotas, _ = pack(BatchLoad(), waiting, True, replace(RULES, min_chunk=1), AdaptiveChunks(), MILLISECOND)
+    assert quotas == [ChunkQuota("long", 10), ChunkQuota("s", 5)]
 
 
 def test_where_decodes_exceed_the_budget_the_first_goes_on_every_few_iterations_by_the_least_chunk() -> None:
-    busy = Load(30, 30, 30_000)
-    for stalled, expected in ((0, []), (7, []), (8, [Quota("a", 8)]), (20, [Quota("a", 8)])):
+    busy = BatchLoad(30, 30, 30_000)
+    for stalled, expected in ((0, []), (7, []), (8, [ChunkQuota("a", 8)]), (20, [ChunkQuota("a", 8)])):
         waiting = [short("a", 100, stalled), short("b", 100, 99)]
-        assert pack(busy, waiting, True, RULES, Adaptive(), MILLISECOND)[0] == expected
+        assert pack(busy, waiting, True, RULES, AdaptiveChunks(), MILLISECOND)[0] == expected
 
 
 def test_a_progress_chunk_is_no_longer_than_what_remains_or_has_room() -> None:
-    busy = Load(30, 30, 30_000)
-    assert pack(busy, [short("a", 3, 8)], True, RULES, Adaptive(), MILLISECOND)[0] == [Quota("a", 3)]
+    busy = BatchLoad(30, 30, 30_000)
+    assert pack(busy, [short("a", 3, 8)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("a", 3)]
     tight = replace(RULES, max_tokens=32)
-    assert pack(busy, [short("a", 99, 8)], True, tight, Adaptive(), MILLISECOND)[0] == [Quota("a", 2)]
+    assert pack(busy, [short("a", 99, 8)], True, tight, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("a", 2)]
 
 
 @pytest.mark.parametrize(("min_chunk", "tokens"), [(0, 1), (8, 8)])
 def test_where_no_chunk_ever_fits_the_budget_it_goes_on_all_the_same(min_chunk: int, tokens: int) -> None:
     """Paper mode has no least chunk, and would wait for ever."""
     slow = Linear(row_s=0.001, fixed_s=0.05)
-    quotas, _ = pack(Load(), [short("a", 100)], True, replace(RULES, min_chunk=min_chunk), Adaptive(), slow)
-    assert quotas == [Quota("a", tokens)]
+    quotas, _ = pack(BatchLoad(), [short("a", 100)], True, replace(RULES, min_chunk=min_chunk), AdaptiveChunks(), slow)
+    assert quotas == [ChunkQuota("a", tokens)]
 
 
 def test_a_request_without_kv_is_skipped_and_the_next_takes_its_privileges() -> None:
@@ -138,7 +140,7 @@ def test_a_request_without_kv_is_skipped_and_the_next_takes_its_privileges() -> 
         return name == "b"
 
     waiting = [short("a", 100), short("b", 100), short("c", 100)]
-    assert pack(Load(), waiting, True, RULES, Adaptive(), slow, admit)[0] == [Quota("b", 8)]
+    assert pack(BatchLoad(), waiting, True, RULES, AdaptiveChunks(), slow, admit)[0] == [ChunkQuota("b", 8)]
     assert asked == ["a", "b"]
 
 
@@ -150,34 +152,39 @@ def test_candidates_are_not_looked_at_once_nothing_more_can_fit() -> None:
             seen.append(f"s{i}")
             yield short(f"s{i}", 10)
 
-    quotas, _ = pack(Load(), candidates(), True, RULES, Adaptive(), MILLISECOND)
+    quotas, _ = pack(BatchLoad(), candidates(), True, RULES, AdaptiveChunks(), MILLISECOND)
     assert [quota.request for quota in quotas] == ["s0", "s1"]
     assert len(seen) <= 4
 
 
 def test_whole_takes_all_of_a_prompt_alone_and_several_only_up_to_the_limit() -> None:
     rules = replace(RULES, max_tokens=100)
-    whole = Whole()
-    assert pack(Load(), [short("a", 5000), short("b", 5)], True, rules, whole, MILLISECOND)[0] == [Quota("a", 5000)]
+    whole = WholePrompt()
+    assert pack(BatchLoad(), [short("a", 5000), short("b", 5)], True, rules, whole, MILLISECOND)[0] == [
+        ChunkQuota("a", 5000)
+    ]
     several = [short("a", 60), short("b", 50), short("c", 40)]
-    assert pack(Load(), several, True, rules, whole, MILLISECOND)[0] == [Quota("a", 60), Quota("c", 40)]
-    busy = Load(64, 64, 64_000)
-    assert pack(busy, [short("a", 5000)], True, rules, whole, MILLISECOND)[0] == [Quota("a", 5000)]
+    assert pack(BatchLoad(), several, True, rules, whole, MILLISECOND)[0] == [ChunkQuota("a", 60), ChunkQuota("c", 40)]
+    busy = BatchLoad(64, 64, 64_000)
+    assert pack(busy, [short("a", 5000)], True, rules, whole, MILLISECOND)[0] == [ChunkQuota("a", 5000)]
 
 
 def test_static_is_a_budget_of_tokens_decodes_included() -> None:
-    static = Static(512)
+    static = StaticBudget(512)
     waiting = [short("a", 300), short("b", 300)]
-    assert pack(Load(), waiting, True, RULES, static, MILLISECOND)[0] == [Quota("a", 300), Quota("b", 212)]
-    busy = Load(500, 500, 500)
-    assert pack(busy, waiting, True, RULES, static, MILLISECOND)[0] == [Quota("a", 12)]
-    assert pack(Load(512, 512, 512), waiting, True, RULES, static, MILLISECOND)[0] == []
+    assert pack(BatchLoad(), waiting, True, RULES, static, MILLISECOND)[0] == [
+        ChunkQuota("a", 300),
+        ChunkQuota("b", 212),
+    ]
+    busy = BatchLoad(500, 500, 500)
+    assert pack(busy, waiting, True, RULES, static, MILLISECOND)[0] == [ChunkQuota("a", 12)]
+    assert pack(BatchLoad(512, 512, 512), waiting, True, RULES, static, MILLISECOND)[0] == []
 
 
 def test_the_printed_algorithm_2_charges_the_fixed_cost_twice_and_ours_does_not() -> None:
     model = Linear(row_s=0.001, fixed_s=0.005)
-    load = Load(5, 5, 0)  # 10 ms of the 20
-    ask = Ask(0, 100, 100)
+    load = BatchLoad(5, 5, 0)  # 10 ms of the 20
+    ask = PrefillDemand(0, 100, 100)
     assert make_chunking("adaptive", subtract=True).quota(ask, load, 0.02, model)[0] == 5
     assert make_chunking("adaptive", subtract=False).quota(ask, load, 0.02, model)[0] == 10
 
@@ -188,28 +195,32 @@ def test_chunkings_go_by_their_own_name(spec: str) -> None:
 
 
 def test_a_yielding_long_is_not_given_the_minimum_chunk_that_would_crowd_the_short_out() -> None:
-    long = Candidate("long", 100_000, 50_000, True, 5.0)  # one token of it takes 10 ms
-    short = Candidate("short", 0, 500, False, 30.0)
-    quotas, load = pack(Load(), [long, short], True, RULES, make_chunking("adaptive"), STEEP)
+    long = PackCandidate("long", 100_000, 50_000, True, 5.0)  # one token of it takes 10 ms
+    short = PackCandidate("short", 0, 500, False, 30.0)
+    quotas, load = pack(BatchLoad(), [long, short], True, RULES, make_chunking("adaptive"), STEEP)
     assert [quota.request for quota in quotas] == ["short"]
     assert load_s(STEEP, load) <= RULES.t_target_s
 
 
 def test_time_that_nobody_can_use_goes_to_the_long_after_all() -> None:
-    long = Candidate("long", 100_000, 50_000, True, 5.0)
-    short = Candidate("short", 0, 500, False, 30.0)
-    quotas, _ = pack(Load(), [long, short], True, RULES, make_chunking("adaptive"), STEEP, lambda name: name == "long")
-    assert quotas == [Quota("long", RULES.min_chunk)]
+    long = PackCandidate("long", 100_000, 50_000, True, 5.0)
+    short = PackCandidate("short", 0, 500, False, 30.0)
+    quotas, _ = pack(
+        BatchLoad(), [long, short], True, RULES, make_chunking("adaptive"), STEEP, lambda name: name == "long"
+    )
+    assert quotas == [ChunkQuota("long", RULES.min_chunk)]
 
 
 @pytest.mark.parametrize(("prompt", "given"), [(20, 20), (21, 21), (22, 22), (23, 20)])
 def test_an_iteration_stretches_to_complete_a_short_prompt_and_no_further(prompt: int, given: int) -> None:
     rules = replace(RULES, stretch=0.1)
-    quotas, _ = pack(Load(), [Candidate("a", 0, prompt, False, 1.0)], True, rules, Adaptive(), MILLISECOND)
-    assert quotas == [Quota("a", given)]
+    quotas, _ = pack(
+        BatchLoad(), [PackCandidate("a", 0, prompt, False, 1.0)], True, rules, AdaptiveChunks(), MILLISECOND
+    )
+    assert quotas == [ChunkQuota("a", given)]
 
 
 def test_nothing_stretches_for_a_long_prompt() -> None:
     rules = replace(RULES, stretch=0.1)
-    quotas, _ = pack(Load(), [Candidate("a", 0, 21, True, 1.0)], False, rules, Adaptive(), MILLISECOND)
-    assert quotas == [Quota("a", 20)]
+    quotas, _ = pack(BatchLoad(), [PackCandidate("a", 0, 21, True, 1.0)], False, rules, AdaptiveChunks(), MILLISECOND)
+    assert quotas == [ChunkQuota("a", 20)]

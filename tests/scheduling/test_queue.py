@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.request import Request
-from headway.policy.iteration.ordering import Line
+from headway.policy.iteration.ordering import UrgencyLine
 from headway.policy.iteration.queue import PrefillQueue
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 Lines = list[tuple[float, float, int]]
 COARSE = st.tuples(st.integers(0, 4).map(float), st.integers(0, 2).map(float), st.sampled_from([0, 0, 0, 1, -2]))
 FINE = st.tuples(st.floats(-1e3, 1e3), st.floats(0, 10), st.just(0))
 
 
-def member(order: int, priority: int = 0, is_long: bool = False) -> Sequence:
+def member(order: int, priority: int = 0, is_long: bool = False) -> SequenceState:
     request = Request(id=f"r{order}", arrival_s=0.0, prompt_tokens=4, max_output_tokens=1, priority=priority)
-    return Sequence(request, order, is_long)
+    return SequenceState(request, order, is_long)
 
 
-def plain(members: dict[Sequence, Line], now: float) -> list[str]:
-    def key(item: tuple[Sequence, Line]) -> tuple[int, float, int]:
+def plain(members: dict[SequenceState, UrgencyLine], now: float) -> list[str]:
+    def key(item: tuple[SequenceState, UrgencyLine]) -> tuple[int, float, int]:
         sequence, line = item
         return sequence.request.priority, line.intercept - line.slope * now, sequence.order
 
@@ -42,7 +42,7 @@ def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, s
     queue, members = PrefillQueue(), {}
     for order, (intercept, slope, priority) in enumerate(lines):
         sequence = member(order, priority, is_long=order % 3 == 0)
-        members[sequence] = Line(intercept, slope)
+        members[sequence] = UrgencyLine(intercept, slope)
         queue.add(sequence, members[sequence])
         if rng.random() < 0.2:
             gone = rng.choice(list(members))
@@ -50,7 +50,7 @@ def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, s
             del members[gone]
         if members and rng.random() < 0.3:
             moved = rng.choice(list(members))
-            members[moved] = Line(float(rng.randint(0, 4)), members[moved].slope)
+            members[moved] = UrgencyLine(float(rng.randint(0, 4)), members[moved].slope)
             queue.update(moved, members[moved])
     assert [sequence.request.id for sequence in queue.ordered(now)] == plain(members, now)
     assert len(queue) == len(members)
@@ -64,15 +64,15 @@ def test_equal_keys_go_by_arrival(size: int) -> None:
     queue = PrefillQueue()
     sequences = [member(order) for order in range(size)]
     for sequence in random.Random(0).sample(sequences, size):
-        queue.add(sequence, Line(1.0, 0.5))
+        queue.add(sequence, UrgencyLine(1.0, 0.5))
     assert [sequence.order for sequence in queue.ordered(7.0)] == list(range(size))
 
 
 def test_priorities_stop_mattering_when_their_last_member_leaves() -> None:
     queue = PrefillQueue()
     urgent, plain_one = member(0, priority=-5), member(1)
-    queue.add(urgent, Line(9.0, 0.0))
-    queue.add(plain_one, Line(1.0, 0.0))
+    queue.add(urgent, UrgencyLine(9.0, 0.0))
+    queue.add(plain_one, UrgencyLine(1.0, 0.0))
     assert [sequence.order for sequence in queue.ordered(0.0)] == [0, 1]
     queue.remove(urgent)
     assert urgent.slot == -1

@@ -7,18 +7,18 @@ import itertools
 import pytest
 from unit_latency import Linear, small_machine
 
-from headway.core.batch import Batch, Progress
+from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.request import Request, Slo
 from headway.core.span import Span
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 
 
 def make(pool: int = 1600, model: object = None, mode: str = "default", **fields: object) -> Scheduler:
     config = SchedulerConfig.named(mode, **{"t_target_s": 0.02, "reserve_tokens": 0, "kv_headroom": 0.0, **fields})  # type: ignore[arg-type]
-    return Scheduler(config, model or small_machine(), Ledger(pool, 16))  # type: ignore[arg-type]
+    return Scheduler(config, model or small_machine(), BlockManager(pool, 16))  # type: ignore[arg-type]
 
 
 def add(scheduler: Scheduler, name: str, prompt: int, output: int = 4, now: float = 0.0, **fields: object) -> None:
@@ -34,7 +34,7 @@ def chunks(batch: Batch | None) -> list[tuple[str, int, int]]:
 def step(scheduler: Scheduler, now: float = 0.0, *finished: str) -> Batch:
     batch = scheduler.schedule(now)
     assert batch is not None
-    scheduler.complete(batch.id, [Progress(name, 1, True) for name in finished], now)
+    scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in finished], now)
     scheduler.check()
     return batch
 
@@ -97,7 +97,7 @@ def test_one_clients_tight_promise_does_not_shut_out_new_prompts() -> None:
         batch = scheduler.schedule(0.0)
         assert batch is not None
         last = [chunk.request for chunk in batch.parts[0].prefills if chunk.last]
-        scheduler.complete(batch.id, [Progress(name, 1, True) for name in last], 0.0)
+        scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in last], 0.0)
         iterations += 1
         assert iterations <= (64 // 8) * 5
 
@@ -233,7 +233,9 @@ def test_equally_urgent_long_requests_do_not_alternate() -> None:
             assert batch is not None
             now += batch.predicted_s
             order += [name for name, _, _ in chunks(batch)]
-            scheduler.complete(batch.id, [Progress(c.request, 1, True) for c in batch.parts[0].prefills if c.last], now)
+            scheduler.complete(
+                batch.id, [RequestProgress(c.request, 1, True) for c in batch.parts[0].prefills if c.last], now
+            )
         return sum(x != y for x, y in itertools.pairwise(order))
 
     assert switches(0.0) > 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.perf.latency.tables import TableLatency, TableSource
 
 
@@ -23,7 +23,7 @@ class Linear(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return 0.0
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Never learns."""
 
 

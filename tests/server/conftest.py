@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_engine import FakeEngine
 
 from headway.serving.app import create_app
-from headway.serving.run import Server
+from headway.serving.run import DrainingServer
 from headway.serving.settings import ServerSettings
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' and loop.first %}"
@@ -41,7 +41,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """<s> is 0, </s> is 1, the 256 bytes follow, then some merges; completions get <s> in front."""
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import ModelTokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     backend = Backend(models.BPE())
@@ -66,12 +66,12 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    return Tokenizer.load(tokenizer_folder)
+def tokenizer(tokenizer_folder: Path) -> ModelTokenizer:
+    return ModelTokenizer.load(tokenizer_folder)
 
 
 @pytest.fixture(scope="session")
-def ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+def ids(tokenizer: ModelTokenizer) -> Callable[[str], list[int]]:
     """Text to token ids without special tokens."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
@@ -82,11 +82,11 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def application(engine: FakeEngine, tokenizer: Tokenizer) -> Callable[..., Any]:
+def application(engine: FakeEngine, tokenizer: ModelTokenizer) -> Callable[..., Any]:
     """The application as an async context; keywords are settings."""
 
     @asynccontextmanager
-    async def made(tokens: Tokenizer | None = None, **settings: Any) -> AsyncIterator[Any]:
+    async def made(tokens: ModelTokenizer | None = None, **settings: Any) -> AsyncIterator[Any]:
         app = create_app(engine, tokens or tokenizer, ServerSettings(**settings))
         async with app.router.lifespan_context(app):
             yield app
@@ -99,7 +99,7 @@ def connect(application: Callable[..., Any]) -> Connect:
     """A client that talks to the application without a socket; keywords are settings."""
 
     @asynccontextmanager
-    async def made(tokens: Tokenizer | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async def made(tokens: ModelTokenizer | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
         async with application(tokens, **settings) as app:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -109,13 +109,13 @@ def connect(application: Callable[..., Any]) -> Connect:
 
 
 @pytest.fixture
-def live(tokenizer: Tokenizer) -> Callable[..., Any]:
+def live(tokenizer: ModelTokenizer) -> Callable[..., Any]:
     """A uvicorn server in a thread; yields its address."""
 
     @contextmanager
     def made(engine: FakeEngine, **settings: Any) -> Iterator[str]:
         chosen = ServerSettings(port=0, **settings)
-        server = Server(create_app(engine, tokenizer, chosen), chosen)
+        server = DrainingServer(create_app(engine, tokenizer, chosen), chosen)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         deadline = time.monotonic() + 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import TokenLogprobs
-from headway.runtime.engine.protocol import Delta, EngineInfo, EngineState, EngineStats, Submit
+from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
 
 INFO = EngineInfo(
     model="fake-model",
@@ -33,7 +33,7 @@ INFO = EngineInfo(
     eos_token_ids=(1,),
 )
 
-Script = Callable[[Submit, list[int]], Iterable[Delta]]
+Script = Callable[[SubmitRequest, list[int]], Iterable[OutputDelta]]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class FakeEngine:
     delay_s: float = 0.0
     state: EngineState = "starting"
     stats: EngineStats = field(default_factory=EngineStats)
-    submits: list[Submit] = field(default_factory=list)
+    submits: list[SubmitRequest] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
 
-    async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncGenerator[Delta, None]:
+    async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncGenerator[OutputDelta, None]:
         if self.refuse is not None:
             raise self.refuse
         ids = array("i", bytes(prompt)).tolist()
@@ -106,9 +106,9 @@ class FakeEngine:
             (self.finished if over else self.aborted).append(submit.id)
 
 
-def stamped(delta: Delta, began: float) -> Delta:
+def stamped(delta: OutputDelta, began: float) -> OutputDelta:
     """The delta with the times that an engine would put in."""
-    return Delta(
+    return OutputDelta(
         id=delta.id, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, stop_token=delta.stop_token,
         emitted_s=time.monotonic(), error=delta.error, param=delta.param, first_scheduled_s=began,
     )  # fmt: skip
@@ -117,28 +117,30 @@ def stamped(delta: Delta, began: float) -> Delta:
 def say(tokens: Sequence[int], *, finish: str = "stop", per_delta: int = 1, stop_token: int | None = 1) -> Script:
     """A script that says `tokens` (at most max_tokens of them), then finishes."""
 
-    def script(submit: Submit, ids: list[int]) -> Iterable[Delta]:
+    def script(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
         limited = list(tokens)[: submit.params.max_tokens]
         cut = len(limited) < len(tokens)
         for start in range(0, len(limited), per_delta):
             part = tuple(limited[start : start + per_delta])
-            yield Delta(id=submit.id, tokens=part, logprobs=logprobs_for(submit, part))
+            yield OutputDelta(id=submit.id, tokens=part, logprobs=logprobs_for(submit, part))
         reason = "length" if cut else finish
-        yield Delta(id=submit.id, finish=reason, stop_token=stop_token if reason == "stop" else None)  # type: ignore[arg-type]
+        yield OutputDelta(id=submit.id, finish=reason, stop_token=stop_token if reason == "stop" else None)  # type: ignore[arg-type]
 
     return script
 
 
-def echo(submit: Submit, ids: list[int]) -> Iterable[Delta]:
+def echo(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
     """The prompt again, over and over, until max_tokens."""
     for place in range(submit.params.max_tokens):
         token = ids[place % len(ids)]
         last = place == submit.params.max_tokens - 1
         part = (token,)
-        yield Delta(id=submit.id, tokens=part, logprobs=logprobs_for(submit, part), finish="length" if last else None)
+        yield OutputDelta(
+            id=submit.id, tokens=part, logprobs=logprobs_for(submit, part), finish="length" if last else None
+        )
 
 
-def logprobs_for(submit: Submit, part: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+def logprobs_for(submit: SubmitRequest, part: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
     """Made-up log-probabilities: the token itself first, then its neighbours."""
     count = submit.params.logprobs
     if count is None:
@@ -151,9 +153,9 @@ def logprobs_for(submit: Submit, part: Sequence[int]) -> tuple[TokenLogprobs, ..
 def fail(reason: str, *, after: Sequence[int] = (), error: str | None = None, param: str | None = None) -> Script:
     """A script that says some tokens and then ends badly."""
 
-    def script(submit: Submit, ids: list[int]) -> Iterable[Delta]:
+    def script(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
         for token in after:
-            yield Delta(id=submit.id, tokens=(token,))
-        yield Delta(id=submit.id, finish=reason, error=error, param=param)  # type: ignore[arg-type]
+            yield OutputDelta(id=submit.id, tokens=(token,))
+        yield OutputDelta(id=submit.id, finish=reason, error=error, param=param)  # type: ignore[arg-type]
 
     return script

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -260,7 +260,7 @@ async def test_parameters_reach_the_engine(connect: Any, engine: FakeEngine) -> 
 
 
 async def test_without_a_tokenizer_only_ids_are_served(connect: Any) -> None:
-    async with connect(Tokenizer.none()) as client:
+    async with connect(ModelTokenizer.none()) as client:
         _check(await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi"}), "prompt")
         body = {"model": "fake-model", "messages": [USER]}
         error = _check(await client.post("/v1/chat/completions", json=body), "messages")

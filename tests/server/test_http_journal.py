@@ -15,9 +15,9 @@ from fake_engine import FakeEngine, echo, fail
 
 from headway.core.errors import ConfigError, OverloadedError, UnavailableError
 from headway.serving.app import create_app
-from headway.serving.journal import Journal
+from headway.serving.journal import RequestJournal
 from headway.serving.settings import ServerSettings
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ WANTED = [5, 6, 7, 5, 6, 7]
 
 
 def left(folder: Path) -> dict[str, list[int]]:
-    journal = Journal(folder)
+    journal = RequestJournal(folder)
     journal.close()
     return {e.accepted.id: [t for said in e.told for d in said for t in d.tokens] for e in journal.left.values()}
 
@@ -116,7 +116,7 @@ async def test_while_it_runs_the_answer_is_202_and_a_stream_follows_it(
 
 
 async def test_stop_strings_logprobs_and_batches_come_back_as_they_were_asked(
-    connect: Any, engine: FakeEngine, tmp_path: Path, ids: Callable[[str], list[int]], tokenizer: Tokenizer
+    connect: Any, engine: FakeEngine, tmp_path: Path, ids: Callable[[str], list[int]], tokenizer: ModelTokenizer
 ) -> None:
     await interrupted(
         connect, engine, tmp_path, 2, prompt=[ids("xyz"), ids("abc")], max_tokens=9, stop=["by"], logprobs=1
@@ -159,7 +159,7 @@ async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine:
 
 async def test_of_two_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
     await interrupted(connect, engine, tmp_path, 2)
-    journal = Journal(tmp_path)
+    journal = RequestJournal(tmp_path)
     (older,) = journal.left.values()
     journal.accept("mine", older.accepted.job, [array("i", [8, 9]).tobytes()])
     journal.close()
@@ -246,9 +246,9 @@ async def test_without_a_journal_there_is_no_such_request(connect: Any) -> None:
 
 
 def test_a_journal_that_another_server_holds_is_refused(
-    engine: FakeEngine, tokenizer: Tokenizer, tmp_path: Path
+    engine: FakeEngine, tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
-    held = Journal(tmp_path)
+    held = RequestJournal(tmp_path)
     with pytest.raises(ConfigError, match="another server writes to it"):
         create_app(engine, tokenizer, ServerSettings(journal=str(tmp_path)))
     held.close()

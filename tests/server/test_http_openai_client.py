@@ -16,7 +16,7 @@ import pytest
 from fake_engine import FakeEngine, fail, say
 
 from headway.core.errors import OverloadedError, UnavailableError
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 TEXT = "hello wörld 😀 bye"
@@ -34,7 +34,7 @@ def client(address: str) -> openai.OpenAI:
 
 
 @pytest.fixture
-def speaks(engine: FakeEngine, tokenizer: Tokenizer) -> list[int]:
+def speaks(engine: FakeEngine, tokenizer: ModelTokenizer) -> list[int]:
     """The engine answers `TEXT`, a byte at a time where it can."""
     tokens = [token for char in TEXT for token in tokenizer.encode(char, add_special_tokens=False)]
     engine.script = say(tokens)
@@ -77,7 +77,7 @@ def test_completion_logprobs(client: openai.OpenAI, speaks: list[int]) -> None:
     assert found.top_logprobs[0]["h"] == -0.5
 
 
-def test_chat(client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer, speaks: list[int]) -> None:
+def test_chat(client: openai.OpenAI, engine: FakeEngine, tokenizer: ModelTokenizer, speaks: list[int]) -> None:
     answer = client.chat.completions.create(model="fake-model", messages=MESSAGES)
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.content == TEXT

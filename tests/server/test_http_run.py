@@ -21,7 +21,7 @@ from headway.serving.app import create_app
 from headway.serving.binding import bind
 from headway.serving.run import serve
 from headway.serving.settings import ServerSettings
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 PROGRAM = """
 import asyncio, sys
@@ -225,7 +225,7 @@ def test_whoever_begins_to_listen_while_the_engine_starts_keeps_the_port() -> No
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
-        app = create_app(engine, Tokenizer.none(), ServerSettings(port=port))
+        app = create_app(engine, ModelTokenizer.none(), ServerSettings(port=port))
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"):
             serve(app, ServerSettings(port=port), sockets=sockets)
     assert engine.closed
@@ -256,7 +256,7 @@ def test_open_binding_without_a_key_is_refused() -> None:
 
     settings = ServerSettings(host="0.0.0.0")
     with pytest.raises(ConfigError, match="API key"):
-        serve(create_app(FakeEngine(), Tokenizer.none(), settings), settings)
+        serve(create_app(FakeEngine(), ModelTokenizer.none(), settings), settings)
 
 
 def test_no_heavy_imports() -> None:

@@ -11,7 +11,7 @@ from asgi_driver import Caller, until
 from fake_engine import FakeEngine, fail, say
 
 from headway.core.errors import OverloadedError, UnavailableError
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.engine.protocol import OutputDelta
 
 pytestmark = pytest.mark.anyio
 
@@ -121,7 +121,7 @@ async def test_engine_failure_in_mid_stream(application: Any, engine: FakeEngine
 
 
 async def test_an_engine_that_breaks_its_word_is_a_500(connect: Any, engine: FakeEngine) -> None:
-    engine.script = lambda submit, ids: [Delta(id=submit.id, tokens=(2,))]
+    engine.script = lambda submit, ids: [OutputDelta(id=submit.id, tokens=(2,))]
     async with connect() as client:
         assert (await client.post(PATH, json={**BODY, "stream": False})).status_code == 500
     engine.script = lambda submit, ids: 1 / 0  # type: ignore[assignment,return-value]

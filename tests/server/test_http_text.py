@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.sampling import TokenLogprobs
-from headway.runtime.engine.protocol import Delta
-from headway.serving.detokenizer import WindowDetokeniser
-from headway.serving.generation import Assembler
+from headway.runtime.engine.protocol import OutputDelta
+from headway.serving.detokenizer import WindowDetokenizer
+from headway.serving.generation import AnswerAssembler
 from headway.serving.generation_job import TextOptions
 from headway.serving.stops import StopMatcher
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 
 @pytest.fixture(scope="module")
-def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
+def byte_ids(tokenizer: ModelTokenizer) -> dict[int, int]:
     """The token that stands for each single byte."""
     found = {tokenizer.token_bytes(token): token for token in range(2, 258)}
     return {byte: found[bytes([byte])] for byte in range(256)}
@@ -27,7 +27,7 @@ def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.text())
-def test_text_survives_any_tokenisation(tokenizer: Tokenizer, byte_ids: dict[int, int], text: str) -> None:
+def test_text_survives_any_tokenisation(tokenizer: ModelTokenizer, byte_ids: dict[int, int], text: str) -> None:
     for tokens in (tokenizer.encode(text, add_special_tokens=False), [byte_ids[byte] for byte in text.encode()]):
         stream = tokenizer.detokeniser(skip_special_tokens=True)
         pieces = [stream.feed(token) for token in tokens]
@@ -36,14 +36,16 @@ def test_text_survives_any_tokenisation(tokenizer: Tokenizer, byte_ids: dict[int
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary())
-def test_broken_bytes_show_as_whole_decoding_does(tokenizer: Tokenizer, byte_ids: dict[int, int], data: bytes) -> None:
+def test_broken_bytes_show_as_whole_decoding_does(
+    tokenizer: ModelTokenizer, byte_ids: dict[int, int], data: bytes
+) -> None:
     tokens = [byte_ids[byte] for byte in data]
     stream = tokenizer.detokeniser(skip_special_tokens=True)
     shown = "".join([*(stream.feed(token) for token in tokens), stream.flush()])
     assert shown == data.decode("utf-8", "replace") == tokenizer.decode(tokens)
 
 
-def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_skipped_or_shown(tokenizer: ModelTokenizer) -> None:
     for skip, expected in ((True, "a"), (False, "<s>a</s>")):
         stream = tokenizer.detokeniser(skip_special_tokens=skip)
         tokens = [0, *tokenizer.encode("a", add_special_tokens=False), 1, 511]
@@ -52,7 +54,7 @@ def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
 
 def _sentencepiece() -> object:
     """A tokenizer of the SentencePiece kind: words with a leading mark, bytes as a fallback."""
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import ModelTokenizer as Backend
     from tokenizers import decoders, models
 
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
@@ -78,13 +80,13 @@ def test_window_detokeniser_equals_whole_decoding(pieces: Sequence[str]) -> None
     for piece in pieces:
         known = SENTENCEPIECE.token_to_id(piece)  # type: ignore[attr-defined]
         tokens += [known] if known is not None else [byte + 1 for byte in piece.encode()]
-    stream = WindowDetokeniser(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
+    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
     shown = "".join([*(stream.feed(token) for token in tokens), stream.flush()])
     assert shown == SENTENCEPIECE.decode(tokens)  # type: ignore[attr-defined]
 
 
 def test_window_detokeniser_gives_up_on_bytes_that_never_become_text() -> None:
-    stream = WindowDetokeniser(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
+    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
     shown = [stream.feed(0xC3 + 1) for _ in range(400)]
     assert len("".join(shown)) >= 390
     assert len(stream._pending) <= 4
@@ -135,15 +137,15 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 
 
 def _assemble(
-    tokenizer: Tokenizer, tokens: Sequence[int], size: int, options: TextOptions
+    tokenizer: ModelTokenizer, tokens: Sequence[int], size: int, options: TextOptions
 ) -> tuple[str, list[int], int]:
-    assembler = Assembler(tokenizer, options)
+    assembler = AnswerAssembler(tokenizer, options)
     text, scored, used = "", [], 0
     parts = [tuple(tokens[begin : begin + size]) for begin in range(0, len(tokens), size)]
     for number, part in enumerate(parts):
         marks = tuple(TokenLogprobs(-1.0, ()) for _ in part)
         piece = assembler.feed(
-            Delta(id="x", tokens=part, logprobs=marks, finish="length" if number == len(parts) - 1 else None)
+            OutputDelta(id="x", tokens=part, logprobs=marks, finish="length" if number == len(parts) - 1 else None)
         )
         text += piece.text
         scored += [item.token for item in piece.scored]
@@ -154,7 +156,7 @@ def _assemble(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_stop_across_tokens(tokenizer: Tokenizer, ids: Callable[[str], list[int]], size: int) -> None:
+def test_stop_across_tokens(tokenizer: ModelTokenizer, ids: Callable[[str], list[int]], size: int) -> None:
     tokens = [token for char in "hello STOP world" for token in ids(char)]
     text, scored, used = _assemble(tokenizer, tokens, size, TextOptions(stops=("STOP",)))
     assert text == "hello "
@@ -164,7 +166,7 @@ def test_stop_across_tokens(tokenizer: Tokenizer, ids: Callable[[str], list[int]
 
 @pytest.mark.parametrize("size", [1, 3, 50])
 def test_stop_strings_before_min_tokens_do_not_count(
-    tokenizer: Tokenizer, ids: Callable[[str], list[int]], size: int
+    tokenizer: ModelTokenizer, ids: Callable[[str], list[int]], size: int
 ) -> None:
     tokens = [token for char in "a.b.c.d" for token in ids(char)]
     assert _assemble(tokenizer, tokens, size, TextOptions(stops=(".",), min_tokens=3))[0] == "a.b"
@@ -172,7 +174,7 @@ def test_stop_strings_before_min_tokens_do_not_count(
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=30), st.integers(1, 5))
-def test_logprobs_cover_all_tokens_when_nothing_stops(tokenizer: Tokenizer, text: str, size: int) -> None:
+def test_logprobs_cover_all_tokens_when_nothing_stops(tokenizer: ModelTokenizer, text: str, size: int) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if tokens:
         shown, scored, _ = _assemble(tokenizer, tokens, size, TextOptions(stops=("\x00never\x00",)))

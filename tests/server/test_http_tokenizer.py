@@ -11,7 +11,7 @@ import pytest
 
 from headway.core.errors import CheckpointError, ConfigError, RequestError
 from headway.serving.chat_template import ChatTemplate
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 USER = [{"role": "user", "content": "hi <&> é"}]
 
@@ -22,7 +22,7 @@ def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
 
 
 def _render(folder: Path, **more: Any) -> str:
-    return Tokenizer.load(folder, **more).render_chat(USER, add_generation_prompt=True, variables=None)
+    return ModelTokenizer.load(folder, **more).render_chat(USER, add_generation_prompt=True, variables=None)
 
 
 def test_template_file_wins_over_the_config(folder: Path, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_named_templates_and_none(folder: Path) -> None:
 
 
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = ModelTokenizer.load(tmp_path)
     assert not tokenizer.has_text
     assert tokenizer.decode([1, 2]) == ""
     with pytest.raises(RequestError, match="token ids"):
@@ -57,15 +57,15 @@ def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:
     (folder / name).write_text(content)
     with pytest.raises(CheckpointError, match=name):
-        Tokenizer.load(folder)
+        ModelTokenizer.load(folder)
 
 
 def test_missing_template_file_is_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.jinja"):
-        Tokenizer.load(folder, chat_template=folder / "nowhere.jinja")
+        ModelTokenizer.load(folder, chat_template=folder / "nowhere.jinja")
 
 
-def test_special_tokens_rule(tokenizer: Tokenizer) -> None:
+def test_special_tokens_rule(tokenizer: ModelTokenizer) -> None:
     assert tokenizer.encode("a", add_special_tokens=True)[0] == 0
     assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
 
@@ -116,7 +116,7 @@ def test_matches_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>")
     reference.chat_template = (folder / "chat_template.jinja").read_text()
-    ours = Tokenizer.load(folder)
+    ours = ModelTokenizer.load(folder)
     for text in ("hello wörld", " a  b\n", "😀"):
         assert ours.encode(text, add_special_tokens=True) == reference.encode(text)
     rendered = ours.render_chat(USER, add_generation_prompt=True, variables=None)

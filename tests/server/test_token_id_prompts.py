@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from headway.core.errors import RequestError
 from headway.runtime.embedded import model_path
 from headway.serving import prompts as module
-from headway.serving.body_fields import Fields
+from headway.serving.body_fields import BodyFields
 from headway.serving.prompts import PromptReader
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 VOCAB = 1000
-TOKENIZER = Tokenizer.load(Path(model_path()))
+TOKENIZER = ModelTokenizer.load(Path(model_path()))
 
 
 def read(text: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> list[int] | str:
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     try:
-        fields = Fields.parse(b'{"prompt": %b, "x": 1}' % text.encode())
+        fields = BodyFields.parse(b'{"prompt": %b, "x": 1}' % text.encode())
         (prompt,) = PromptReader(TOKENIZER, VOCAB, 4).read(fields)
     except RequestError as error:
         return str(error)
@@ -78,6 +78,6 @@ def test_no_piece_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
             return decoder.decode(text)
 
     monkeypatch.setattr(reader, "_ids", Watched())
-    (prompt,) = reader.read(Fields.parse(json.dumps({"prompt": [999] * 200_000}).encode()))
+    (prompt,) = reader.read(BodyFields.parse(json.dumps({"prompt": [999] * 200_000}).encode()))
     assert prompt.tokens == 200_000
     assert max(seen) <= module.PIECE_BYTES + 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.scheduler import Scheduler
 from headway.sim import faults
 from headway.sim.faults import FaultWorld, explore
@@ -28,7 +28,7 @@ def test_a_seed_repeats() -> None:
 
 
 def test_a_forgotten_block_is_found_and_the_seed_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "free", lambda self, lease: self._leases.pop(lease.request))
+    monkeypatch.setattr(BlockManager, "free", lambda self, lease: self._leases.pop(lease.request))
     said: list[str] = []
     assert explore([3], said.append) == 1
     assert said[0].startswith("seed 3: ")

@@ -12,16 +12,16 @@ from worlds import how, requests
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
 from headway.perf.latency.base import one_chunk_s
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
-from headway.perf.latency.shard_exchange import Exchange, Sharded, WithExchange, between_groups
+from headway.perf.latency.shard_exchange import ShardedModel, ShardExchangeCost, WithExchange, between_groups
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.sim import InstanceSpec, Link, RunSpec, SimResult, simulate
+from headway.sim import InstanceSpec, RunSpec, SimResult, StageLink, simulate
 from headway.sim.build import instance_of, run_scenario
 from headway.sim.faults import small_machine
 from headway.sim.memory import InfeasibleError
@@ -47,8 +47,8 @@ def grouped(rng: random.Random) -> InstanceSpec:
         latency=small_machine(),
         kv_tokens=rng.choice((640, 1200)),
         block_tokens=16,
-        link=Link(1e-4, 1e-6),
-        exchange=rng.choice((Exchange(), Exchange(1e-4, 1e-6))),
+        link=StageLink(1e-4, 1e-6),
+        exchange=rng.choice((ShardExchangeCost(), ShardExchangeCost(1e-4, 1e-6))),
     )
 
 
@@ -104,7 +104,7 @@ def test_a_group_joins_after_each_shard_and_the_iterations_stay_as_long() -> Non
 
 
 def test_an_exchange_costs_what_it_says() -> None:
-    free, paid = timeline(2), timeline(2, exchange=Exchange(1e-3, 1e-5))
+    free, paid = timeline(2), timeline(2, exchange=ShardExchangeCost(1e-3, 1e-5))
     rows = [(a, b) for a, b in zip(free.iterations, paid.iterations, strict=True) if len(a.groups) > 1]
     for a, b in rows:
         tokens = sum(count for _, _, count in a.chunks) + a.decodes
@@ -159,22 +159,24 @@ def test_memory_of_all_groups_together_must_hold_the_longest() -> None:
 
 def test_exchange_of_a_layout() -> None:
     device, shape = accelerator("h100-80gb"), model("llama-3-8b")
-    inside = between_groups(device, shape, Layout(tp=2, kvp=4))
-    across = between_groups(device, shape, Layout(tp=8, kvp=4))
+    inside = between_groups(device, shape, ParallelLayout(tp=2, kvp=4))
+    across = between_groups(device, shape, ParallelLayout(tp=8, kvp=4))
     assert inside.row_s < across.row_s * 4, "a node's own link; four times the heads a rank"
-    assert between_groups(device, shape, Layout(tp=8, stages=4, kvp=2)).fixed_s == pytest.approx(across.fixed_s / 4)
-    assert (Exchange(1.0, 2.0).seconds(0), Exchange(1.0, 2.0).seconds(3)) == (0.0, 7.0)
+    assert between_groups(device, shape, ParallelLayout(tp=8, stages=4, kvp=2)).fixed_s == pytest.approx(
+        across.fixed_s / 4
+    )
+    assert (ShardExchangeCost(1.0, 2.0).seconds(0), ShardExchangeCost(1.0, 2.0).seconds(3)) == (0.0, 7.0)
     machine = small_machine()
     assert one_chunk_s(WithExchange(machine, 1e-3), 100, 7) == one_chunk_s(machine, 100, 7) + 7e-3
-    assert one_chunk_s(Sharded(machine, 50), 100, 7) == one_chunk_s(machine, 50, 7)
-    assert one_chunk_s(Sharded(machine, 50), 10, 7) == one_chunk_s(machine, 10, 7)
+    assert one_chunk_s(ShardedModel(machine, 50), 100, 7) == one_chunk_s(machine, 50, 7)
+    assert one_chunk_s(ShardedModel(machine, 50), 10, 7) == one_chunk_s(machine, 10, 7)
 
 
 def recorded() -> list[dict[str, Any]]:
     """The event log of a run of two groups, as an engine writes it."""
     config = SchedulerConfig(chunking="static:64", kv_parallel=2, kv_shard_tokens=160, reserve_tokens=8)
-    latency, exchange = small_machine(), Exchange(1e-4, 1e-6)
-    scheduler = make_scheduler(config, latency, [Ledger(640, 16) for _ in range(2)], exchange)
+    latency, exchange = small_machine(), ShardExchangeCost(1e-4, 1e-6)
+    scheduler = make_scheduler(config, latency, [BlockManager(640, 16) for _ in range(2)], exchange)
     log: list[dict[str, Any]] = [
         {"event": "start", "config": asdict(config), "kv_tokens": 640, "block_tokens": 16, "exchange": list(exchange),
          "latency": describe(latency)}

@@ -16,17 +16,17 @@ from headway.cli.main import main
 from headway.core.batch import Batch
 from headway.core.clock import ManualClock
 from headway.core.errors import ConfigError
-from headway.core.executor import Emitted, StepResult
+from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.perf.latency import store
-from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.tables import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import EngineInfo, Submit
+from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 from headway.sim.calibration import calibrate
 from headway.sim.faults import small_machine
 from headway.sim.replay import read_log, replay
@@ -61,13 +61,13 @@ class Machine:
     def submit(self, batch: Batch) -> None:
         part = batch.parts[0]
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
-        load = Load(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
+        load = BatchLoad(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
         for chunk in part.prefills:
             load = load.with_chunk(chunk.tokens, one_chunk_s(TRUTH, chunk.start, chunk.tokens))
         elapsed_s = load_s(TRUTH, load) * self.rng.uniform(1.2 - self.spread, 1.2 + self.spread)
         self.clock.advance(elapsed_s)
         self.done.append(
-            StepResult(batch.id, [Emitted(n, self.rng.choice((2, *range(3, 60))), None) for n in names], elapsed_s)
+            StepResult(batch.id, [EmittedToken(n, self.rng.choice((2, *range(3, 60))), None) for n in names], elapsed_s)
         )
 
     def result(self, timeout_s: float | None) -> StepResult | None:
@@ -89,7 +89,7 @@ def live(seed: int, spread: float = 0.3) -> list[dict[str, Any]]:
     log: list[dict[str, Any]] = []
     config = SchedulerConfig(t_target_s=0.02, reserve_tokens=32, long_tokens=300)
     latency = CorrectedLatency(small_machine(), 5.0)
-    scheduler = Scheduler(config, latency, Ledger(1600, 16))
+    scheduler = Scheduler(config, latency, BlockManager(1600, 16))
     machine = Machine(clock, rng, spread)
     core = EngineCore(scheduler, machine, clock, INFO, lambda kind, fields: log.append({"event": kind, **fields}))
     waiting = [(rng.uniform(0, 3), f"q{i}") for i in range(40)]
@@ -99,7 +99,7 @@ def live(seed: int, spread: float = 0.3) -> list[dict[str, Any]]:
             at_s, name = waiting.pop()
             size = rng.choice((rng.randint(1, 100), rng.randint(301, 900)))
             params = SamplingParams(max_tokens=rng.randint(1, 60))
-            message = Submit(
+            message = SubmitRequest(
                 id=name, prompt_tokens=size, params=params, received_s=at_s, timeout_s=rng.choice((None, None, 0.8))
             )
             core.submit(message, memoryview(np.full(size, 5, dtype=np.int32).tobytes()))
@@ -164,7 +164,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["profile", "check", str(log), "--json", str(out), "--save", str(kept)]) == 0
     run = replay(read_log(log))
     assert isinstance(run.model, CorrectedLatency)
-    load = Load(8, 8, 3_000)
+    load = BatchLoad(8, 8, 3_000)
     assert load_s(TableLatency(store.load(kept, None)), load) == pytest.approx(load_s(run.model, load))
     assert "no decisions differ" in capsys.readouterr().out
     assert json.loads(out.read_bytes())["schema"] == "headway.calibration/1"

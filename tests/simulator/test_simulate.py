@@ -7,9 +7,9 @@ import random
 import pytest
 from worlds import how, instance, requests
 
-from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim import InstanceSpec, Link, Noise, RunSpec, SimResult, simulate
+from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, StageLink, simulate
 from headway.sim.faults import small_machine
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.workload import TraceRequest
@@ -23,11 +23,11 @@ def world(seed: int, fast_forward: bool) -> SimResult:
     return simulate(spec, workload, how(rng, seed, fast_forward))
 
 
-def spec(stages: int = 1, schedule: str = "stream", link: Link | None = None, **config: object) -> InstanceSpec:
+def spec(stages: int = 1, schedule: str = "stream", link: StageLink | None = None, **config: object) -> InstanceSpec:
     settings = SchedulerConfig(
         policy="fcfs", chunking="static:100", stages=stages, pipeline_schedule=schedule, **config,  # type: ignore[arg-type]
     )  # fmt: skip
-    return InstanceSpec(config=settings, latency=MACHINE, kv_tokens=6400, block_tokens=16, link=link or Link())
+    return InstanceSpec(config=settings, latency=MACHINE, kv_tokens=6400, block_tokens=16, link=link or StageLink())
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
@@ -66,9 +66,9 @@ def test_a_request_that_can_never_fit_is_refused_and_counted() -> None:
 
 def test_one_request_takes_what_the_model_says() -> None:
     result = simulate(spec(), [TraceRequest(1.0, 150, 3)])
-    first = load_s(MACHINE, Load(100, 0, 0, one_chunk_s(MACHINE, 0, 100)))
-    second = load_s(MACHINE, Load(50, 0, 0, one_chunk_s(MACHINE, 100, 50)))
-    decodes = [load_s(MACHINE, Load(1, 1, kv)) for kv in (151, 152)]
+    first = load_s(MACHINE, BatchLoad(100, 0, 0, one_chunk_s(MACHINE, 0, 100)))
+    second = load_s(MACHINE, BatchLoad(50, 0, 0, one_chunk_s(MACHINE, 100, 50)))
+    decodes = [load_s(MACHINE, BatchLoad(1, 1, kv)) for kv in (151, 152)]
     (record,) = result.records
     assert record.scheduled_s == 1.0
     assert record.token_s == pytest.approx(
@@ -78,11 +78,11 @@ def test_one_request_takes_what_the_model_says() -> None:
 
 
 def chunk_s(start: int, tokens: int) -> float:
-    return load_s(MACHINE, Load(tokens, 0, 0, one_chunk_s(MACHINE, start, tokens)))
+    return load_s(MACHINE, BatchLoad(tokens, 0, 0, one_chunk_s(MACHINE, start, tokens)))
 
 
 def test_stream_overlaps_chunks_and_microbatch_waits_for_each() -> None:
-    workload, link = [TraceRequest(0.0, 200, 1)], Link(1e-3, 0.0)
+    workload, link = [TraceRequest(0.0, 200, 1)], StageLink(1e-3, 0.0)
     a, b = chunk_s(0, 100), chunk_s(100, 100)
     (stream,) = simulate(spec(2, "stream", link), workload).records
     (micro,) = simulate(spec(2, "microbatch", link), workload).records
@@ -92,7 +92,7 @@ def test_stream_overlaps_chunks_and_microbatch_waits_for_each() -> None:
 
 def test_a_decode_waits_for_its_token_to_leave_the_last_stage() -> None:
     (record,) = simulate(spec(3), [TraceRequest(0.0, 10, 4)]).records
-    step = load_s(MACHINE, Load(1, 1, 11))
+    step = load_s(MACHINE, BatchLoad(1, 1, 11))
     assert record.token_s[1] - record.token_s[0] == pytest.approx(3 * step, rel=1e-3)
 
 
@@ -111,8 +111,8 @@ def test_whole_prompts_stall_decodes_and_chunks_do_not() -> None:
 def test_noise_moves_times_and_its_bias_is_seen() -> None:
     workload = [TraceRequest(0.0, 150, 200)]
     plain = simulate(spec(), workload).duration_s
-    assert simulate(spec(), workload, RunSpec(noise=Noise("none", 0.0, 2.0))).duration_s == pytest.approx(2 * plain)
-    noisy = simulate(spec(), workload, RunSpec(noise=Noise("lognormal", 0.3))).duration_s
+    assert simulate(spec(), workload, RunSpec(noise=NoiseSpec("none", 0.0, 2.0))).duration_s == pytest.approx(2 * plain)
+    noisy = simulate(spec(), workload, RunSpec(noise=NoiseSpec("lognormal", 0.3))).duration_s
     assert noisy != plain
     assert noisy == pytest.approx(plain, rel=0.1)
 

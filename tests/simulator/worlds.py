@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim import InstanceSpec, Link, Noise, RunSpec
+from headway.sim import InstanceSpec, NoiseSpec, RunSpec, StageLink
 from headway.sim.faults import small_machine
 from headway.sim.metrics import SloTargets
 from headway.sim.workload import TraceRequest
@@ -28,7 +28,7 @@ def instance(rng: random.Random) -> InstanceSpec:
         reserve_tokens=rng.choice((0, 8, 64)),
         max_num_seqs=rng.choice((3, 64)),
     )
-    link = Link(rng.choice((0.0, 1e-4)), 1e-6)
+    link = StageLink(rng.choice((0.0, 1e-4)), 1e-6)
     pool = rng.choice((640, 1200, 6000))
     return InstanceSpec(config=config, latency=small_machine(), kv_tokens=pool, block_tokens=16, link=link)
 
@@ -38,7 +38,7 @@ def how(rng: random.Random, seed: int, fast_forward: bool) -> RunSpec:
         replicas=rng.choice((1, 1, 3)),
         seed=seed,
         targets={"a": SloTargets(ttft_s=0.5, tbt_s=0.05)},
-        noise=rng.choice((Noise(), Noise("lognormal", 0.2), Noise("uniform", 0.5, 1.2))),
+        noise=rng.choice((NoiseSpec(), NoiseSpec("lognormal", 0.2), NoiseSpec("uniform", 0.5, 1.2))),
         window_s=rng.choice((None, None, 1.0)),
         timeout_s=rng.choice((None, 0.7)),
         patience_s=rng.choice((None, 0.5)),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.perf.latency.groups import GroupShape
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import Action, Event
-from headway.policy.placement.view import ClusterView, Instance, Links
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.faults import small_machine
 from headway.sim.spec import InstanceSpec
 
-LINK = Link(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
+LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 
 
 class PerToken:
@@ -34,12 +34,12 @@ def cluster(
 ) -> ClusterSpec:
     """`count` mixed instances (prefill where there are decode ones), then decode instances on nodes of their own."""
     role = "prefill" if decode else "mixed"
-    first = [Instance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]  # type: ignore[arg-type]
+    first = [ClusterInstance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]  # type: ignore[arg-type]
     nodes = -(-count // per_node)
-    rest = [Instance(id=count + i, node=nodes + i, role="decode", capacity=64_000) for i in range(decode)]
+    rest = [ClusterInstance(id=count + i, node=nodes + i, role="decode", capacity=64_000) for i in range(decode)]
     config = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
 
-    def engine(group: Sequence[Instance]) -> InstanceSpec:
+    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
         return InstanceSpec(config=config, latency=small_machine(), kv_tokens=64_000 * len(group), block_tokens=16)
 
     return ClusterSpec(
@@ -47,7 +47,7 @@ def cluster(
         engine=engine,
         spans=PerToken(),
         shape=model("llama-3-8b"),
-        links=Links(inside=LINK, across=LINK),
+        links=ClusterLinks(inside=LINK, across=LINK),
         backends=backends,
         balance=balance,
     )
@@ -56,12 +56,12 @@ def cluster(
 class Scripted:
     """A policy from a function; keeps the events that it was told, with their times."""
 
-    def __init__(self, decide: Callable[[Event, ClusterView], Sequence[Action]]) -> None:
+    def __init__(self, decide: Callable[[Event, ClusterSnapshot], Sequence[Action]]) -> None:
         self._decide = decide
         self.heard: list[tuple[float, Event]] = []
         self.wake_s: float | None = None
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         self.heard.append((view.now_s, event))
         return self._decide(event, view)
 

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.span import Span
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
-from headway.policy.placement.base import Arrived, Commit
+from headway.policy.placement.base import CommitSpans, RequestArrived
 from headway.sim.cluster.balance import CONNECTED_SHARE, balance_bytes, exposed_s
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.workload import TraceRequest
 
 SHAPE = model("llama-3-8b")
-FAST = Link(name="fast", bytes_per_s=1e12, latency_s=0.0, source="test", efficiency=1.0)
+FAST = NetworkLink(name="fast", bytes_per_s=1e12, latency_s=0.0, source="test", efficiency=1.0)
 
 
 def test_every_instance_ends_with_its_share() -> None:
@@ -54,14 +54,14 @@ def test_it_never_costs_more_than_moving_without_overlap_and_less_the_longer_the
 def test_a_later_chunk_takes_so_much_longer() -> None:
     def ttft_s(spec: ClusterSpec) -> float:
         def decide(event, view):  # type: ignore[no-untyped-def]
-            if not isinstance(event, Arrived):
+            if not isinstance(event, RequestArrived):
                 return []
             request = event.request
             spans = (
                 Span(request=request, start=0, end=2000, group=(0,)),
                 Span(request=request, start=2000, end=6000, group=(0, 1)),
             )
-            return [Commit(request.id, spans, view.version)]
+            return [CommitSpans(request.id, spans, view.version)]
 
         result = simulate_cluster(spec, Scripted(decide), [TraceRequest(0.0, 6000, 1)])
         return result.sim.records[0].token_s[0]

@@ -11,45 +11,45 @@ from cluster_worlds import PerToken, Scripted, cluster
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.hardware.links import LINKS
-from headway.perf.latency.base import Load, load_s
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.groups import GroupShape, batch_s
 from headway.perf.latency.sharded_decode import ShardedDecode
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
     KvReady,
-    Preempt,
-    Refused,
+    PreemptRequest,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
     SpanDone,
-    Transfer,
+    TransferKv,
 )
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.faults import small_machine
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
 
-def together(requests: Sequence[Request], view: ClusterView, group: tuple[int, ...]) -> Commit:
+def together(requests: Sequence[Request], view: ClusterSnapshot, group: tuple[int, ...]) -> CommitSpans:
     spans = [Span(request=r, start=0, end=r.prompt_tokens, group=group) for r in requests]
-    return Commit(requests[0].id, (spans[0],), view.version, along=tuple(spans[1:]))
+    return CommitSpans(requests[0].id, (spans[0],), view.version, along=tuple(spans[1:]))
 
 
 def collecting(count: int, more: Sequence[Action] = ()) -> Scripted:
     """Waits for `count` requests, then computes them together on instances 0 and 1."""
     there: list[Request] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             there.append(event.request)
             return [together(there, view, (0, 1)), *more] if len(there) == count else []
         if isinstance(event, SpanDone):
-            return [Enqueue(event.request, (1,), "decode")]
+            return [EnqueueRequest(event.request, (1,), "decode")]
         return []
 
     return Scripted(decide)
@@ -72,7 +72,7 @@ def test_who_leaves_a_batch_does_not_stop_it() -> None:
         policy = collecting(2)
         work = [TraceRequest(0.0, 1000, 1), TraceRequest(0.3, 1000, 1)]
         result = simulate_cluster(cluster(), policy, work, RunSpec(timeout_s=patience))
-        assert policy.times(Dropped) == pytest.approx([patience, 0.3 + patience])
+        assert policy.times(RequestDropped) == pytest.approx([patience, 0.3 + patience])
         assert result.busy_s[:2] == pytest.approx((patience, patience))
     policy = collecting(2)
     result = simulate_cluster(cluster(), policy, work, RunSpec(timeout_s=1.1))
@@ -83,39 +83,39 @@ def test_who_leaves_a_batch_does_not_stop_it() -> None:
 def test_a_batch_is_refused_whole_and_cannot_be_preempted() -> None:
     there: list[Request] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if not isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if not isinstance(event, RequestArrived):
             return []
         there.append(event.request)
         if len(there) == 1:
             return []
         twice = together([there[0], there[0]], view, (0, 1))
-        apart = Commit(
+        apart = CommitSpans(
             there[0].id,
             (Span(request=there[0], start=0, end=100, group=(0,)),),
             view.version,
             along=(Span(request=there[1], start=0, end=100, group=(1,)),),
         )
-        return [twice, apart, together(there, view, (0, 1)), together(there, view, (0, 1)), Preempt("r1")]
+        return [twice, apart, together(there, view, (0, 1)), together(there, view, (0, 1)), PreemptRequest("r1")]
 
     policy = Scripted(decide)
     result = simulate_cluster(cluster(), policy, [TraceRequest(0.0, 100, 1), TraceRequest(0.0, 100, 1)])
-    refused = [event for _, event in policy.heard if isinstance(event, Refused)]
+    refused = [event for _, event in policy.heard if isinstance(event, ActionRefused)]
     assert len(refused) == 4
     assert refused[-1].verb == "preempt"
-    assert len([1 for _, event in policy.heard if isinstance(event, Finished)]) == 2
+    assert len([1 for _, event in policy.heard if isinstance(event, RequestFinished)]) == 2
     assert result.refused == 4
 
 
 def test_each_request_of_a_batch_is_transferred_by_itself() -> None:
     there: list[Request] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             there.append(event.request)
-            sends = (Transfer("r0", 4, 0), Transfer("r1", 5, 0))
+            sends = (TransferKv("r0", 4, 0), TransferKv("r1", 5, 0))
             return [together(there, view, (0, 1)), *sends] if len(there) == 2 else []
-        return [Enqueue(event.request, (event.instance,), "decode")] if isinstance(event, KvReady) else []
+        return [EnqueueRequest(event.request, (event.instance,), "decode")] if isinstance(event, KvReady) else []
 
     policy = Scripted(decide)
     work = [TraceRequest(0.0, 1000, 3), TraceRequest(0.0, 3000, 3)]
@@ -134,7 +134,7 @@ def test_batches_cost_at_least_their_longest() -> None:
 def test_several_masters_share_the_rows() -> None:
     member, link = small_machine(), LINKS["nvlink3"]
     one, all_four = (ShardedDecode(member, 4, 32, link, masters) for masters in (1, 4))
-    load = Load(64, 64, 64_000)
+    load = BatchLoad(64, 64, 64_000)
     assert load_s(all_four, load) < load_s(one, load)
     assert np.array_equal(all_four.token_s(1, 9), member.token_s(1, 3)[[0, 0, 0, 0, 1, 1, 1, 1, 2]])
-    assert load_s(all_four, Load(1, 1, 1000)) == load_s(one, Load(1, 1, 1000))
+    assert load_s(all_four, BatchLoad(1, 1, 1000)) == load_s(one, BatchLoad(1, 1, 1000))

@@ -11,7 +11,7 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.research.tetris_setting import Point, run_point
+from headway.research.tetris_setting import TetrisPoint, run_point
 from headway.sim.build import run_scenario
 from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics.definitions import ttft_s
@@ -77,7 +77,7 @@ def test_capacity_order_and_tetris_with_noise() -> None:
 
     def p50(system: str, noise: float = 0.0) -> float:
         rates = RATES if system.startswith("Tetris") else ()
-        return run_point(Point("8b", "medium", system, 3.0, 500, 0, noise, rates)).p50
+        return run_point(TetrisPoint("8b", "medium", system, 3.0, 500, 0, noise, rates)).p50
 
     quiet = {name: p50(name) for name in ("Tetris", "Fixed-SP8", "Fixed-SP16")}
     assert list(quiet.values()) == sorted(quiet.values())

@@ -11,43 +11,45 @@ from cluster_worlds import PerToken, Scripted, cluster
 from headway.core.span import Span
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
-    Held,
-    Hold,
+    HoldGranted,
+    HoldGroup,
     KvReady,
-    Paused,
-    Preempt,
-    Prefilled,
-    Progress,
-    Refused,
-    Reject,
-    Release,
-    Resume,
+    PreemptRequest,
+    RejectRequest,
+    ReleaseGroup,
+    RequestArrived,
+    RequestFinished,
+    RequestPrefilled,
+    ResumeRequest,
     SpanDone,
-    Transfer,
-    Woken,
+    SpanPaused,
+    SpanProgress,
+    TransferKv,
+    WakeupDue,
 )
-from headway.policy.placement.registry import Surroundings, make_placement
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
 
-def whole(event: Arrived, view: ClusterView, group: tuple[int, ...]) -> Commit:
+def whole(event: RequestArrived, view: ClusterSnapshot, group: tuple[int, ...]) -> CommitSpans:
     request = event.request
-    return Commit(request.id, (Span(request=request, start=0, end=request.prompt_tokens, group=group),), view.version)
+    return CommitSpans(
+        request.id, (Span(request=request, start=0, end=request.prompt_tokens, group=group),), view.version
+    )
 
 
 def test_spans_take_their_turn_and_free_times_are_absolute() -> None:
     seen: list[tuple[float, ...]] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             seen.append(tuple(i.free_at_s for i in view.instances))
             return [whole(event, view, (0, 1) if event.request.id == "r0" else (1, 2))]
         return []
@@ -62,40 +64,40 @@ def test_spans_take_their_turn_and_free_times_are_absolute() -> None:
     assert result.busy_s == pytest.approx((1.0, 1.505, 0.505, 0.0))
 
 
-@pytest.mark.parametrize(("rows", "at_s", "where"), [(0, 0.45, Progress(0, 9)), (400, 0.425, Progress(800, 2))])
+@pytest.mark.parametrize(("rows", "at_s", "where"), [(0, 0.45, SpanProgress(0, 9)), (400, 0.425, SpanProgress(800, 2))])
 def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first(
-    rows: int, at_s: float, where: Progress
+    rows: int, at_s: float, where: SpanProgress
 ) -> None:
     """Of 32 layers in 1.6 s the ninth is under way at 0.42 s; where it is cut into four, the second one's second."""
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived) and event.request.id == "r0":
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived) and event.request.id == "r0":
             return [whole(event, view, (0, 1))]
-        if isinstance(event, Arrived):
-            return [Preempt("r0"), Enqueue(event.request.id, (0,), "prefill", beside=False)]
-        if isinstance(event, Finished) and event.request == "r1":
-            return [Resume("r0")]
+        if isinstance(event, RequestArrived):
+            return [PreemptRequest("r0"), EnqueueRequest(event.request.id, (0,), "prefill", beside=False)]
+        if isinstance(event, RequestFinished) and event.request == "r1":
+            return [ResumeRequest("r0")]
         return []
 
     policy = Scripted(decide)
     requests = [TraceRequest(0.0, 3200, 1), TraceRequest(0.42, 100, 1)]
     result = simulate_cluster(replace(cluster(), rows=rows), policy, requests)
-    (paused,) = [event for _, event in policy.heard if isinstance(event, Paused)]
+    (paused,) = [event for _, event in policy.heard if isinstance(event, SpanPaused)]
     assert paused.progress == where
-    assert policy.times(Paused) == pytest.approx([at_s])
+    assert policy.times(SpanPaused) == pytest.approx([at_s])
     first = result.sim.records[1].token_s[0]
     assert result.sim.records[0].token_s[0] == pytest.approx(1.6 + first - at_s)
     assert result.paused == 1
 
 
 def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
-            return [Enqueue(event.request.id, (0,), "prefill")]
-        if isinstance(event, Prefilled):
-            return [Transfer(event.request, 2, overlapped=True)]
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
+            return [EnqueueRequest(event.request.id, (0,), "prefill")]
+        if isinstance(event, RequestPrefilled):
+            return [TransferKv(event.request, 2, overlapped=True)]
         if isinstance(event, KvReady):
-            return [Enqueue(event.request, (event.instance,), "decode")]
+            return [EnqueueRequest(event.request, (event.instance,), "decode")]
         return []
 
     policy = Scripted(decide)
@@ -109,12 +111,12 @@ def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
 
 
 def test_what_is_sent_while_it_is_computed_lacks_its_last_layer() -> None:
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             span = Span(request=event.request, start=0, end=1000, group=(0, 1))
-            return [Commit(event.request.id, (span,), view.version), Transfer(event.request.id, 2, index=0)]
+            return [CommitSpans(event.request.id, (span,), view.version), TransferKv(event.request.id, 2, index=0)]
         if isinstance(event, KvReady):
-            return [Enqueue(event.request, (2,), "decode")]
+            return [EnqueueRequest(event.request, (2,), "decode")]
         return []
 
     policy = Scripted(decide)
@@ -125,9 +127,9 @@ def test_what_is_sent_while_it_is_computed_lacks_its_last_layer() -> None:
 
 
 def test_a_span_waits_for_schedulers_to_empty_and_newcomers_wait_behind_it() -> None:
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
-            return [whole(event, view, (0,)) if event.request.id == "r1" else Enqueue(event.request.id, (0,))]
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
+            return [whole(event, view, (0,)) if event.request.id == "r1" else EnqueueRequest(event.request.id, (0,))]
         return []
 
     requests = [TraceRequest(0.0, 100, 200), TraceRequest(0.01, 1000, 1), TraceRequest(0.02, 100, 2)]
@@ -138,24 +140,24 @@ def test_a_span_waits_for_schedulers_to_empty_and_newcomers_wait_behind_it() -> 
 
 
 def test_holds_are_granted_whole_and_refused_commits_change_nothing() -> None:
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived) and event.request.id == "r0":
-            return [whole(event, view, (0,)), Hold("x", (0, 1))]
-        if isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived) and event.request.id == "r0":
+            return [whole(event, view, (0,)), HoldGroup("x", (0, 1))]
+        if isinstance(event, RequestArrived):
             stale = whole(event, view, (0, 1))
-            return [Commit(stale.request, stale.spans, version=0), whole(event, view, (1,))]
-        if isinstance(event, Held):
+            return [CommitSpans(stale.request, stale.spans, version=0), whole(event, view, (1,))]
+        if isinstance(event, HoldGranted):
             policy.wake_s = view.now_s + 2.0
-        if isinstance(event, Woken):
-            return [Release("x")]
+        if isinstance(event, WakeupDue):
+            return [ReleaseGroup("x")]
         return []
 
     policy = Scripted(decide)
     result = simulate_cluster(
         cluster(), policy, [TraceRequest(0.0, 1000, 1), TraceRequest(0.1, 1000, 1)], keep_bars=True
     )
-    assert policy.times(Held) == pytest.approx([1.0])
-    (refused,) = [event for _, event in policy.heard if isinstance(event, Refused)]
+    assert policy.times(HoldGranted) == pytest.approx([1.0])
+    (refused,) = [event for _, event in policy.heard if isinstance(event, ActionRefused)]
     assert (refused.request, refused.verb) == ("r1", "commit")
     assert "changed since version 0" in refused.why
     assert result.sim.records[1].scheduled_s == pytest.approx(3.0)
@@ -166,9 +168,9 @@ def test_holds_are_granted_whole_and_refused_commits_change_nothing() -> None:
 
 
 def test_rejections_and_windows_are_accounted_for() -> None:
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
-            return [Reject("r0", "too long")] if event.request.id == "r0" else [whole(event, view, (0,))]
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
+            return [RejectRequest("r0", "too long")] if event.request.id == "r0" else [whole(event, view, (0,))]
         return []
 
     result = simulate_cluster(
@@ -183,7 +185,7 @@ def test_fast_forward_changes_nothing_but_time() -> None:
     spec = cluster()
     runs = []
     for fast in (True, False):
-        surroundings = Surroundings(latency=PerToken(), shape=spec.shape)
+        surroundings = PolicyContext(latency=PerToken(), shape=spec.shape)
         policy = make_placement("fifo", surroundings, {"long_tokens": 900, "long_sp": 2})
         runs.append(simulate_cluster(spec, policy, requests, RunSpec(fast_forward=fast)).sim)
     assert all(record.ok for record in runs[0].records)

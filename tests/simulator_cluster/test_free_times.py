@@ -11,9 +11,9 @@ from cluster_worlds import Scripted, cluster
 
 from headway.core.span import Span
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event, Prefilled
-from headway.policy.placement.registry import Surroundings, make_placement
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event, RequestArrived, RequestPrefilled
+from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.workload import TraceRequest
@@ -29,14 +29,14 @@ def chunked(spec: ClusterSpec, chunking: str, t_target_s: float) -> ClusterSpec:
 def test_requests_that_wait_behind_a_ring_are_counted() -> None:
     free: list[float] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if not isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if not isinstance(event, RequestArrived):
             return []
         free.append(view.instances[0].free_at_s - view.now_s)
         request = event.request
         if request.prompt_tokens > 1000:
-            return [Commit(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
-        return [Enqueue(request.id, (0,), "prefill")]
+            return [CommitSpans(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
+        return [EnqueueRequest(request.id, (0,), "prefill")]
 
     prompts = [TraceRequest(0.0, 4000, 1), *(TraceRequest(0.1 * k, 500, 1) for k in range(1, 6))]
     simulate_cluster(cluster(2), Scripted(decide), prompts)
@@ -49,7 +49,7 @@ def test_requests_that_wait_behind_a_ring_are_counted() -> None:
 def test_fifo_spreads_what_waits_behind_rings() -> None:
     spec = cluster(4, per_node=4)
     placement = make_placement(
-        "fifo", Surroundings(latency=spec.spans, shape=spec.shape), {"long_tokens": 2000, "long_sp": 4}
+        "fifo", PolicyContext(latency=spec.spans, shape=spec.shape), {"long_tokens": 2000, "long_sp": 4}
     )
     prompts = [TraceRequest(0.0, 20_000, 1), *(TraceRequest(0.1 + 0.01 * k, 400, 1) for k in range(40))]
     result = simulate_cluster(spec, placement, prompts)
@@ -59,16 +59,16 @@ def test_fifo_spreads_what_waits_behind_rings() -> None:
 def test_a_span_is_planned_behind_what_schedulers_have_to_prefill() -> None:
     seen: list[float] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if not isinstance(event, Arrived):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if not isinstance(event, RequestArrived):
             return []
         request = event.request
         if request.id == "r0":
-            return [Enqueue(request.id, (0,), "prefill")]
+            return [EnqueueRequest(request.id, (0,), "prefill")]
         seen.append(view.instances[0].free_at_s)
         if request.id == "r2":
-            return [Enqueue(request.id, (1,), "prefill")]
-        return [Commit(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
+            return [EnqueueRequest(request.id, (1,), "prefill")]
+        return [CommitSpans(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
 
     work = [TraceRequest(0.0, 8000, 1), TraceRequest(0.0, 4000, 1), TraceRequest(0.001, 10, 1)]
     result = simulate_cluster(chunked(cluster(2), "whole", 10.0), Scripted(decide), work)
@@ -80,10 +80,10 @@ def test_a_span_is_planned_behind_what_schedulers_have_to_prefill() -> None:
 def test_a_prompt_that_is_half_done_counts_by_half() -> None:
     free: list[float] = []
 
-    def decide(event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Prefilled):
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestPrefilled):
             free.append(view.instances[0].free_at_s)
-        return [Enqueue(event.request.id, (0,), "prefill")] if isinstance(event, Arrived) else []
+        return [EnqueueRequest(event.request.id, (0,), "prefill")] if isinstance(event, RequestArrived) else []
 
     shorts = [TraceRequest(0.05 * k, 10, 2) for k in range(1, 8)]
     world = chunked(cluster(1), "static:512", 0.055)

@@ -11,10 +11,10 @@ from cluster_worlds import Scripted, cluster
 
 from headway.cli.main import main
 from headway.core.span import Span
-from headway.policy.placement.base import Action, Arrived, Commit, Enqueue, Event
-from headway.policy.placement.view import ClusterView, Instance
+from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event, RequestArrived
+from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
 from headway.sim.cluster.event_loop import simulate_cluster
-from headway.sim.cluster.result import Bar
+from headway.sim.cluster.result import GanttBar
 from headway.sim.report.gantt import gantt_figure
 from headway.sim.report.gantt_html import gantt_page
 from headway.sim.workload import TraceRequest
@@ -30,11 +30,11 @@ workload: {qps: 4.0, requests: 6, mix: [{prompt: "uniform:8K-40K", output: "5"}]
 
 
 def test_batches_without_a_break_are_one_bar() -> None:
-    def decide(event: Event, view: ClusterView) -> list[Action]:
-        if isinstance(event, Arrived) and event.request.id == "r0":
-            return [Enqueue("r0", (0,))]
-        if isinstance(event, Arrived):
-            return [Commit("r1", (Span(request=event.request, start=0, end=100, group=(1, 2)),), view.version)]
+    def decide(event: Event, view: ClusterSnapshot) -> list[Action]:
+        if isinstance(event, RequestArrived) and event.request.id == "r0":
+            return [EnqueueRequest("r0", (0,))]
+        if isinstance(event, RequestArrived):
+            return [CommitSpans("r1", (Span(request=event.request, start=0, end=100, group=(1, 2)),), view.version)]
         return []
 
     requests = [TraceRequest(0.0, 50, 20), TraceRequest(0.0, 100, 1)]
@@ -64,8 +64,8 @@ def test_the_command_draws_both(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_every_kind_of_bar_can_be_drawn_and_none_is_no_error() -> None:
-    instances = [Instance(id=i, node=i) for i in range(2)]
-    bars = [Bar(kind, 0, 0.0, 1.0, "r0", "x") for kind in ("span", "batch", "hold", "pause", "transfer")]
+    instances = [ClusterInstance(id=i, node=i) for i in range(2)]
+    bars = [GanttBar(kind, 0, 0.0, 1.0, "r0", "x") for kind in ("span", "batch", "hold", "pause", "transfer")]
     for some in (bars, []):
         assert gantt_figure(some, instances, "t").axes
         assert "<canvas" in gantt_page(some, instances, "t")

@@ -7,14 +7,14 @@ from cluster_worlds import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.perf.latency.eq1 import Coefficients, Eq1Latency
-from headway.policy.placement.registry import Surroundings, make_placement
+from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
+from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.event_loop import simulate_cluster
-from headway.sim.noise import Noise
+from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
-LATENCY = Eq1Latency({s: Coefficients(5e-3 * s, 1e-3 / s, 4e-8 / s, 2e-8 / s) for s in (1, 2, 4, 8)}, "test")
+LATENCY = Eq1Latency({s: Eq1Coefficients(5e-3 * s, 1e-3 / s, 4e-8 / s, 2e-8 / s) for s in (1, 2, 4, 8)}, "test")
 ARRIVALS = st.lists(st.tuples(st.floats(0.0, 1.5), st.integers(50, 9000)), min_size=1, max_size=30)
 
 
@@ -28,8 +28,8 @@ def test_spans_begin_as_soon_as_they_can(arrivals: list[tuple[float, int]], name
         work.append(TraceRequest(at, tokens, 1))
     spec = cluster(8, per_node=4)
     options = {"tetris": {"rate": 0.05}, "fixed-sp": {"sp": 4}}.get(name, {})
-    placement = make_placement(name, Surroundings(latency=LATENCY, shape=spec.shape), options)
-    how = RunSpec(noise=Noise("lognormal", noise) if noise else Noise())
+    placement = make_placement(name, PolicyContext(latency=LATENCY, shape=spec.shape), options)
+    how = RunSpec(noise=NoiseSpec("lognormal", noise) if noise else NoiseSpec())
     result = simulate_cluster(spec, placement, work, how, keep_bars=True)
     spans: dict[tuple[int, int], tuple[float, float, set[int]]] = {}
     for bar in result.bars:

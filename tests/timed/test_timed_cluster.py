@@ -15,15 +15,15 @@ import pytest
 import yaml
 
 from headway.cli.timed import scenario_of, spec_of, timed_cluster
-from headway.control.controller import Machine
-from headway.control.decision_log import Recorded
-from headway.control.replay import Replay
+from headway.control.controller import ClusterController
+from headway.control.decision_log import RecordingController
+from headway.control.replay import ReplayResult
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.scratch_folder import ScratchFolder
 from headway.policy.placement.registry import make_placement
-from headway.runtime.cluster.policies import Policies
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.cluster.policies import PlacementChain
+from headway.runtime.engine.protocol import SubmitRequest
 
 SCENARIO: dict[str, Any] = {
     "cluster": {
@@ -57,7 +57,7 @@ async def serve(file: Path, kill: int | None) -> list[int]:
     async def one(number: int, prompt: int) -> int:
         await asyncio.sleep(0.04 * number)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        submit = Submit(id=f"r{number}", received_s=time.monotonic(), prompt_tokens=prompt, params=params)
+        submit = SubmitRequest(id=f"r{number}", received_s=time.monotonic(), prompt_tokens=prompt, params=params)
         count = 0
         async for delta in client.generate(submit, np.ones(prompt, np.int32).tobytes()):
             assert delta.error is None, delta.error
@@ -67,7 +67,7 @@ async def serve(file: Path, kill: int | None) -> list[int]:
     try:
         await client.start()
         assert client._live is not None
-        machine: Machine = client._live.machine
+        machine: ClusterController = client._live.machine
         asked = asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(PROMPTS)))
         if kill is not None:
             await asyncio.sleep(0.3)
@@ -110,33 +110,33 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     file = written(tmp_path, placement, options, rows)
     spec = spec_of(scenario_of(file))
     surroundings = spec.surroundings
-    machines: list[Recorded] = []
+    machines: list[RecordingController] = []
 
-    def recorded(*given: Any, **named: Any) -> Recorded:
-        machines.append(Recorded(*given, **named, sink=lines.append))
+    def recorded(*given: Any, **named: Any) -> RecordingController:
+        machines.append(RecordingController(*given, **named, sink=lines.append))
         return machines[-1]
 
-    renew = Policies.renew
+    renew = PlacementChain.renew
 
-    def renewed(policies: Policies) -> list[str]:
+    def renewed(policies: PlacementChain) -> list[str]:
         machines[-1].note("renew")
         return renew(policies)
 
     monkeypatch.setattr("headway.runtime.cluster.live_controller.Machine", recorded)
-    monkeypatch.setattr(Policies, "renew", renewed)
+    monkeypatch.setattr(PlacementChain, "renew", renewed)
     found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)
     monkeypatch.undo()
-    policies: list[Policies] = []
+    policies: list[PlacementChain] = []
 
-    def make(replay: Replay) -> Policies:
+    def make(replay: ReplayResult) -> PlacementChain:
         def may(name: str, number: int) -> bool:
             return number not in replay.machine.state.gone
 
-        policies.append(Policies(lambda: make_placement(placement, surroundings, options), may))
+        policies.append(PlacementChain(lambda: make_placement(placement, surroundings, options), may))
         return policies[-1]
 
-    replay = Replay(lines, make, lambda word: (word == "renew") and policies[-1].renew())
+    replay = ReplayResult(lines, make, lambda word: (word == "renew") and policies[-1].renew())
     assert replay.run() is None
     assert replay.decisions > 4 * len(PROMPTS)
     log = b"".join(lines)
@@ -161,14 +161,14 @@ def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> None:
     from headway.perf.latency.groups import GroupShape
-    from headway.runtime.cluster.messages import Run
+    from headway.runtime.cluster.messages import SpanTask
     from headway.runtime.engine.timed.times import ClusterTimes
 
     spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2}, 0)))
     times = ClusterTimes(spec, 0)
-    run = Run(0, 60_000, (0, 1, 2))
+    run = SpanTask(0, 60_000, (0, 1, 2))
     assert times.run_s(run, ()) == spec.spans.prefill_s(0, 60_000, GroupShape(3))
-    grown = times.run_s(Run(30_000, 60_000, (0, 1, 2)), (Run(0, 30_000, (0,)),))
+    grown = times.run_s(SpanTask(30_000, 60_000, (0, 1, 2)), (SpanTask(0, 30_000, (0,)),))
     assert grown > spec.spans.prefill_s(30_000, 30_000, GroupShape(3)), "KV is spread over the larger group"
     link = spec.links.between(spec.instances[0], spec.instances[3])
     assert times.send_s(1000.0, 3) == link.transfer_s(1000 * spec.shape.kv_bytes_per_token // 4)

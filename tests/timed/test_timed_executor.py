@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headway.core.batch import Batch, Chunk, DecodeGroup, Part
+from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch
 from headway.runtime.engine.timed.executor import TimedExecutor
 
 
@@ -26,7 +26,7 @@ class Alarms:
 
 def batch(number: int, seconds: float) -> Batch:
     chunks = (Chunk("p", 0, 5, last=False), Chunk("q", 0, 5, last=True))
-    return Batch(id=number, parts=(Part(0, DecodeGroup(("a", "b"), 9), chunks),), predicted_s=seconds)
+    return Batch(id=number, parts=(GroupBatch(0, DecodeGroup(("a", "b"), 9), chunks),), predicted_s=seconds)
 
 
 def test_a_batch_is_there_when_it_is_due_and_one_is_under_way_at_a_time() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.runtime.cluster.messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.cluster.messages import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from instance.world import World, frame
 
 
@@ -32,7 +32,7 @@ def params(**fields: Any) -> SamplingParams:
 def submit(
     world: World, on: int, name: str, prompt: Sequence[int], phase: Phase, output: tuple[int, ...] = (), **fields: Any
 ) -> None:
-    message = Submit(
+    message = SubmitRequest(
         id=name,
         prompt_tokens=len(prompt),
         params=params(**fields),
@@ -45,40 +45,42 @@ def submit(
 
 def reserve(world: World, on: int, name: str, tokens: int) -> None:
     """Ask for room, and wait until there is."""
-    world[on].tell(Reserve(name, tokens))
-    world[on].wait(Reserved, name)
+    world[on].tell(ReserveKv(name, tokens))
+    world[on].wait(KvReserved, name)
 
 
 def send(world: World, name: str, piece: int, sources: Iterable[int], start: int, end: int, to: int) -> None:
     for source in sources:
-        world[source].tell(Send(id=name, piece=piece, start=start, end=end, to=to))
+        world[source].tell(SendKv(id=name, piece=piece, start=start, end=end, to=to))
 
 
 def arrived(world: World, name: str, to: int, pieces: Iterable[tuple[int, int]]) -> None:
     """All of these (piece, source) have come, in any order, and nothing else has."""
     left = set(pieces)
     while left:
-        got = world[to].wait(Arrived, name)
+        got = world[to].wait(KvArrived, name)
         assert got.began_s <= got.ended_s <= time.monotonic()
         left.remove((got.piece, got.source))
 
 
-def first_token(world: World, on: int, name: str, prompt: Sequence[int], **fields: Any) -> Delta:
+def first_token(world: World, on: int, name: str, prompt: Sequence[int], **fields: Any) -> OutputDelta:
     """Prefill only, by the scheduler of an instance."""
     submit(world, on, name, prompt, "prefill", **fields)
-    assert world[on].wait(Staged, name).tokens == len(prompt)
+    assert world[on].wait(KvStaged, name).tokens == len(prompt)
     (delta,) = world[on].deltas[name]
     assert delta.finish is None
     return delta
 
 
-def rest(world: World, on: int, name: str, prompt: Sequence[int], first: Delta, **fields: Any) -> list[Delta]:
+def rest(
+    world: World, on: int, name: str, prompt: Sequence[int], first: OutputDelta, **fields: Any
+) -> list[OutputDelta]:
     """Decode with KV that has come."""
     submit(world, on, name, prompt, "decode", first.tokens, **fields)
     return [first, *world[on].answer(name)]
 
 
-def check(deltas: Sequence[Delta], tokens: Sequence[int], chances: Sequence[float]) -> None:
+def check(deltas: Sequence[OutputDelta], tokens: Sequence[int], chances: Sequence[float]) -> None:
     assert [token for delta in deltas for token in delta.tokens] == list(tokens)
     got = [one.logprob for delta in deltas for one in delta.logprobs or ()]
     assert got == pytest.approx(list(chances), abs=1e-4)
@@ -89,7 +91,7 @@ def end(world: World, *names: str) -> None:
     for name in names:
         world.forget(name)
     world.clean()
-    words = [word for one in world.instances for word in one.said if isinstance(word, RunLost | Arrived)]
+    words = [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost | KvArrived)]
     assert not [word for word in words if word.id in names]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from headway.kv.slot_ranges import slots_of
-from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
-from headway.runtime.kv_transfer.peers import Peer, Peers
+from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector
+from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
 from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES
 
 LAYERS, SLOTS, VECTOR = 3, 96, 8
@@ -29,13 +29,13 @@ class End:
         connector: str = "peers",
     ) -> None:
         self.number, self.heads = number, heads
-        self.peers = Peers(number, 0, f"unix:{folder / f'{number}'}", arena_bytes=arena_bytes)
+        self.peers = PeerNetwork(number, 0, f"unix:{folder / f'{number}'}", arena_bytes=arena_bytes)
         self.rung = threading.Event()
         self.connector = make_connector(connector, self.peers, self.rung.set)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
-        self.received: list[Received] = []
-        self.lost: list[Lost] = []
+        self.received: list[KvReceived] = []
+        self.lost: list[KvLost] = []
 
     def open(self, request: str, tokens: int, runs: tuple[tuple[int, int], ...]) -> None:
         self.connector.update_state_after_alloc(request, KvPlace(self.cache, self.heads, tokens, runs))
@@ -44,7 +44,7 @@ class End:
         heads = heads or self.heads
         return KvPart(self.cache, heads, heads.start - self.heads.start, positions, slots)
 
-    def save(self, save: Save, part: KvPart) -> None:
+    def save(self, save: SaveKv, part: KvPart) -> None:
         for layer in range(LAYERS):
             self.connector.save_kv_layer(save, layer, part)
         self.connector.finish_save(save)
@@ -74,6 +74,6 @@ class End:
 
 
 def meet(*ends: End) -> None:
-    table = [Peer(end.number, 0, end.peers.address) for end in ends]
+    table = [PeerAddress(end.number, 0, end.peers.address) for end in ends]
     for end in ends:
         end.peers.meet(table)

@@ -18,15 +18,15 @@ from headway.runtime.kv_transfer import send_queue as outlet
 from headway.runtime.kv_transfer import shared_buffer as arena
 from headway.runtime.kv_transfer.peer import PeerLostError
 from headway.runtime.kv_transfer.ring_buffer import most
-from headway.runtime.kv_transfer.shared_buffer import Arena, Memory, at_home, exchange, find
+from headway.runtime.kv_transfer.shared_buffer import Memory, SharedBuffer, at_home, exchange, find
 
 SIZE = 1 << 16
-Both = tuple[tuple[Arena | None, Memory | None], tuple[Arena | None, Memory | None]]
+Both = tuple[tuple[SharedBuffer | None, Memory | None], tuple[SharedBuffer | None, Memory | None]]
 
 
 def both(near: socket.socket, far: socket.socket, sizes: tuple[int, int] = (SIZE, SIZE)) -> Both:
     """What the two ends of a connection agree on."""
-    found: list[tuple[Arena | None, Memory | None]] = []
+    found: list[tuple[SharedBuffer | None, Memory | None]] = []
     for end in (near, far):
         end.settimeout(5.0)
     other = threading.Thread(target=lambda: found.append(exchange(far, sizes[1])))

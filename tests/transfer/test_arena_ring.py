@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.kv_transfer.ring_buffer import Reader, Ring, Taken, aligned, most
+from headway.runtime.kv_transfer.ring_buffer import BufferRange, RingBuffer, RingReader, aligned, most
 
 SIZES = st.sampled_from([256, 320, 1024, 4096 + 64, 8 << 10])
 
@@ -14,9 +14,9 @@ SIZES = st.sampled_from([256, 320, 1024, 4096 + 64, 8 << 10])
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(SIZES, st.lists(st.tuples(st.sampled_from("tttldr"), st.integers(0, 2000)), max_size=120))
 def test_places_do_not_meet_and_all_come_back(size: int, steps: list[tuple[str, int]]) -> None:
-    ring = Ring(size)
-    held: list[Taken] = []
-    away: list[Taken] = []
+    ring = RingBuffer(size)
+    held: list[BufferRange] = []
+    away: list[BufferRange] = []
     read = 0
     for step, number in steps:
         if step == "t":
@@ -54,7 +54,7 @@ def test_places_do_not_meet_and_all_come_back(size: int, steps: list[tuple[str, 
 @given(SIZES, st.data())
 def test_whoever_waits_for_room_is_told_of_it(size: int, data: st.DataObject) -> None:
     """A reader that tells when it is due only, and reads as late as it may: nobody waits for what was read."""
-    ring, reader = Ring(size), Reader(size)
+    ring, reader = RingBuffer(size), RingReader(size)
     under_way: list[int] = []
     for body in data.draw(st.lists(st.integers(1, most(size)), max_size=80)):
         while (taken := ring.take(body)) is None:
@@ -70,7 +70,7 @@ def test_whoever_waits_for_room_is_told_of_it(size: int, data: st.DataObject) ->
 
 @pytest.mark.parametrize("messages", [-1, 0, 3])
 def test_a_count_that_cannot_be_is_refused(messages: int) -> None:
-    ring = Ring(1024)
+    ring = RingBuffer(1024)
     for _ in range(2):
         taken = ring.take(64)
         assert taken is not None

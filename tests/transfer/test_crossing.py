@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, params, prompt_of, rest, send
 
-from headway.runtime.cluster.messages import Forget, Reserve, Reserved
+from headway.runtime.cluster.messages import ForgetRequest, KvReserved, ReserveKv
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -24,15 +24,15 @@ def test_rooms_that_are_asked_for_crosswise(checkpoint: Path, expected: Expected
             world.admit(name, prompt, (0, 1), params(max_tokens=5))
             world.compute(name, [part], 0)
             firsts[name] = world.done(name, part).delta
-        world[1].tell(Reserve("a", 90))
-        world[0].tell(Reserve("b", 90))
+        world[1].tell(ReserveKv("a", 90))
+        world[0].tell(ReserveKv("b", 90))
         with pytest.raises(AssertionError, match="has said"):
-            world[1].wait(Reserved, "a", 1.0)
+            world[1].wait(KvReserved, "a", 1.0)
         with pytest.raises(AssertionError, match="has said"):
-            world[0].wait(Reserved, "b", 0.2)
+            world[0].wait(KvReserved, "b", 0.2)
         for one in world.instances:
-            one.tell(Forget("b"))
-        world[1].wait(Reserved, "a")
+            one.tell(ForgetRequest("b"))
+        world[1].wait(KvReserved, "a")
         send(world, "a", 1, (0,), 0, 90, 1)
         arrived(world, "a", 1, [(1, 0)])
         first = firsts["a"]

@@ -12,10 +12,10 @@ import pytest
 from kv_ends import LAYERS, SLOTS, VECTOR
 
 from headway.kv.slot_ranges import slots_of
-from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, Lost, Received, Save, make_connector
+from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector
 from headway.runtime.kv_transfer.cut_connector import CutConnector
 from headway.runtime.kv_transfer.ends import end_of, heads_of
-from headway.runtime.kv_transfer.peers import Peer, Peers
+from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
 
 KV = 4
 
@@ -26,12 +26,12 @@ class CutRank:
     def __init__(self, instance: int, rank: int, ranks: int, folder: Path, whole: Bytes) -> None:
         self.rung = threading.Event()
         self.heads = heads_of(KV, ranks, rank)
-        self.peers = Peers(end_of(instance, rank), 0, f"unix:{folder}/{instance}.{rank}")
+        self.peers = PeerNetwork(end_of(instance, rank), 0, f"unix:{folder}/{instance}.{rank}")
         inner = make_connector("peers", self.peers, self.rung.set)
         self.connector = CutConnector(inner, KV, self.peers.ranks_of, rank, ranks)
         self.cache = np.ascontiguousarray(whole[:, :, self.heads.start : self.heads.stop])
-        self.received: list[Received] = []
-        self.lost: list[Lost] = []
+        self.received: list[KvReceived] = []
+        self.lost: list[KvLost] = []
 
     def look(self) -> None:
         received, lost = self.connector.get_finished()
@@ -51,15 +51,15 @@ class CutInstance:
         self.ranks = [CutRank(number, rank, ranks, folder, self.whole) for rank in range(ranks)]
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerAddress:
         first, *others = (rank.peers.address for rank in self.ranks)
-        return Peer(self.number, 0, first, tuple(others))
+        return PeerAddress(self.number, 0, first, tuple(others))
 
     def open(self, request: str, tokens: int, runs: tuple[tuple[int, int], ...]) -> None:
         for rank in self.ranks:
             rank.connector.update_state_after_alloc(request, KvPlace(rank.cache, rank.heads, tokens, runs))
 
-    def save(self, save: Save, positions: np.ndarray, slots: np.ndarray, but: int = -1) -> None:
+    def save(self, save: SaveKv, positions: np.ndarray, slots: np.ndarray, but: int = -1) -> None:
         for index, rank in enumerate(self.ranks):
             if index != but:
                 for layer in range(LAYERS):
@@ -105,7 +105,7 @@ def test_each_rank_gets_its_heads_and_a_piece_is_told_once(make: Make, sources: 
     target.open("r", 33, runs)
     for piece, (start, end) in enumerate(((0, 12), (12, 33))):
         positions = np.arange(start, end)
-        source.save(Save("r", piece, 1), positions, positions + 40)
+        source.save(SaveKv("r", piece, 1), positions, positions + 40)
     target.until(lambda rank: len(rank.received) == 2)
     for rank in target.ranks:
         assert [(got.request, got.piece, got.source) for got in rank.received] == [("r", 0, 0), ("r", 1, 0)]
@@ -119,12 +119,12 @@ def test_each_rank_gets_its_heads_and_a_piece_is_told_once(make: Make, sources: 
 def test_a_piece_is_not_there_before_the_last_rank_has_sent(make: Make) -> None:
     source, target = make(2, 1)
     target.open("r", 10, ((0, 10),))
-    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=1)
+    source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=1)
     (rank,) = target.ranks
     time.sleep(0.1)
     rank.look()
     assert rank.received == []
-    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=0)
+    source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=0)
     target.until(lambda rank: bool(rank.received))
     assert rank.connector.get_num_new_matched_tokens("r") == 10
 
@@ -134,7 +134,7 @@ def test_of_a_request_that_was_forgotten_no_part_is_kept(make: Make, first: str)
     """Whether its first part was taken before or not."""
     source, target = make(2, 1)
     target.open("r", 10, ((0, 10),))
-    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=1)
+    source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=1)
     (rank,) = target.ranks
     end_s = time.monotonic() + 10.0
     while rank.connector.get_num_new_matched_tokens("r") != 5 or (first == "looked" and not rank.connector._come):
@@ -153,10 +153,10 @@ def test_a_rank_that_is_gone_is_told_of_by_who_waits_for_it(make: Make) -> None:
     """What the others have sent is not taken for the whole; once forgotten, the same name may come again."""
     source, target = make(2, 2)
     target.open("r", 10, ((0, 10),))
-    source.save(Save("r", 1, 1), np.arange(10), np.arange(10), but=1)
+    source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=1)
     target.ranks[0].look()
     late = source.ranks[1]
-    late.connector.save_kv_layer(Save("r", 1, 1), 0, KvPart(late.cache, late.heads, 0, np.arange(10), np.arange(10)))
+    late.connector.save_kv_layer(SaveKv("r", 1, 1), 0, KvPart(late.cache, late.heads, 0, np.arange(10), np.arange(10)))
     time.sleep(0.1)
     late.peers.close()
     end_s = time.monotonic() + 10.0

@@ -8,10 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headway.runtime.kv_transfer.ends import end_of, heads_of, instance_of, named, rank_of, routes
-from headway.runtime.kv_transfer.peer import Peer
+from headway.runtime.kv_transfer.peer import PeerAddress
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.rope_config import RopeConfig
-from headway.runtime.model.shard import Shard, divides
+from headway.runtime.model.shard import ModelShard, divides
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=2, q_heads=8, kv_heads=2, head_dim=8,
@@ -31,7 +31,7 @@ RANKS = st.integers(1, 16)
 def test_a_ranks_heads_are_those_of_its_shard(config: DecoderConfig, ranks: int) -> None:
     assume(divides(config, ranks))
     for rank in range(ranks):
-        assert heads_of(config.kv_heads, ranks, rank) == Shard(rank, ranks).kv_heads(config)
+        assert heads_of(config.kv_heads, ranks, rank) == ModelShard(rank, ranks).kv_heads(config)
 
 
 @given(CONFIGS, RANKS, RANKS)
@@ -65,6 +65,6 @@ def test_an_end_says_whose_it_is(instance: int, rank: int) -> None:
 def test_words_and_peers_of_ends() -> None:
     assert named(end_of(3, 0)) == "instance 3"
     assert named(end_of(3, 2)) == "instance 3 (worker 2)"
-    assert Peer(4, 1, "unix:a", ("unix:b", "unix:c")).ends() == [
-        Peer(4, 1, "unix:a"), Peer(end_of(4, 1), 1, "unix:b"), Peer(end_of(4, 2), 1, "unix:c"),
+    assert PeerAddress(4, 1, "unix:a", ("unix:b", "unix:c")).ends() == [
+        PeerAddress(4, 1, "unix:a"), PeerAddress(end_of(4, 1), 1, "unix:b"), PeerAddress(end_of(4, 2), 1, "unix:c"),
     ]  # fmt: skip

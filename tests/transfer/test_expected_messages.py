@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.kv_transfer.completion import Ticket
+from headway.runtime.kv_transfer.completion import Completion
 from headway.runtime.kv_transfer.peer import PeerLostError
-from headway.runtime.kv_transfer.streams import Lanes
+from headway.runtime.kv_transfer.streams import MessageStreams
 
 SIZE = 4
 Acts = list[tuple[str, str, int]]
@@ -20,7 +20,7 @@ acts = st.lists(
 )
 
 
-def came(lanes: Lanes, lane: int, scope: str, body: bytes) -> Callable[[], None] | None:
+def came(lanes: MessageStreams, lane: int, scope: str, body: bytes) -> Callable[[], None] | None:
     """A message begins and is read; what follows when all of it is."""
     begun = lanes.begin(lane, scope, len(body))
     if begun is None:
@@ -34,11 +34,11 @@ def came(lanes: Lanes, lane: int, scope: str, body: bytes) -> Callable[[], None]
 @given(acts, st.booleans())
 def test_the_nth_message_of_a_lane_is_for_the_nth_who_expects_one(acts: Acts, late: bool) -> None:
     """late: a message is only there when the next thing has happened."""
-    lanes = Lanes(1)
-    waits: dict[tuple[str, int], list[tuple[Ticket, bytearray]]] = defaultdict(list)
+    lanes = MessageStreams(1)
+    waits: dict[tuple[str, int], list[tuple[Completion, bytearray]]] = defaultdict(list)
     told: dict[tuple[str, int], int] = defaultdict(int)
     read: list[tuple[str, Callable[[], None]]] = []
-    ended: list[Ticket] = []
+    ended: list[Completion] = []
     for number, (act, scope, lane) in enumerate(acts):
         key, due = (scope, lane), read
         read = []
@@ -75,7 +75,7 @@ def test_the_nth_message_of_a_lane_is_for_the_nth_who_expects_one(acts: Acts, la
 
 @pytest.mark.parametrize("first", ["message", "reader"])
 def test_a_message_of_another_size_is_refused_and_the_next_one_is_not(first: str) -> None:
-    lanes, into = Lanes(1), bytearray(SIZE)
+    lanes, into = MessageStreams(1), bytearray(SIZE)
     if first == "message":
         there = came(lanes, 0, "a", bytes(SIZE + 1))
         assert there is not None
@@ -95,7 +95,7 @@ def test_a_message_of_another_size_is_refused_and_the_next_one_is_not(first: str
 
 
 def test_clear_tells_everybody() -> None:
-    lanes = Lanes(1)
+    lanes = MessageStreams(1)
     tickets = [lanes.expect(lane, scope, memoryview(bytearray(SIZE))) for lane in range(2) for scope in "ab"]
     assert lanes.begin(0, "a", SIZE) is not None  # being read when the connection ends
     lanes.clear("it has ended")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.runtime.cluster.messages import Arrived, Reserve, Reserved, RunLost, Send, Staged
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.cluster.messages import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.protocol import OutputDelta
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -35,7 +35,7 @@ def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, ex
     send(trio, "chunks", 1, (1,), 0, 75, 2)
     send(trio, "chunks", 2, (1,), 75, 203, 2)
     arrived(trio, "chunks", 2, [(1, 1), (2, 1)])
-    trio[1].wait(Staged, "chunks")
+    trio[1].wait(KvStaged, "chunks")
     (first,) = trio[1].deltas["chunks"]
     check(rest(trio, 2, "chunks", prompt, first, max_tokens=9), *expected(prompt, 9))
     end(trio, "chunks")
@@ -140,15 +140,15 @@ def test_who_asks_first_gets_room_first_and_all_of_it(trio: World, expected: Exp
     first = first_token(trio, 0, "second", prompt, max_tokens=5)
     reserve(trio, 2, "first", 600)
     for name, tokens in (("second", 300), ("third", 100)):
-        trio[2].tell(Reserve(name, tokens))
+        trio[2].tell(ReserveKv(name, tokens))
     trio.ask(2, "bystander", prompt_of(20, 8), max_tokens=30)
     trio[2].answer("bystander")
-    assert not [word for word in trio[2].said if isinstance(word, Reserved)]
-    trio[2].tell(Reserve("never", 801))
-    assert "801 tokens do not fit the KV cache of 800" in trio[2].wait(RunLost, "never").why
+    assert not [word for word in trio[2].said if isinstance(word, KvReserved)]
+    trio[2].tell(ReserveKv("never", 801))
+    assert "801 tokens do not fit the KV cache of 800" in trio[2].wait(SpanTaskLost, "never").why
     trio.forget("first")
     for name in ("second", "third"):
-        trio[2].wait(Reserved, name)
+        trio[2].wait(KvReserved, name)
     send(trio, "second", 1, (0,), 0, 300, 2)
     arrived(trio, "second", 2, [(1, 0)])
     check(rest(trio, 2, "second", prompt, first, max_tokens=5), *expected(prompt, 5))
@@ -173,7 +173,7 @@ def test_a_first_token_that_ends_the_request_ends_it(trio: World) -> None:
     (delta,) = trio[0].answer("one")
     assert delta.finish == "length"
     end(trio, "one")
-    assert not [word for word in trio[0].said if isinstance(word, Staged)]
+    assert not [word for word in trio[0].said if isinstance(word, KvStaged)]
 
 
 def test_what_is_forgotten_on_its_way_leaves_nothing(trio: World, expected: Expected) -> None:
@@ -181,14 +181,14 @@ def test_what_is_forgotten_on_its_way_leaves_nothing(trio: World, expected: Expe
     prompt = prompt_of(200, 4)
     for moment in range(5):
         name = f"forgotten {moment}"
-        trio[2].tell(Reserve(name, 200))
+        trio[2].tell(ReserveKv(name, 200))
         if moment >= 1:
-            trio[2].wait(Reserved, name)
+            trio[2].wait(KvReserved, name)
             submit(trio, 0, name, prompt, "prefill")
         if moment >= 2:
             send(trio, name, 1, (0,), 0, 200, 2)
         if moment >= 3:
-            trio[0].wait(Staged, name)
+            trio[0].wait(KvStaged, name)
         if moment >= 4:
             arrived(trio, name, 2, [(1, 0)])
         trio.forget(name)
@@ -207,20 +207,20 @@ def test_what_is_forgotten_on_its_way_leaves_nothing(trio: World, expected: Expe
 def test_many_hand_overs_at_once(trio: World, expected: Expected) -> None:
     """From both prefill instances, more than the decode instance has room for at a time."""
     names = {f"m{i}": prompt_of(90 + 13 * i, 20 + i) for i in range(10)}
-    firsts: dict[str, Delta] = {}
+    firsts: dict[str, OutputDelta] = {}
     for i, (name, prompt) in enumerate(names.items()):
         submit(trio, i % 2, name, prompt, "prefill", max_tokens=6)
-        trio[2].tell(Reserve(name, len(prompt)))
+        trio[2].tell(ReserveKv(name, len(prompt)))
     waiting = list(names)
     while waiting:
         for name in list(waiting):
             source = int(name[1:]) % 2
             for word in [word for word in trio[2].said if word.id == name]:
                 trio[2].said.remove(word)
-                if isinstance(word, Reserved):
-                    trio[source].tell(Send(id=name, piece=1, start=0, end=len(names[name]), to=2))
-                elif isinstance(word, Arrived):
-                    trio[source].wait(Staged, name)
+                if isinstance(word, KvReserved):
+                    trio[source].tell(SendKv(id=name, piece=1, start=0, end=len(names[name]), to=2))
+                elif isinstance(word, KvArrived):
+                    trio[source].wait(KvStaged, name)
                     firsts[name] = trio[source].deltas[name][0]
                     submit(trio, 2, name, names[name], "decode", firsts[name].tokens, max_tokens=6)
             if trio[2].deltas.get(name) and trio[2].deltas[name][-1].finish is not None:

@@ -11,7 +11,14 @@ import msgspec
 import pytest
 from hand_overs import Relay, arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.runtime.cluster.messages import Forget, Pause, Proceed, RunLost, RunPaused, Staged
+from headway.runtime.cluster.messages import (
+    ForgetRequest,
+    KvStaged,
+    PauseSpan,
+    ResumeSpan,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
 from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -26,8 +33,8 @@ def half_way(world: World, name: str, source: int, to: int, tokens: int = 120) -
     with world[source].at_once():
         world.compute(name, [part], 0, preemptible=True)
         send(world, name, 1, (source,), 0, tokens, to)
-        world[source].tell(Pause(name))
-    assert world[source].wait(RunPaused, name).layer == 1
+        world[source].tell(PauseSpan(name))
+    assert world[source].wait(SpanTaskPaused, name).layer == 1
 
 
 def hands_over(world: World, expected: Expected, name: str, source: int, to: int, but: tuple[int, ...] = ()) -> None:
@@ -51,7 +58,7 @@ def test_what_was_computed_before_a_pause_has_gone_and_the_rest_follows(trio: Wo
     half_way(trio, "p", 0, 2)
     time.sleep(0.1)
     paused_s = time.monotonic()
-    trio[0].tell(Proceed("p"))
+    trio[0].tell(ResumeSpan("p"))
     word = trio.done("p", Part(120, (0,)))
     got = trio[2].until(lambda: next((one for one in trio[2].said if one.id == "p"), None))
     trio[2].said.remove(got)
@@ -67,9 +74,9 @@ def test_a_sender_that_is_killed_half_way(trio: World, expected: Expected) -> No
     half_way(trio, "ks", 0, 2)
     time.sleep(0.1)
     trio[0].kill()
-    assert "instance 0" in trio[2].wait(RunLost, "ks", SOON_S).why
+    assert "instance 0" in trio[2].wait(SpanTaskLost, "ks", SOON_S).why
     for number in (1, 2):
-        trio[number].tell(Forget("ks"))
+        trio[number].tell(ForgetRequest("ks"))
     hands_over(trio, expected, "ks1", 1, 2)
     trio.again(0)
     hands_over(trio, expected, "ks2", 0, 2)
@@ -78,8 +85,8 @@ def test_a_sender_that_is_killed_half_way(trio: World, expected: Expected) -> No
 def test_a_receiver_that_is_killed_half_way(trio: World, expected: Expected) -> None:
     half_way(trio, "kr", 1, 2)
     trio[2].kill()
-    trio[1].tell(Proceed("kr"))
-    assert "instance 2" in trio[1].wait(RunLost, "kr", SOON_S).why
+    trio[1].tell(ResumeSpan("kr"))
+    assert "instance 2" in trio[1].wait(SpanTaskLost, "kr", SOON_S).why
     trio[1].said.clear()
     trio.forget("kr")
     trio.again(2)
@@ -92,13 +99,13 @@ def test_a_receiver_that_hangs_holds_nobody_up(trio: World, expected: Expected) 
     trio[2].signal(signal.SIGSTOP)
     submit(trio, 0, "h", prompt, "prefill")
     send(trio, "h", 1, (0,), 0, 77, 2)
-    trio[0].wait(Staged, "h", SOON_S)
+    trio[0].wait(KvStaged, "h", SOON_S)
     hands_over(trio, expected, "h1", 0, 1, but=(2,))
     trio.meet(without=(2,))
-    assert "instance 2 has left the cluster" in trio[0].wait(RunLost, "h", SOON_S).why
+    assert "instance 2 has left the cluster" in trio[0].wait(SpanTaskLost, "h", SOON_S).why
     trio[2].kill()
     for number in (0, 1):
-        trio[number].tell(Forget("h"))
+        trio[number].tell(ForgetRequest("h"))
     trio.again(2)
     hands_over(trio, expected, "h2", 0, 2)
 
@@ -125,9 +132,9 @@ def test_a_socket_that_is_cut_half_way(trio: World, expected: Expected, relay: R
     half_way(trio, "c", 0, 2)
     time.sleep(0.1)
     relay.cut()
-    assert "instance 0" in trio[2].wait(RunLost, "c", SOON_S).why
-    trio[0].tell(Proceed("c"))
-    assert "instance 2" in trio[0].wait(RunLost, "c", SOON_S).why
+    assert "instance 0" in trio[2].wait(SpanTaskLost, "c", SOON_S).why
+    trio[0].tell(ResumeSpan("c"))
+    assert "instance 2" in trio[0].wait(SpanTaskLost, "c", SOON_S).why
     trio[0].said.clear()
     trio.forget("c")
     hands_over(trio, expected, "c1", 0, 2)
@@ -139,7 +146,7 @@ def test_a_slow_socket_delays_and_loses_nothing(trio: World, expected: Expected,
     relay.hold.clear()
     submit(trio, 0, "slow", prompt, "prefill", max_tokens=5)
     send(trio, "slow", 1, (0,), 0, 150, 2)
-    trio[0].wait(Staged, "slow")
+    trio[0].wait(KvStaged, "slow")
     hands_over(trio, expected, "beside", 0, 1, but=(2,))
     trio[2].hear(0.1)
     assert trio[2].said == []

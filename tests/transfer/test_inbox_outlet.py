@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer import send_queue as outlets
-from headway.runtime.kv_transfer.body_notes import END, Note, decode, packets
-from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, Save
-from headway.runtime.kv_transfer.peers import Room, Ticket
-from headway.runtime.kv_transfer.receive_queue import Inbox
-from headway.runtime.kv_transfer.send_queue import Outlet, Packet, packets_of
+from headway.runtime.kv_transfer.body_notes import END, BodyNote, decode, packets
+from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, SaveKv
+from headway.runtime.kv_transfer.peers import Completion, SendRoom
+from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
+from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, packets_of
 
 LAYERS, SLOTS, HEADS, VECTOR = 2, 64, 2, 8
 
@@ -29,7 +29,7 @@ class Way:
     def __init__(self, opened: bool = True) -> None:
         """opened: there is room, or there will be after `open`."""
         self.dead = False
-        self.pushed: list[tuple[Note, bytes]] = []
+        self.pushed: list[tuple[BodyNote, bytes]] = []
         self.taken = 0
         self._opened = opened
         self._again: Callable[[], None] = lambda: None
@@ -38,21 +38,21 @@ class Way:
         self._opened = True
         self._again()
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         self._again = again
         if not self._opened:
             return None
         self.taken += 1
-        return Room(np.empty(size, dtype=np.uint8))
+        return SendRoom(np.empty(size, dtype=np.uint8))
 
-    def push(self, note: bytes, room: Room) -> Ticket:
+    def push(self, note: bytes, room: SendRoom) -> Completion:
         self.taken -= 1
         self.pushed.append((decode(note), room.view.tobytes()))
-        ticket = Ticket()
+        ticket = Completion()
         ticket.finish()
         return ticket
 
-    def drop(self, room: Room) -> None:
+    def drop(self, room: SendRoom) -> None:
         self.taken -= 1
 
 
@@ -63,7 +63,7 @@ class Last(Way):
         super().__init__()
         self._left = left
 
-    def push(self, note: bytes, room: Room) -> Ticket:
+    def push(self, note: bytes, room: SendRoom) -> Completion:
         self._left.set()
         return super().push(note, room)
 
@@ -81,13 +81,13 @@ def test_packets_leave_in_order_with_what_was_there_and_none_of_what_was_forgott
     rng = np.random.default_rng(len(moves))
     caches = {name: rng.integers(0, 255, (LAYERS, 2, HEADS, SLOTS, VECTOR), dtype=np.uint8) for name in "abc"}
     way, left = Way(opened=False), threading.Event()
-    outlet = Outlet("test", lambda request, why, end: None)
-    wanted: list[tuple[str, Note, bytes]] = []
+    outlet = SendQueue("test", lambda request, why, end: None)
+    wanted: list[tuple[str, BodyNote, bytes]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outlets, "PACKET_BYTES", 8 * 2 * HEADS * VECTOR)
         for piece, (request, layer, tokens) in enumerate(moves):
             part = KvPart(caches[request], range(HEADS), 0, np.arange(tokens), np.arange(tokens)[::-1].copy())
-            some = list(packets_of(Save(request, piece, 1), way, layer, part))
+            some = list(packets_of(SaveKv(request, piece, 1), way, layer, part))
             assert sum(packet.size for packet in some) == 2 * HEADS * tokens * VECTOR
             for packet in some:
                 body = np.ascontiguousarray(part.cache[layer][:, :, part.slots[packet.chosen]])
@@ -97,9 +97,9 @@ def test_packets_leave_in_order_with_what_was_there_and_none_of_what_was_forgott
         (outlet.copy if act == "copy" else outlet.forget)(request)
         caches[request][...] = 0
     if again:
-        outlet.add([Packet("d", way, Note(99, END, (0, 0)))])
-        wanted.append(("d", Note(99, END, (0, 0)), b""))
-    outlet.add([Packet("e", Last(left), Note(100, END, (0, 0)))])
+        outlet.add([KvPacket("d", way, BodyNote(99, END, (0, 0)))])
+        wanted.append(("d", BodyNote(99, END, (0, 0)), b""))
+    outlet.add([KvPacket("e", Last(left), BodyNote(100, END, (0, 0)))])
     way.open()
     assert left.wait(10)
     outlet.close()
@@ -111,16 +111,16 @@ def test_packets_leave_in_order_with_what_was_there_and_none_of_what_was_forgott
 def test_a_way_that_is_dead_takes_nothing_more_and_others_go_on() -> None:
     dead, way, left = Way(), Way(), threading.Event()
     dead.dead = True
-    outlet = Outlet("test", lambda request, why, end: None)
-    outlet.add([Packet("a", each, Note(piece, END, (0, 0))) for piece, each in enumerate((dead, way, dead, way))])
-    outlet.add([Packet("e", Last(left), Note(100, END, (0, 0)))])
+    outlet = SendQueue("test", lambda request, why, end: None)
+    outlet.add([KvPacket("a", each, BodyNote(piece, END, (0, 0))) for piece, each in enumerate((dead, way, dead, way))])
+    outlet.add([KvPacket("e", Last(left), BodyNote(100, END, (0, 0)))])
     assert left.wait(10)
     outlet.close()
     assert (dead.pushed, dead.taken) == ([], 0)
     assert [note.piece for note, _ in way.pushed] == [1, 3]
 
 
-def come(inbox: Inbox, source: int, request: str, note: Note, body: Bytes) -> bool:
+def come(inbox: ReceiveQueue, source: int, request: str, note: BodyNote, body: Bytes) -> bool:
     """A message is read, as a connection does; whether anybody wanted it."""
     place = inbox.handle(source, request, note, body.nbytes)
     if place is None:
@@ -142,21 +142,21 @@ def test_what_comes_is_counted_and_whole_at_its_end(
 ) -> None:
     """Each source has some of the tokens; its messages come in order, those of several mixed. hole: one is missing."""
     told: list[tuple[int, str, int]] = []
-    inbox = Inbox(lambda: None, lambda source, request, piece: told.append((source, request, piece)))
+    inbox = ReceiveQueue(lambda: None, lambda source, request, piece: told.append((source, request, piece)))
     cut = chance.randint(0, tokens)
     runs = tuple(run for run in ((SLOTS - cut, cut), (0, tokens - cut)) if run[1])
     cache = np.zeros((LAYERS, 2, HEADS, SLOTS, VECTOR), dtype=np.uint8)
     truth = np.random.default_rng(tokens).integers(1, 255, (LAYERS, 2, HEADS, tokens, VECTOR), dtype=np.uint8)
     inbox.open("r", KvPlace(cache, range(HEADS), tokens, runs))
     owner = np.array([chance.randrange(sources) for _ in range(tokens)])
-    mail: dict[int, list[tuple[Note, Bytes]]] = defaultdict(list)
+    mail: dict[int, list[tuple[BodyNote, Bytes]]] = defaultdict(list)
     for source in range(sources):
         mine = np.flatnonzero(owner == source)
         for layer in range(LAYERS):
             for part, short in packets(mine, most):
                 body = np.ascontiguousarray(truth[layer][:, :, mine[part]]).reshape(-1)
-                mail[source].append((Note(7, layer, (0, HEADS), short), body))
-        mail[source].append((Note(7, END, (len(mail[source]), 0)), np.empty(0, dtype=np.uint8)))
+                mail[source].append((BodyNote(7, layer, (0, HEADS), short), body))
+        mail[source].append((BodyNote(7, END, (len(mail[source]), 0)), np.empty(0, dtype=np.uint8)))
     victim = next((source for source in range(sources) if hole and len(mail[source]) > 1), None)
     lost_tokens = 0
     if victim is not None:
@@ -185,5 +185,5 @@ def test_what_comes_is_counted_and_whole_at_its_end(
     assert not cache[:, :, :, np.setdiff1d(np.arange(SLOTS), slots)].any(), "nobody's slots are written"
     assert lost_tokens == done.size - int(done.sum())
     inbox.close("r")
-    assert not come(inbox, 0, "r", Note(7, 0, (0, HEADS), ((0, 1, 1),)), truth[0][:, :, :1].copy().reshape(-1))
+    assert not come(inbox, 0, "r", BodyNote(7, 0, (0, HEADS), ((0, 1, 1),)), truth[0][:, :, :1].copy().reshape(-1))
     assert inbox.matched("r") is None

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.kv.slot_ranges import cut_runs, runs_of, slots_of
-from headway.runtime.kv_transfer.body_notes import Note, decode, encode, lengthen, packets, shorten
+from headway.runtime.kv_transfer.body_notes import BodyNote, decode, encode, lengthen, packets, shorten
 from headway.runtime.sequence_parallel.tokens import spread
 
 tokens = st.lists(st.integers(0, 80), max_size=60).map(lambda found: np.array(found, dtype=np.int64))
@@ -38,7 +38,7 @@ def test_a_note_of_the_most_progressions_fits_a_frame() -> None:
     rng = np.random.default_rng(0)
     scattered = np.cumsum(rng.integers(1, 100, 30_000)) + 2_000_000
     for _, short in packets(scattered, 10_000):
-        note = Note(1 << 40, 127, (0, 128), short)
+        note = BodyNote(1 << 40, 127, (0, 128), short)
         assert len(encode(note)) < 60_000
         assert decode(encode(note)) == note
 

@@ -15,21 +15,21 @@ from kv_ends import End, meet
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.build.engine_process import WallClock
-from headway.runtime.cluster.kv_connector_scheduler import Desk
-from headway.runtime.cluster.messages import FromInstance, Reserve, Reserved, RunLost, Send
+from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
+from headway.runtime.cluster.messages import FromInstance, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import EngineInfo, Submit
-from headway.runtime.executor.single_process import LocalExecutor
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.peer_connector import There
-from headway.runtime.kv_transfer.peers import Room
+from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
+from headway.runtime.executor.single_process import SingleProcessExecutor
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.peer_connector import RemoteRoute
+from headway.runtime.kv_transfer.peers import SendRoom
 from headway.runtime.kv_transfer.pool_port import KvPort
 from headway.runtime.model.random_weights import random_decoder, reference_config
-from headway.runtime.sequence_parallel.span_executor import Runs
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 from scheduling.unit_latency import small_machine
 
 BLOCKS, BLOCK = 12, 16
@@ -41,8 +41,8 @@ class Engine:
     def __init__(self, end: End) -> None:
         torch.manual_seed(0)
         shape = dataclasses.replace(reference_config(512), layers=2, max_model_len=512)
-        worker = Worker(random_decoder(shape, torch.float32), BLOCKS, BLOCK, ())
-        executor = LocalExecutor(worker)
+        worker = ModelWorker(random_decoder(shape, torch.float32), BLOCKS, BLOCK, ())
+        executor = SingleProcessExecutor(worker)
         config = SchedulerConfig.named(
             "default", policy="fcfs", max_num_batched_tokens=5, reserve_tokens=0, kv_headroom=0.0, long_tokens=10_000,
             long_iterations=0.0, chunking="static:5",
@@ -54,14 +54,18 @@ class Engine:
         )  # fmt: skip
         clock = WallClock()
         self.pool = worker.pool
-        self.core = EngineCore(Scheduler(config, small_machine(), Ledger(BLOCKS * BLOCK, BLOCK)), executor, clock, info)
-        runs = Runs(worker, end.peers, ())
-        self.desk = Desk(self.core, KvPort(worker, BLOCK, runs, end.connector, end.number), executor.replay, clock)
+        self.core = EngineCore(
+            Scheduler(config, small_machine(), BlockManager(BLOCKS * BLOCK, BLOCK)), executor, clock, info
+        )
+        runs = SpanExecutor(worker, end.peers, ())
+        self.desk = KvConnectorScheduler(
+            self.core, KvPort(worker, BLOCK, runs, end.connector, end.number), executor.replay, clock
+        )
         self.words: list[FromInstance] = []
 
     def submit(self, name: str, tokens: int, most: int, phase: Phase) -> None:
         prompt = np.random.default_rng(len(name)).integers(5, 1000, tokens, dtype=np.int32)
-        message = Submit(
+        message = SubmitRequest(
             id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
             received_s=0.0, phase=phase,
         )  # fmt: skip
@@ -95,18 +99,18 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     receiver.cache = np.zeros(engine.pool.data.view(torch.uint8).shape, dtype=np.uint8)
     receiver.open("p", 80, ((0, 80),))
     gate = threading.Event()
-    push = There.push
+    push = RemoteRoute.push
 
-    def held(self: There, note: bytes, room: Room) -> object:
+    def held(self: RemoteRoute, note: bytes, room: SendRoom) -> object:
         gate.wait()
         return push(self, note, room)
 
-    monkeypatch.setattr(There, "push", held)
+    monkeypatch.setattr(RemoteRoute, "push", held)
     engine.submit("old", 100, 80, "all")
     while engine.core.scheduler.waiting or engine.core.scheduler.progress("old") < 100:
         engine.step()
     engine.submit("p", 80, 4, "prefill")
-    engine.desk.take(Send(id="p", piece=1, start=0, end=80, to=1))
+    engine.desk.take(SendKv(id="p", piece=1, start=0, end=80, to=1))
     while not engine.core.stats().preemptions_total:
         engine.step()
     computed = engine.core.stats().recomputed_tokens_total
@@ -127,15 +131,15 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
 
 def test_room_is_asked_for_once_and_only_what_can_be_had(ends: tuple[End, End]) -> None:
     engine = Engine(ends[0])
-    engine.desk.take(Reserve("a", 100))
-    engine.desk.take(Reserve("a", 100))
-    engine.desk.take(Reserve("b", 100))
-    engine.desk.take(Reserve("c", BLOCKS * BLOCK + 1))
+    engine.desk.take(ReserveKv("a", 100))
+    engine.desk.take(ReserveKv("a", 100))
+    engine.desk.take(ReserveKv("b", 100))
+    engine.desk.take(ReserveKv("c", BLOCKS * BLOCK + 1))
     engine.step()
     assert engine.words == [
-        RunLost("a", "a waits for room already, or is computed here"),
-        RunLost("c", "193 tokens do not fit the KV cache of 192"),
-        Reserved("a"),
+        SpanTaskLost("a", "a waits for room already, or is computed here"),
+        SpanTaskLost("c", "193 tokens do not fit the KV cache of 192"),
+        KvReserved("a"),
     ]
     engine.words.clear()
     custody = engine.core.scheduler.custody
@@ -143,7 +147,7 @@ def test_room_is_asked_for_once_and_only_what_can_be_had(ends: tuple[End, End]) 
     engine.desk.forget("a")
     custody.release("a")
     engine.step()
-    assert engine.words == [Reserved("b")]
+    assert engine.words == [KvReserved("b")]
 
 
 def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End]) -> None:
@@ -152,13 +156,13 @@ def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End])
     custody = engine.core.scheduler.custody
     assert custody is not None
     for i in range(2000):
-        engine.desk.take(Reserve(f"r{i}", 30))
+        engine.desk.take(ReserveKv(f"r{i}", 30))
         engine.step()
         engine.desk.forget(f"r{i}")
         custody.release(f"r{i}")
     assert engine.core.scheduler.ledgers[0].untold <= 1100
     executor = engine.core.executor
-    assert isinstance(executor, LocalExecutor)
+    assert isinstance(executor, SingleProcessExecutor)
     engine.submit("x", 20, 2, "all")
     engine.step()
     assert executor.worker.tables.owners() == ("x",)
@@ -167,7 +171,7 @@ def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End])
 def test_a_pool_that_is_not_in_host_memory_is_refused(ends: tuple[End, End]) -> None:
     engine = Engine(ends[0])
     executor = engine.core.executor
-    assert isinstance(executor, LocalExecutor)
+    assert isinstance(executor, SingleProcessExecutor)
     executor.worker.pool.data = executor.worker.pool.data.to("meta")
     with pytest.raises(ConfigError, match="device 'meta': KV moves between pools in host memory only"):
-        KvPort(executor.worker, BLOCK, Runs(executor.worker, ends[0].peers, ()), ends[0].connector, 0)
+        KvPort(executor.worker, BLOCK, SpanExecutor(executor.worker, ends[0].peers, ()), ends[0].connector, 0)

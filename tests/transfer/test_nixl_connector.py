@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from kv_ends import LAYERS, SLOTS, End, meet
 
-from headway.runtime.kv_transfer.connector import Save
-from headway.runtime.kv_transfer.peers import Peer
+from headway.runtime.kv_transfer.connector import SaveKv
+from headway.runtime.kv_transfer.peers import PeerAddress
 
 pytest.importorskip("nixl")
 
@@ -67,7 +67,7 @@ def test_much_more_than_an_arena_holds_comes_whole_both_ways(make: Make) -> None
         for here, there in ((one, two), (two, one)):
             name = f"{here.number}.{turn}"
             there.open(name, SLOTS // 2, ((SLOTS // 2, SLOTS // 2),))
-            here.save(Save(name, 1, there.number), here.part(positions, positions[::-1].copy()))
+            here.save(SaveKv(name, 1, there.number), here.part(positions, positions[::-1].copy()))
         for here, there in ((one, two), (two, one)):
             there.until(lambda there=there, turn=turn: len(there.received) == turn + 1)  # type: ignore[misc]
             half = here.cache[:, :, :, : SLOTS // 2]
@@ -80,18 +80,18 @@ def test_slots_may_change_and_what_was_forgotten_is_not_written(make: Make) -> N
     sender, receiver = make(2)
     positions, before = np.arange(SLOTS), sender.cache.copy()
     receiver.open("a", SLOTS, ((0, SLOTS),))
-    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     sender.connector.wait_for_save("a")
     sender.cache[:] = 0
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, before)
     receiver.open("b", SLOTS, ((0, SLOTS),))
-    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     receiver.connector.forget("b")
     receiver.peers.forget("b")
     held = receiver.cache.copy()
     receiver.open("c", 1, ((0, 1),))
-    sender.save(Save("c", 3, 1), sender.part(positions[:1], positions[:1]))
+    sender.save(SaveKv("c", 3, 1), sender.part(positions[:1], positions[:1]))
     receiver.until(lambda: len(receiver.received) == 2)
     assert np.array_equal(receiver.cache[:, :, :, 1:], held[:, :, :, 1:])
     assert receiver.lost == []
@@ -111,7 +111,7 @@ def test_a_sender_that_is_killed_is_told_and_another_life_is_read(tmp_path: Path
             stdout=subprocess.DEVNULL,
         )
         try:
-            end.peers.meet([Peer(0, 0, f"unix:{tmp_path}/0"), Peer(1, 0, f"unix:{tmp_path}/1")])
+            end.peers.meet([PeerAddress(0, 0, f"unix:{tmp_path}/0"), PeerAddress(1, 0, f"unix:{tmp_path}/1")])
             end.until(lambda life=life: len(end.received) == life + 1, 60.0)  # type: ignore[misc]
             assert np.all(end.cache == 7)
             end.until(lambda: end.connector.get_num_new_matched_tokens("b") == SLOTS // LAYERS)
@@ -131,10 +131,10 @@ def test_an_end_that_never_answers_is_told_whatever_waits_for_it(tmp_path: Path)
     end = End(1, tmp_path, connector="nixl")
     end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
     (tmp_path / "0").touch()
-    end.peers.meet([Peer(0, 0, f"unix:{tmp_path}/0"), Peer(1, 0, f"unix:{tmp_path}/1")])
+    end.peers.meet([PeerAddress(0, 0, f"unix:{tmp_path}/0"), PeerAddress(1, 0, f"unix:{tmp_path}/1")])
     positions = np.arange(SLOTS)
     for piece in range(4):  # more than the memory that others may read
-        end.save(Save("a", piece, 0), end.part(positions, positions))
+        end.save(SaveKv("a", piece, 0), end.part(positions, positions))
     end.until(lambda: len(end.lost) == 4)
     end.close()
 
@@ -148,7 +148,7 @@ def test_a_read_that_nothing_ends_is_given_up_with_its_connection(make: Make, mo
         patched.setattr(agent, "check_xfer_state", lambda handle: looked.append(handle) or "PROC")
         receiver.open("a", SLOTS, ((0, SLOTS),))
         positions = np.arange(SLOTS)
-        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
         receiver.until(lambda: bool(looked))
         for connection in list(sender.peers._connections.values()):
             connection.end("it was cut")
@@ -157,6 +157,6 @@ def test_a_read_that_nothing_ends_is_given_up_with_its_connection(make: Make, mo
         end.connector.forget("a")
         end.peers.forget("a")
     receiver.open("b", SLOTS, ((0, SLOTS),))
-    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, sender.cache)

@@ -14,10 +14,10 @@ from kv_ends import LAYERS, SLOTS, End, meet
 from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer import connection
 from headway.runtime.kv_transfer import send_queue as outlet
-from headway.runtime.kv_transfer.connector import KvConnector, Save, make_connector, register
-from headway.runtime.kv_transfer.peers import Peer
+from headway.runtime.kv_transfer.connector import KvConnector, SaveKv, make_connector, register
+from headway.runtime.kv_transfer.peers import PeerAddress
 from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES
-from headway.runtime.sequence_parallel.layout import Held, moves
+from headway.runtime.sequence_parallel.layout import HeldShard, moves
 
 Make = Callable[..., list[End]]
 
@@ -43,7 +43,7 @@ def test_a_piece_comes_whole_and_is_told_once(make: Make) -> None:
     receiver.open("a", 40, runs)
     before = receiver.cache.copy()
     positions = np.arange(40)
-    sender.save(Save("a", 7, 1), sender.part(positions, positions + 3))
+    sender.save(SaveKv("a", 7, 1), sender.part(positions, positions + 3))
     receiver.until(lambda: bool(receiver.received))
     (got,) = receiver.received
     assert (got.request, got.piece, got.source) == ("a", 7, 0)
@@ -79,8 +79,8 @@ def test_any_layout_to_any_heads(make: Make, seed: int, monkeypatch: pytest.Monk
         positions = np.arange(tokens) if by_heads else np.flatnonzero(owner == rank)
         if rng.random() < 0.5:
             positions = np.array(rng.sample(positions.tolist(), len(positions)), dtype=np.int64)
-        held[rank] = Held(source_heads[rank], positions)
-    after = {senders + i: Held(heads, np.arange(tokens)) for i, heads in enumerate(target_heads)}
+        held[rank] = HeldShard(source_heads[rank], positions)
+    after = {senders + i: HeldShard(heads, np.arange(tokens)) for i, heads in enumerate(target_heads)}
     runs = ((0, 7), (40, 33), (20, 20)) if rng.random() < 0.7 else ((31, 60),)
     for target in range(senders, senders + receivers):
         ends[target].open("a", tokens, runs)
@@ -89,7 +89,7 @@ def test_any_layout_to_any_heads(make: Make, seed: int, monkeypatch: pytest.Monk
     expected = 0
     for rank in range(senders):
         for target in after:
-            save = Save("a", target, target)
+            save = SaveKv("a", target, target)
             mine = [move for move in plan if (move.source, move.target) == (rank, target)]
             for layer in range(LAYERS):
                 for move in mine:
@@ -117,7 +117,7 @@ def test_an_instance_gathers_what_it_holds_itself(make: Make) -> None:
     runs = ((60, 36),)
     home.open("a", 30, runs)
     for end, positions in ((home, np.arange(0, 30, 2)), (other, np.arange(1, 30, 2))):
-        end.save(Save("a", 1, 0), end.part(positions, np.arange(len(positions))))
+        end.save(SaveKv("a", 1, 0), end.part(positions, np.arange(len(positions))))
     home.until(lambda: len(home.received) == 2)
     assert {got.source for got in home.received} == {0, 1}
     got = home.held(runs, 30, range(2))
@@ -128,7 +128,7 @@ def test_an_instance_gathers_what_it_holds_itself(make: Make) -> None:
 def test_a_piece_of_nothing_is_told_too(make: Make) -> None:
     sender, receiver = make(range(2), range(2))
     receiver.open("a", 40, ((0, 40),))
-    sender.connector.finish_save(Save("a", 3, 1))
+    sender.connector.finish_save(SaveKv("a", 3, 1))
     receiver.until(lambda: bool(receiver.received))
     assert receiver.received[0].piece == 3
     assert receiver.connector.get_num_new_matched_tokens("a") == 0
@@ -143,8 +143,8 @@ def test_slots_may_change_once_saves_were_waited_for(make: Make, monkeypatch: py
     positions = np.arange(90)
     before = sender.cache.copy()
     for layer in range(LAYERS):
-        sender.connector.save_kv_layer(Save("a", 1, 1), layer, sender.part(positions, positions))
-    sender.connector.finish_save(Save("a", 1, 1))
+        sender.connector.save_kv_layer(SaveKv("a", 1, 1), layer, sender.part(positions, positions))
+    sender.connector.finish_save(SaveKv("a", 1, 1))
     sender.connector.wait_for_save("a")
     sender.cache[:] = 0
     receiver.until(lambda: bool(receiver.received))
@@ -158,9 +158,9 @@ def test_what_was_forgotten_is_neither_written_nor_told(make: Make) -> None:
     receiver.peers.forget("a")
     before = receiver.cache.copy()
     positions = np.arange(40)
-    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.open("b", 40, ((40, 40),))
-    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     assert [got.request for got in receiver.received] == ["b"]
     assert np.array_equal(receiver.cache[:, :, :, :40], before[:, :, :, :40])
@@ -175,17 +175,17 @@ def test_a_peer_that_goes_is_told_on_both_sides(make: Make) -> None:
     receiver.open("a", 40, ((0, 40),))
     receiver.open("b", 40, ((40, 40),))
     positions = np.arange(40)
-    sender.connector.save_kv_layer(Save("a", 1, 1), 0, sender.part(positions, positions))
+    sender.connector.save_kv_layer(SaveKv("a", 1, 1), 0, sender.part(positions, positions))
     receiver.until(lambda: receiver.connector.get_num_new_matched_tokens("a") == 40 // LAYERS)
     assert receiver.lost == []
-    other.save(Save("b", 2, 1), other.part(positions, positions))
+    other.save(SaveKv("b", 2, 1), other.part(positions, positions))
     receiver.until(lambda: len(receiver.received) == 1)
     for end in (receiver, other):
-        end.peers.meet([Peer(end.number, 0, end.peers.address) for end in (receiver, other)])
+        end.peers.meet([PeerAddress(end.number, 0, end.peers.address) for end in (receiver, other)])
     sender.peers.close()
     receiver.until(lambda: bool(receiver.lost))
     assert [lost.request for lost in receiver.lost] == ["a"]
-    other.save(Save("c", 3, 0), other.part(positions, positions))
+    other.save(SaveKv("c", 3, 0), other.part(positions, positions))
     other.until(lambda: bool(other.lost))
     assert [lost.request for lost in other.lost] == ["c"]
     assert "instance 0" in other.lost[0].why
@@ -201,11 +201,11 @@ def test_a_receiver_that_hangs_holds_nobody_up(make: Make) -> None:
     before = sender.cache.copy()
     positions = np.arange(SLOTS)
     with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
-        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
         sender.connector.wait_for_save("a")
         sender.cache[:] = 7
         sender.cache = sender.cache[..., :8]
-        sender.save(Save("b", 2, 2), sender.part(positions[:10], positions[:10]))
+        sender.save(SaveKv("b", 2, 2), sender.part(positions[:10], positions[:10]))
         other.until(lambda: bool(other.received))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, before)
@@ -217,11 +217,11 @@ def test_a_piece_that_nobody_read_is_lost_to_its_sender(make: Make) -> None:
     receiver.open("a", 10, ((0, 10),))
     receiver.open("b", 10, ((10, 10),))
     positions = np.arange(10)
-    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     sender.until(lambda: not sender.connector._unanswered)  # type: ignore[attr-defined]
     receiver.peers.handle(lambda *_: None)
-    sender.save(Save("b", 2, 1), sender.part(positions, positions))
+    sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     time.sleep(0.05)
     sender.look()
     assert sender.lost == []
@@ -244,12 +244,12 @@ def test_what_does_not_fit_the_place_is_lost_and_harms_nobody(make: Make, fault:
     if fault == "bytes":
         sender.cache = sender.cache[..., :4]
         part = sender.part(positions, positions, range(2))
-    sender.connector.save_kv_layer(Save("a", 1, 1), LAYERS + 1 if fault == "layer" else 0, part)
+    sender.connector.save_kv_layer(SaveKv("a", 1, 1), LAYERS + 1 if fault == "layer" else 0, part)
     receiver.until(lambda: bool(receiver.lost))
     assert receiver.lost[0].request == "a"
     assert "instance 0 has sent what cannot be kept" in receiver.lost[0].why
     assert np.array_equal(receiver.cache, before)
-    sender.connector.finish_save(Save("b", 2, 1))
+    sender.connector.finish_save(SaveKv("b", 2, 1))
     receiver.until(lambda: bool(receiver.received))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 
-from headway.runtime.cluster.messages import Forget, Reserve, Reserved, Staged
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.cluster.messages import ForgetRequest, KvReserved, KvStaged, ReserveKv
+from headway.runtime.engine.protocol import SubmitRequest
 from instance.world import Part, World, frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -43,7 +43,7 @@ def test_kv_follows_chunk_by_chunk_to_any_number_of_ranks(
     send(world, name, 1, (source,), 0, 75, target)
     send(world, name, 2, (source,), 75, 203, target)
     arrived(world, name, target, [(1, source), (2, source)])
-    world[source].wait(Staged, name)
+    world[source].wait(KvStaged, name)
     (first,) = world[source].deltas[name]
     check(rest(world, target, name, prompt, first, max_tokens=9), *expected(prompt, 9))
     end(world, name)
@@ -95,13 +95,13 @@ def test_room_is_given_in_order_of_asking_and_forgotten_with_the_request(world: 
     """Both at once do not fit: the second comes when the first is gone, and its KV lies where that one's was."""
     prompt = prompt_of(500, 5)
     reserve(world, TWO, "large", 500)
-    world[TWO].tell(Reserve("next", 500))
+    world[TWO].tell(ReserveKv("next", 500))
     first = first_token(world, ONE, "next", prompt, max_tokens=5)
     send(world, "large", 1, (ONE,), 0, 1, TWO)  # nobody knows it there: nothing is sent
     world[TWO].hear(0.2)
-    assert not [word for word in world[TWO].said if isinstance(word, Reserved)]
-    world[TWO].tell(Forget("large"))
-    world[TWO].wait(Reserved, "next")
+    assert not [word for word in world[TWO].said if isinstance(word, KvReserved)]
+    world[TWO].tell(ForgetRequest("large"))
+    world[TWO].wait(KvReserved, "next")
     send(world, "next", 1, (ONE,), 0, 500, TWO)
     arrived(world, "next", TWO, [(1, ONE)])
     check(rest(world, TWO, "next", prompt, first, max_tokens=5), *expected(prompt, 5))
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expect
 
 def test_a_decode_before_its_kv_has_come_is_refused(world: World) -> None:
     reserve(world, TWO, "early", 40)
-    message = Submit(
+    message = SubmitRequest(
         id="early", prompt_tokens=40, params=params(), received_s=time.monotonic(), phase="decode", output=(5,)
     )
     world[TWO].tell(message, frame(prompt_of(40)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.runtime.executor.multi_process import ParallelExecutor
-from headway.runtime.kv_transfer.multi_rank_transfer import KvRanks
-from headway.runtime.kv_transfer.rank_notes import Came, Open, Room, There, encode, to_rank
+from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer
+from headway.runtime.kv_transfer.rank_notes import RankHolds, RankReceived, RankReserve, RankReserved, encode, to_rank
 
 
-def _ranks() -> tuple[KvRanks, list[Any]]:
+def _ranks() -> tuple[MultiRankKvTransfer, list[Any]]:
     told: list[Any] = []
     executor = SimpleNamespace(
         layout=SimpleNamespace(accelerators=2),
@@ -19,7 +19,7 @@ def _ranks() -> tuple[KvRanks, list[Any]]:
         aside=lambda body: told.append(to_rank.decode(body)),
         hears=None,
     )
-    return KvRanks(cast(ParallelExecutor, executor), lambda: ()), told
+    return MultiRankKvTransfer(cast(MultiProcessExecutor, executor), lambda: ()), told
 
 
 def test_a_room_is_open_and_whole_by_words_of_its_own_life() -> None:
@@ -28,16 +28,16 @@ def test_a_room_is_open_and_whole_by_words_of_its_own_life() -> None:
     ranks.forget("r")
     ranks.drop("r", False)
     ranks.receive("r", 20, ())
-    first, second = (word.life for word in told if isinstance(word, Room))
+    first, second = (word.life for word in told if isinstance(word, RankReserve))
     for rank in (0, 1):
-        ranks._hear(rank, encode(Open("r", first)))
-        ranks._hear(rank, encode(Came("r", 1, 5, 0.0, 1.0, True, first)))
+        ranks._hear(rank, encode(RankReserved("r", first)))
+        ranks._hear(rank, encode(RankReceived("r", 1, 5, 0.0, 1.0, True, first)))
     assert not ranks.opened()
     assert ranks.awaits("r")
     assert not ranks.finished().received
     for rank in (0, 1):
-        ranks._hear(rank, encode(Open("r", second)))
-        ranks._hear(rank, encode(Came("r", 2, 5, 0.0, 1.0, True, second)))
+        ranks._hear(rank, encode(RankReserved("r", second)))
+        ranks._hear(rank, encode(RankReceived("r", 2, 5, 0.0, 1.0, True, second)))
     assert ranks.opened() == ["r"]
     assert not ranks.awaits("r")
     assert [received.piece for received in ranks.finished().received] == [2]
@@ -47,7 +47,7 @@ def test_a_room_that_was_forgotten_is_not_told_of() -> None:
     ranks, told = _ranks()
     ranks.receive("r", 10, ())
     for rank in (0, 1):
-        ranks._hear(rank, encode(Open("r", told[0].life)))
+        ranks._hear(rank, encode(RankReserved("r", told[0].life)))
     ranks.forget("r")
     assert not ranks.opened()
 
@@ -55,4 +55,4 @@ def test_a_room_that_was_forgotten_is_not_told_of() -> None:
 def test_ranks_are_told_what_is_there() -> None:
     ranks, told = _ranks()
     ranks.tokens_are_there("r", 40, ())
-    assert told == [There(7, 40)]
+    assert told == [RankHolds(7, 40)]

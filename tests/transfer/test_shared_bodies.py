@@ -18,11 +18,11 @@ import pytest
 from kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.kv_transfer import connection
-from headway.runtime.kv_transfer.buffered_reader import Ahead
-from headway.runtime.kv_transfer.connection import Connection
-from headway.runtime.kv_transfer.connector import Save
-from headway.runtime.kv_transfer.frames import Frame, Kind, head
-from headway.runtime.kv_transfer.peers import Peer, PeerLostError, Peers, Place, Room
+from headway.runtime.kv_transfer.buffered_reader import BufferedReader
+from headway.runtime.kv_transfer.connection import PeerConnection
+from headway.runtime.kv_transfer.connector import SaveKv
+from headway.runtime.kv_transfer.frames import FrameHead, FrameKind, head
+from headway.runtime.kv_transfer.peers import PeerAddress, PeerLostError, PeerNetwork, ReceivePlace, SendRoom
 
 ARENA = 1 << 16
 WIDE = 1 << 12
@@ -60,15 +60,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         end.close()
 
 
-def up(end: End, to: int) -> Connection:
+def up(end: End, to: int) -> PeerConnection:
     found = end.peers._connections[to]
     end.until(lambda: found.up)
     return found
 
 
-def say(by: Connection, frame: bytes) -> None:
+def say(by: PeerConnection, frame: bytes) -> None:
     """A frame's head, whatever it says."""
-    by._leave(connection._Leaving("r", [memoryview(frame)], connection.Ticket(), None))
+    by._leave(connection._OutgoingFrame("r", [memoryview(frame)], connection.Ticket(), None))
 
 
 def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) -> None:
@@ -78,12 +78,12 @@ def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) ->
     there = up(receiver, 0)
     read, inline = there._body, list[int]()
 
-    def body(ahead: Ahead, frame: Frame) -> bool:
+    def body(ahead: BufferedReader, frame: FrameHead) -> bool:
         inline.append(frame.length)
         return read(ahead, frame)
 
     there._body = body  # type: ignore[method-assign]
-    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, sender.cache)
     assert there._reader.messages > LAYERS
@@ -96,10 +96,10 @@ def test_an_arena_of_a_few_bodies_moves_any_number(make: Make, monkeypatch: pyte
     receiver.open("a", SLOTS, ((0, SLOTS),))
     receiver.open("b", SLOTS // 2, ((0, SLOTS // 2),))
     positions = np.arange(SLOTS)
-    sender.save(Save("a", 1, 1), sender.part(positions, positions[::-1].copy()))
+    sender.save(SaveKv("a", 1, 1), sender.part(positions, positions[::-1].copy()))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, sender.cache[:, :, :, ::-1])
-    other.save(Save("b", 2, 1), other.part(positions[: SLOTS // 2], positions[::2].copy()))
+    other.save(SaveKv("b", 2, 1), other.part(positions[: SLOTS // 2], positions[::2].copy()))
     receiver.until(lambda: len(receiver.received) == 2)
     assert np.array_equal(receiver.cache[:, :, :, : SLOTS // 2], other.cache[:, :, :, ::2])
 
@@ -109,7 +109,7 @@ def test_a_slow_receiver_costs_an_arena_and_what_changes_meanwhile_is_copied(mak
     receiver.open("a", SLOTS, ((0, SLOTS),))
     sent, before, positions = up(sender, 1), sender.cache.copy(), np.arange(SLOTS)
     with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
-        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
         sender.until(lambda: sent._ring.bytes >= 3 << 20)
         time.sleep(0.05)
         assert sent._ring.bytes <= 1 << 22
@@ -128,11 +128,11 @@ def test_what_is_forgotten_while_it_waits_for_room_leaves_room_for_the_rest(make
         receiver.open(name, SLOTS, ((0, SLOTS),))
     sent, positions = up(sender, 1), np.arange(SLOTS)
     with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
-        sender.save(Save("a", 1, 1), sender.part(positions, positions))
+        sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
         sender.until(lambda: sent._ring.bytes >= 3 << 20)
         sender.connector.forget("a")
         sender.peers.forget("a")
-        sender.save(Save("b", 2, 1), sender.part(positions, positions))
+        sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     assert [got.request for got in receiver.received] == ["b"]
     assert np.array_equal(receiver.cache, sender.cache)
@@ -149,7 +149,7 @@ def test_forget_waits_for_the_copy_under_way_and_nothing_is_written_after(make: 
         go_on.wait()
         wrote.append("all")
 
-    receiver.peers.handle(lambda *_: Place((), lambda: wrote.append("complete"), write))
+    receiver.peers.handle(lambda *_: ReceivePlace((), lambda: wrote.append("complete"), write))
     here = up(sender, 1)
     for _ in range(2):
         room = here.room(connection.SMALL, lambda: None)
@@ -177,14 +177,14 @@ def test_a_place_that_ceases_before_it_is_read_to_is_asked_for_again(make: Make,
     wrote: list[str] = []
     asked: list[str] = []
 
-    def handle(source: int, scope: str, note: bytes, length: int) -> Place | None:
+    def handle(source: int, scope: str, note: bytes, length: int) -> ReceivePlace | None:
         asked.append(scope)
         if scope == "s":
-            return Place((), lambda: wrote.append("s"), lambda body: None)
+            return ReceivePlace((), lambda: wrote.append("s"), lambda body: None)
         if asked.count("r") > 1:
             return None
         receiver.peers.cease("r")
-        return Place((), lambda: wrote.append("complete"), lambda body: wrote.append("all"))
+        return ReceivePlace((), lambda: wrote.append("complete"), lambda body: wrote.append("all"))
 
     receiver.peers.handle(handle)
     up(sender, 1)
@@ -206,7 +206,7 @@ def test_what_has_ceased_is_not_complete_and_may_come_again(make: Make) -> None:
         go_on.wait()
         wrote.append("all")
 
-    receiver.peers.handle(lambda *_: Place((), lambda: wrote.append("complete"), write))
+    receiver.peers.handle(lambda *_: ReceivePlace((), lambda: wrote.append("complete"), write))
     here = up(sender, 1)
     for turn in ("first", "again"):
         room = here.room(connection.SMALL, lambda: None)
@@ -232,9 +232,9 @@ def test_what_has_ceased_is_not_complete_and_may_come_again(make: Make) -> None:
 def test_places_outside_the_arena_end_the_connection(make: Make, at: int, length: int) -> None:
     sender, receiver = make(2)
     there, wrote = up(receiver, 0), []
-    receiver.peers.handle(lambda *_: Place((), lambda: None, wrote.append))
+    receiver.peers.handle(lambda *_: ReceivePlace((), lambda: None, wrote.append))
     here = up(sender, 1)
-    say(here, head(Kind.PUSH, 0, "r", b"", length, at))
+    say(here, head(FrameKind.PUSH, 0, "r", b"", length, at))
     receiver.until(lambda: there.ended is not None)
     assert f"{length} bytes at {at} are in no arena" in str(there.ended)
     assert wrote == []
@@ -244,7 +244,7 @@ def test_places_outside_the_arena_end_the_connection(make: Make, at: int, length
 def test_a_count_of_what_was_never_sent_ends_the_connection(make: Make, messages: int) -> None:
     sender, receiver = make(2)
     there, here = up(receiver, 0), up(sender, 1)
-    say(there, head(Kind.READ, 0, "", b"", 0, messages))
+    say(there, head(FrameKind.READ, 0, "", b"", 0, messages))
     sender.until(lambda: here.ended is not None)
     assert f"{messages} messages read, of 0" in str(here.ended)
 
@@ -252,7 +252,7 @@ def test_a_count_of_what_was_never_sent_ends_the_connection(make: Make, messages
 def test_a_message_in_an_arena_that_there_is_not_ends_the_connection(make: Make) -> None:
     sender, receiver = make(2, 0)
     there, here = up(receiver, 0), up(sender, 1)
-    say(here, head(Kind.PUSH, 0, "r", b"", 64, 0))
+    say(here, head(FrameKind.PUSH, 0, "r", b"", 64, 0))
     receiver.until(lambda: there.ended is not None)
     assert "are in no arena" in str(there.ended)
 
@@ -275,7 +275,7 @@ def test_a_connection_that_is_cut_gets_another_arena(make: Make) -> None:
     receiver.open("a", SLOTS, ((0, SLOTS),))
     again = up(sender, 1)
     up(receiver, 0)
-    sender.save(Save("a", 1, 1), sender.part(positions, positions))
+    sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, sender.cache)
     assert again._arena is not None
@@ -336,10 +336,10 @@ def test_a_receiver_that_is_killed_with_a_full_arena_is_told_and_nothing_stays(t
     end.cache = np.ones((LAYERS, 2, 2, SLOTS, 1 << 16), dtype=np.uint8)
     positions = np.arange(SLOTS)
     try:
-        end.peers.meet([Peer(n, 0, f"unix:{tmp_path}/{n}") for n in (0, 1)])
+        end.peers.meet([PeerAddress(n, 0, f"unix:{tmp_path}/{n}") for n in (0, 1)])
         up(end, 1)
         assert mapped() == 2
-        end.save(Save("a", 1, 1), end.part(positions, positions))
+        end.save(SaveKv("a", 1, 1), end.part(positions, positions))
         child.says("got")
         end.until(lambda: end.peers._connections[1]._ring.bytes > 6 << 20)
         end.connector.wait_for_save("a")
@@ -359,15 +359,15 @@ def test_a_receiver_that_is_killed_with_a_full_arena_is_told_and_nothing_stays(t
 
 
 def test_rooms_of_a_socket_are_memory_of_their_own(tmp_path: Path) -> None:
-    peers = [Peers(number, 0, f"unix:{tmp_path}/{number}", arena_bytes=0) for number in (0, 1)]
+    peers = [PeerNetwork(number, 0, f"unix:{tmp_path}/{number}", arena_bytes=0) for number in (0, 1)]
     got = bytearray(10)
     done = threading.Event()
-    peers[1].handle(lambda *_: Place([memoryview(got)], done.set))
+    peers[1].handle(lambda *_: ReceivePlace([memoryview(got)], done.set))
     for each in peers:
-        each.meet([Peer(one.number, 0, one.address) for one in peers])
+        each.meet([PeerAddress(one.number, 0, one.address) for one in peers])
     line = peers[0].line("r", (1,))
     asked = threading.Event()
-    room: Room | None = None
+    room: SendRoom | None = None
     while (room := line.room(1, 10, asked.set)) is None:
         assert asked.wait(5.0)
         asked.clear()

@@ -10,8 +10,8 @@ import pytest
 from hand_overs import prompt_of
 from virtual_instances import Pair, VirtualInstance
 
-from headway.runtime.cluster.messages import Forget, RunLost
-from headway.runtime.executor.messages import Plan
+from headway.runtime.cluster.messages import ForgetRequest, SpanTaskLost
+from headway.runtime.executor.messages import BatchPlan
 from headway.runtime.executor.rank_transport import Frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -83,10 +83,10 @@ def test_what_has_arrived_can_go_on_to_a_third(
     third.close()
 
 
-def drop(instance: VirtualInstance, which: Callable[[Plan], bool]) -> list[int]:
+def drop(instance: VirtualInstance, which: Callable[[BatchPlan], bool]) -> list[int]:
     """Lose the first plan to rank 1 for which `which` holds. The numbers of those that were lost."""
     lost: list[int] = []
-    decoder = msgspec.msgpack.Decoder(Plan)
+    decoder = msgspec.msgpack.Decoder(BatchPlan)
 
     def tamper(rank: int, frames: Sequence[Frame]) -> Sequence[Frame] | None:
         if rank != 1 or lost:
@@ -136,9 +136,9 @@ def test_both_sides_forget_while_kv_is_on_its_way(make: Make) -> None:
         for _ in range(turns):
             pair.source.turn()
         for one in (pair.source, pair.target) if turns % 2 else (pair.target, pair.source):
-            one.member.take(Forget(name), None)
+            one.member.take(ForgetRequest(name), None)
         pair.empty()
-    assert not [word for one in (pair.source, pair.target) for word in one.words if isinstance(word, RunLost)]
+    assert not [word for one in (pair.source, pair.target) for word in one.words if isinstance(word, SpanTaskLost)]
 
 
 def test_a_rank_that_is_cut_off_is_told_of(make: Make) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_that_is_cut_off_is_told_of(make: Make) -> None:
     pair.send("r", [(0, 40), (40, 100)])
     pair.source.turn()
     pair.source.world.kvs[1]._peers.close()
-    pair.hear(pair.source, RunLost, "r")
+    pair.hear(pair.source, SpanTaskLost, "r")
     for one in (pair.source, pair.target):
-        one.member.take(Forget("r"), None)
+        one.member.take(ForgetRequest("r"), None)
     pair.empty()

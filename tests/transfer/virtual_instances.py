@@ -12,14 +12,24 @@ import numpy as np
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.perf.latency.layout import Layout
-from headway.runtime.cluster.instance_agent import Member
-from headway.runtime.cluster.kv_connector_scheduler import Desk
-from headway.runtime.cluster.messages import Admit, Arrived, Forget, FromInstance, Meet, Reserve, Reserved, Send, Staged
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.cluster.instance_agent import InstanceAgent
+from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
+from headway.runtime.cluster.messages import (
+    AdmitRequest,
+    ForgetRequest,
+    FromInstance,
+    KvArrived,
+    KvReserved,
+    KvStaged,
+    MeetPeers,
+    ReserveKv,
+    SendKv,
+)
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from headway.runtime.executor.rank_config import RankPeer
-from headway.runtime.kv_transfer.multi_rank_transfer import KvRanks, RankPeers
-from headway.runtime.kv_transfer.peer import Peer
+from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
+from headway.runtime.kv_transfer.peer import PeerAddress
 from parallel.serving import make_core
 from parallel.virtual import VirtualWorld
 
@@ -30,20 +40,20 @@ class VirtualInstance:
     def __init__(self, number: int, model: Path, sockets: Path, tp: int, **scheduler: Any) -> None:
         self.number = number
         peer = RankPeer(number=number, incarnation=0, listen=f"unix:{sockets}/p{number}", secret="", connector="peers")
-        self.world = VirtualWorld(model, Layout(tp=tp), BLOCKS, BLOCK, peer=peer)
+        self.world = VirtualWorld(model, ParallelLayout(tp=tp), BLOCKS, BLOCK, peer=peer)
         self.executor = self.world.executor
         self.core = make_core(self.executor, BLOCKS, BLOCK, **scheduler)
-        port = KvRanks(self.executor, self.core.scheduler.ledgers[0].take_ops)
-        desk = Desk(self.core, port, self.executor.replay, ManualClock())
-        self.member = Member(self.core, port.computes, RankPeers(number, port), ManualClock(), 5.0, desk)
+        port = MultiRankKvTransfer(self.executor, self.core.scheduler.ledgers[0].take_ops)
+        desk = KvConnectorScheduler(self.core, port, self.executor.replay, ManualClock())
+        self.member = InstanceAgent(self.core, port.computes, MultiRankPeers(number, port), ManualClock(), 5.0, desk)
         self.words: list[FromInstance] = []
-        self.deltas: dict[str, list[Delta]] = {}
+        self.deltas: dict[str, list[OutputDelta]] = {}
         self.world.__enter__()
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerAddress:
         first, *others = self.executor.peer_addresses
-        return Peer(self.number, 0, first, tuple(others))
+        return PeerAddress(self.number, 0, first, tuple(others))
 
     def say(self, message: FromInstance, measured: bool = False) -> None:
         self.words.append(message)
@@ -57,7 +67,7 @@ class VirtualInstance:
 
     def submit(self, name: str, prompt: Sequence[int], most: int, phase: Phase, output: tuple[int, ...] = ()) -> None:
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
-        message = Submit(
+        message = SubmitRequest(
             id=name, prompt_tokens=len(prompt), params=params, received_s=0.0, phase=phase, output=output
         )  # fmt: skip
         self.member.submitted(message)
@@ -81,7 +91,7 @@ class Pair:
     def __init__(self, source: VirtualInstance, target: VirtualInstance) -> None:
         self.source, self.target = source, target
         for one in (source, target):
-            one.member.take(Meet((source.peer, target.peer)), None)
+            one.member.take(MeetPeers((source.peer, target.peer)), None)
 
     def until(self, true: Callable[[], object]) -> None:
         end_s = time.monotonic() + 20.0
@@ -95,20 +105,20 @@ class Pair:
         self.until(lambda: any(isinstance(word, kind) and word.id == name for word in on.words))
 
     def reserve(self, name: str, prompt: Sequence[int]) -> None:
-        admit = Admit(id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=1))
+        admit = AdmitRequest(id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=1))
         self.target.member.take(admit, frame_of(prompt))
-        self.target.member.take(Reserve(name, len(prompt)), None)
-        self.hear(self.target, Reserved, name)
+        self.target.member.take(ReserveKv(name, len(prompt)), None)
+        self.hear(self.target, KvReserved, name)
 
     def send(self, name: str, edges: Sequence[tuple[int, int]]) -> None:
         for piece, (start, end) in enumerate(edges):
-            message = Send(id=name, piece=piece, start=start, end=end, to=self.target.number)
+            message = SendKv(id=name, piece=piece, start=start, end=end, to=self.target.number)
             self.source.member.take(message, None)
 
     def arrived(self, name: str, pieces: Iterable[int]) -> None:
         wanted = sorted(pieces)
         self.until(
-            lambda: sorted(w.piece for w in self.target.words if isinstance(w, Arrived) and w.id == name) == wanted
+            lambda: sorted(w.piece for w in self.target.words if isinstance(w, KvArrived) and w.id == name) == wanted
         )
 
     def hand_over(self, name: str, prompt: Sequence[int], most: int, edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -116,11 +126,11 @@ class Pair:
         self.reserve(name, prompt)
         self.source.submit(name, prompt, most, "prefill")
         self.send(name, edges)
-        self.hear(self.source, Staged, name)
+        self.hear(self.source, KvStaged, name)
         self.arrived(name, range(len(edges)))
         first = tuple(self.source.tokens(name))
         self.target.submit(name, prompt, most, "decode", first)
-        self.source.member.take(Forget(name), None)
+        self.source.member.take(ForgetRequest(name), None)
         self.until(lambda: self.target.deltas.get(name) and self.target.deltas[name][-1].finish)
         return [*first, *self.target.tokens(name)]
 

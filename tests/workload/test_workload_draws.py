@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.sim.workload.arrivals import Constant, Gamma, Poisson, arrivals
-from headway.sim.workload.lengths import Fixed, LogNormal, Mixture, Quantiles, Uniform
+from headway.sim.workload.arrivals import ConstantArrivals, GammaArrivals, PoissonArrivals, arrivals
+from headway.sim.workload.lengths import FixedLengths, LogNormalLengths, MixtureLengths, QuantileLengths, UniformLengths
 from headway.sim.workload.presets import PRESETS, preset
 from headway.sim.workload.specs import parse_lengths, parse_tokens
 
@@ -18,7 +18,11 @@ N = 20_000
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 10**6), st.integers(0, 10**6), st.floats(0.1, 3))
 def test_samples_are_whole_positive_bounded_and_repeatable(seed: int, low: int, width: int, sigma: float) -> None:
-    for law in (Fixed(low), Uniform(low, low + width), LogNormal(np.log(low + width / 2), sigma, low, low + width)):
+    for law in (
+        FixedLengths(low),
+        UniformLengths(low, low + width),
+        LogNormalLengths(np.log(low + width / 2), sigma, low, low + width),
+    ):
         one = law.sample(np.random.default_rng(seed), 20)
         assert one.dtype == np.int64
         assert low <= one.min() <= one.max() <= low + width
@@ -26,26 +30,29 @@ def test_samples_are_whole_positive_bounded_and_repeatable(seed: int, low: int, 
 
 
 def test_a_lognormal_has_its_quantiles(rng: np.random.Generator) -> None:
-    drawn = LogNormal.of(1000, 4000).sample(rng, N)
+    drawn = LogNormalLengths.of(1000, 4000).sample(rng, N)
     assert np.median(drawn) == pytest.approx(1000, rel=0.03)
     assert np.percentile(drawn, 90) == pytest.approx(4000, rel=0.05)
 
 
 def test_truncation_makes_no_heap_at_the_ends(rng: np.random.Generator) -> None:
-    drawn = LogNormal.of(1000, 4000, 500, 2000).sample(rng, N)
+    drawn = LogNormalLengths.of(1000, 4000, 500, 2000).sample(rng, N)
     assert 500 <= drawn.min() <= drawn.max() <= 2000
     assert (drawn == 2000).mean() < 0.005
 
 
 def test_quantiles_and_mixtures(rng: np.random.Generator) -> None:
-    drawn = Quantiles(((0.0, 10), (0.5, 100), (1.0, 1000))).sample(rng, N)
+    drawn = QuantileLengths(((0.0, 10), (0.5, 100), (1.0, 1000))).sample(rng, N)
     assert np.median(drawn) == pytest.approx(100, rel=0.03)
-    mixed = Mixture(((3.0, Fixed(1)), (1.0, Fixed(9)))).sample(rng, N)
+    mixed = MixtureLengths(((3.0, FixedLengths(1)), (1.0, FixedLengths(9)))).sample(rng, N)
     assert (mixed == 9).mean() == pytest.approx(0.25, abs=0.02)
 
 
-@pytest.mark.parametrize(("process", "cv"), [(Poisson(5), 1), (Gamma(5, 3), 3), (Gamma(5, 0.5), 0.5), (Constant(5), 0)])
-def test_arrivals_have_their_rate_and_burstiness(process: Poisson, cv: float, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("process", "cv"),
+    [(PoissonArrivals(5), 1), (GammaArrivals(5, 3), 3), (GammaArrivals(5, 0.5), 0.5), (ConstantArrivals(5), 0)],
+)
+def test_arrivals_have_their_rate_and_burstiness(process: PoissonArrivals, cv: float, rng: np.random.Generator) -> None:
     times = process.times(rng, N)
     gaps = np.diff(times)
     assert times[0] == 0
@@ -106,15 +113,15 @@ def test_bad_arrivals(kind: str, rate: float, cv: float) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_draw_what_they_say(name: str) -> None:
-    drawn = preset(name).draw(np.random.default_rng(3), Poisson(1.0), 4000)
-    again = preset(name).draw(np.random.default_rng(3), Poisson(1.0), 4000)
+    drawn = preset(name).draw(np.random.default_rng(3), PoissonArrivals(1.0), 4000)
+    again = preset(name).draw(np.random.default_rng(3), PoissonArrivals(1.0), 4000)
     assert drawn == again
     assert all(r.prompt_tokens >= 1 and r.output_tokens >= 1 for r in drawn)
 
 
 def test_preset_figures_match_the_published_ones() -> None:
     def prompts(name: str, klass: str | None = None) -> np.ndarray:
-        drawn = PRESETS[name].draw(np.random.default_rng(1), Poisson(1.0), N)
+        drawn = PRESETS[name].draw(np.random.default_rng(1), PoissonArrivals(1.0), N)
         return np.array([r.prompt_tokens for r in drawn if klass in (None, r.klass)])
 
     assert np.percentile(prompts("medha-swe"), [50, 90]) == pytest.approx([393_000, 839_000], rel=0.03)

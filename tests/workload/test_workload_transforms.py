@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.sim.workload import TraceRequest, transforms
-from headway.sim.workload.arrivals import Constant
+from headway.sim.workload.arrivals import ConstantArrivals
 
 REQUESTS = st.lists(
     st.builds(TraceRequest, st.integers(0, 50).map(float), st.integers(0, 10**6), st.integers(0, 5000)), max_size=30
@@ -81,4 +81,4 @@ def test_sessions_start_apart_and_keep_their_inner_times(rng: np.random.Generato
 def test_classes_and_new_arrivals(rng: np.random.Generator) -> None:
     requests = [TraceRequest(0, 8192, 1), TraceRequest(0, 8193, 1), TraceRequest(0, 5, 1, klass="own")]
     assert [r.klass for r in transforms.classify(requests, 8192)] == ["short", "long", "own"]
-    assert times(transforms.with_arrivals(requests, Constant(2.0), rng)) == [0, 0.5, 1.0]
+    assert times(transforms.with_arrivals(requests, ConstantArrivals(2.0), rng)) == [0, 0.5, 1.0]

@@ -15,16 +15,24 @@ from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from headway.core.errors import ConfigError
 from headway.core.units import size, tokens
-from headway.perf.accelerator.assumptions import PRESETS, Assumptions, assumptions
-from headway.perf.accelerator.iteration_work import Techniques, Work
-from headway.perf.accelerator.machine_model import Machine
-from headway.perf.accelerator.operators import Setting
-from headway.perf.accelerator.precision import Precision
+from headway.perf.accelerator.assumptions import PRESETS, AcceleratorAssumptions, assumptions
+from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
+from headway.perf.accelerator.machine_model import MachineModel
+from headway.perf.accelerator.operators import OperatorSetting
+from headway.perf.accelerator.precision import OperandTypes
 from headway.perf.accelerator.presets import machine
 from headway.perf.hardware.models import from_hf_config, model
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.scenario import Count, PolicySection, Positive, Section, Shape, WorkloadSection, validated
+from headway.sim.scenario import (
+    Count,
+    ModelSection,
+    PolicySection,
+    Positive,
+    ScenarioSection,
+    WorkloadSection,
+    validated,
+)
 
 
 def _number(read: Any) -> Any:
@@ -43,7 +51,7 @@ Tokens = Annotated[int, _number(tokens), Field(ge=0)]
 Size = Annotated[int, _number(size), Field(ge=0)]
 
 
-class MachineSection(Section):
+class MachineSection(ScenarioSection):
     """A preset, and what differs from it. Sizes as 512MiB or 1G (powers of 1024)."""
 
     preset: str = Field(default="tpuv6e-like", description="headway.perf.accelerator.presets")
@@ -58,7 +66,7 @@ class MachineSection(Section):
     hbm_capacity: Size | None = Field(default=None, description="HBM")
 
 
-class PrecisionSection(Section):
+class PrecisionSection(ScenarioSection):
     """fp32, fp16, bf16, fp8, int8 or int4. Arithmetic keeps its FP16 rate."""
 
     weights: str = "fp16"
@@ -66,21 +74,21 @@ class PrecisionSection(Section):
     kv: str = "fp16"
 
 
-class TechniquesSection(Section):
+class TechniquesSection(ScenarioSection):
     flash_attention: bool = Field(default=True, description="scores stay on chip")
     fusion: str = Field(default="auto", description="auto: activations stay on chip where they fit; off: never")
     double_buffering: bool = Field(default=True, description="the next tile loads while this one is computed")
 
 
-def _assumptions_section() -> type[Section]:
+def _assumptions_section() -> type[ScenarioSection]:
     from headway.perf.accelerator.assumptions import WORDS
 
     given: dict[str, Any] = {
-        name: (f"{Assumptions.__annotations__[name]} | None", Field(None, description=words))
+        name: (f"{AcceleratorAssumptions.__annotations__[name]} | None", Field(None, description=words))
         for name, words in WORDS.items()
     }
     return create_model(
-        "AssumptionsSection", __base__=Section, __doc__="A preset, and what differs from it.",
+        "AssumptionsSection", __base__=ScenarioSection, __doc__="A preset, and what differs from it.",
         __module__="headway.perf.accelerator.assumptions",
         preset=(str, Field("default", description=" or ".join(PRESETS))), **given,
     )  # fmt: skip
@@ -89,7 +97,7 @@ def _assumptions_section() -> type[Section]:
 AssumptionsSection: Any = _assumptions_section()
 
 
-class StageSection(Section):
+class StageSection(ScenarioSection):
     """One iteration. Tokens as 65536 or 64k."""
 
     prefill_tokens: Tokens = Field(default=1024, description="the chunk")
@@ -98,7 +106,7 @@ class StageSection(Section):
     kv_tokens: Tokens = Field(default=65536, description="KV that they read together")
 
 
-class LimitsSection(Section):
+class LimitsSection(ScenarioSection):
     """What must hold at the percentile. tbt_s null: the paper's rule, 32 decodes over 4K tokens each, alone."""
 
     tbt_s: Positive | None = None
@@ -106,7 +114,7 @@ class LimitsSection(Section):
     percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
 
 
-class ServeSection(Section):
+class ServeSection(ScenarioSection):
     """Requests on the accelerator. policy: settings of the scheduler in place of Sarathi-Serve's."""
 
     chunk: Count = Field(default=512, description="tokens of an iteration, decodes included")
@@ -119,11 +127,13 @@ class ServeSection(Section):
     seed: int = 0
 
 
-class AccelFile(Section):
+class AccelFile(ScenarioSection):
     """One study."""
 
     name: str = ""
-    model: str | Shape = Field(default="llama-3.1-8b", description="a name, a config.json (or its folder), or a shape")
+    model: str | ModelSection = Field(
+        default="llama-3.1-8b", description="a name, a config.json (or its folder), or a shape"
+    )
     machine: MachineSection = MachineSection()
     precision: PrecisionSection = PrecisionSection()
     techniques: TechniquesSection = TechniquesSection()
@@ -138,15 +148,15 @@ class AccelFile(Section):
 
 
 @dataclass(frozen=True)
-class Study:
+class AcceleratorStudy:
     """A file, read: what the accelerator package takes."""
 
     file: AccelFile
-    setting: Setting
+    setting: OperatorSetting
 
     @property
-    def work(self) -> Work:
-        return Work(**self.file.stage.model_dump())
+    def work(self) -> IterationWork:
+        return IterationWork(**self.file.stage.model_dump())
 
     def to_json(self) -> dict[str, Any]:
         """Every assumption and number that results rest on."""
@@ -161,20 +171,20 @@ class Study:
         }
 
 
-def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path()) -> Study:
+def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path()) -> AcceleratorStudy:
     """Validated and compiled. Paths of models are looked up beside the file first. ConfigError names the field."""
     file = validated(AccelFile, data, where)
     try:
-        setting = Setting(
+        setting = OperatorSetting(
             shape=_shape(file.model, folder),
             machine=_machine(file.machine),
-            precision=Precision(**file.precision.model_dump()),
+            precision=OperandTypes(**file.precision.model_dump()),
             assumed=assumptions(**file.assumptions.model_dump(exclude_unset=True)),
-            techniques=Techniques(**file.techniques.model_dump()),
+            techniques=TechniqueSet(**file.techniques.model_dump()),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return Study(file, setting)
+    return AcceleratorStudy(file, setting)
 
 
 def scheduler_of(serve: ServeSection) -> SchedulerConfig:
@@ -189,8 +199,8 @@ def scheduler_of(serve: ServeSection) -> SchedulerConfig:
         raise ConfigError(f"serve.policy: {error}") from None
 
 
-def _shape(given: str | Shape, folder: Path) -> ModelShape:
-    if isinstance(given, Shape):
+def _shape(given: str | ModelSection, folder: Path) -> ModelShape:
+    if isinstance(given, ModelSection):
         return ModelShape(**given.model_dump())
     for path in (folder / given, Path(given)):
         file = path / "config.json" if path.is_dir() else path
@@ -208,7 +218,7 @@ def _shape(given: str | Shape, folder: Path) -> ModelShape:
         raise ConfigError(f"model: {error}, and no such file") from None
 
 
-def _machine(section: MachineSection) -> Machine:
+def _machine(section: MachineSection) -> MachineModel:
     names = {
         "compute_buffer": ("compute_bytes", 1),
         "prefetch_buffer": ("prefetch_bytes", 1),

@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from headway.cli.accel import read_data
-from headway.cli.accel_file import Study, read_study, scheduler_of
+from headway.cli.accel_file import AcceleratorStudy, read_study, scheduler_of
 from headway.cli.accel_output import rows_csv, write, write_json
 from headway.core.errors import ConfigError
-from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.iteration_work import IterationWork
 from headway.perf.accelerator.stage import simulate_stage
 from headway.perf.accelerator.timeline import Mode
 from headway.research import packing_prefetch_capacity as service
@@ -22,16 +22,18 @@ SERVE_SCHEMA, CAPACITY_SCHEMA = "headway.accel.serve/1", "headway.accel.capacity
 COMPARED: tuple[Mode, Mode] = ("packing", "prefetch")
 
 
-class Service:
+class ServiceStudy:
     """A study's service, compiled."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: AcceleratorStudy) -> None:
         self.study, self.section = study, study.file.serve
         self.config = scheduler_of(self.section)
         self.kv_tokens = self.section.kv_tokens or service.kv_capacity(study.setting)
         given = self.section.limits
-        rule = simulate_stage(study.setting, Work(decodes=32, kv_tokens=32 * 4096)).decode_s
-        self.limits = service.Limits(tbt_s=given.tbt_s or rule, delay_s=given.delay_s, percentile=given.percentile)
+        rule = simulate_stage(study.setting, IterationWork(decodes=32, kv_tokens=32 * 4096)).decode_s
+        self.limits = service.ServiceLimits(
+            tbt_s=given.tbt_s or rule, delay_s=given.delay_s, percentile=given.percentile
+        )
 
     def draw(self, qps: float) -> list[TraceRequest]:
         """The workload's requests at a rate."""
@@ -59,7 +61,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     data, where, folder = read_data(arguments)
     study = read_study(data, where, folder)
-    at = Service(study)
+    at = ServiceStudy(study)
     qps = arguments.qps if arguments.qps is not None else at.section.workload.qps or 1.0
     if not qps > 0:
         raise ConfigError(f"--qps must be above 0, not {qps:g}")
@@ -87,7 +89,7 @@ def capacity(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--ratio must be above 1, such as 1.02, not {arguments.ratio:g}")
     data, where, folder = read_data(arguments)
     study = read_study(data, where, folder)
-    at = Service(study)
+    at = ServiceStudy(study)
     found: dict[str, Any] = {"schema": CAPACITY_SCHEMA, "setting": study.to_json(), **at.to_json(), "modes": {}}
     best: dict[str, float] = {}
     for mode in COMPARED:

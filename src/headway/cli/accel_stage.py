@@ -6,13 +6,13 @@ import argparse
 from typing import Any
 
 from headway.cli.accel import read_data
-from headway.cli.accel_file import Study, read_study
+from headway.cli.accel_file import AcceleratorStudy, read_study
 from headway.cli.accel_output import rows_csv, write, write_json
 from headway.core.errors import ConfigError
 from headway.perf.accelerator import sizing as answers
 from headway.perf.accelerator.machine_model import MIB
 from headway.perf.accelerator.stage import StageReport, simulate_stage
-from headway.perf.accelerator.timeline import MODES, Timeline
+from headway.perf.accelerator.timeline import MODES, IterationTimeline
 from headway.sim.sweep import parse_sweep, points_of
 
 STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
@@ -71,7 +71,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def figures(study: Study) -> dict[str, Any]:
+def figures(study: AcceleratorStudy) -> dict[str, Any]:
     """A stage as one row."""
     report = simulate_stage(study.setting, study.work)
     row: dict[str, Any] = {f"{mode}_ms": report.total_s(mode) * 1e3 for mode in MODES}
@@ -82,7 +82,7 @@ def figures(study: Study) -> dict[str, Any]:
     return row | answers_json(study, report)
 
 
-def answers_json(study: Study, report: StageReport) -> dict[str, Any]:
+def answers_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
     """How much is enough, for one stage."""
     setting, work = study.setting, study.work
     found = answers.buffer(setting, work)
@@ -101,7 +101,7 @@ def answers_json(study: Study, report: StageReport) -> dict[str, Any]:
     }
 
 
-def stage_json(study: Study, report: StageReport) -> dict[str, Any]:
+def stage_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
     """Everything about one stage."""
     chunk = answers.smallest_chunk(study.setting, study.work) if report.work.decodes else None
     return {
@@ -118,7 +118,7 @@ def stage_json(study: Study, report: StageReport) -> dict[str, Any]:
     }
 
 
-def operators_json(study: Study, report: StageReport) -> list[dict[str, Any]]:
+def operators_json(study: AcceleratorStudy, report: StageReport) -> list[dict[str, Any]]:
     """A steady layer's operators with prefetch, in order of the timeline, and the LM head."""
     bandwidth = study.setting.machine.bandwidth
     rows = []
@@ -145,7 +145,7 @@ def operators_json(study: Study, report: StageReport) -> list[dict[str, Any]]:
     return rows
 
 
-def timeline_json(line: Timeline) -> dict[str, Any]:
+def timeline_json(line: IterationTimeline) -> dict[str, Any]:
     """A steady layer: when, on what, and how full the buffer."""
     return {
         "total_ms": line.total_s * 1e3,

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from headway.cli.accel_output import write_json
-from headway.research.packing_prefetch_pins import Pin, pins
+from headway.research.packing_prefetch_pins import PinnedFigure, pins
 
 SCHEMA = "headway.accel.validate/1"
 
@@ -40,7 +40,7 @@ def validate(arguments: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def summary(rows: list[Pin]) -> str:
+def summary(rows: list[PinnedFigure]) -> str:
     """One line."""
     paper, own = ([pin for pin in rows if pin.kind == kind] for kind in ("paper", "own"))
     worst = max(paper, key=lambda pin: abs(pin.error))

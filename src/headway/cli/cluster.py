@@ -11,7 +11,7 @@ import msgspec
 
 from headway.cli import hosts, serve_options
 from headway.cli.cluster_rules import links, live_rules, open_log, replay_log, rules_of
-from headway.cli.cluster_seats import Seats, first_of, instance_configs
+from headway.cli.cluster_seats import InstanceFactory, first_of, instance_configs
 from headway.cli.options import add_options, combine, environment, read_yaml
 from headway.cli.serve import model_folder
 from headway.core.errors import ConfigError
@@ -97,11 +97,11 @@ def _serve(
     try:
         cores = [] if meeting is None else [host.cores for host in meeting.gather()]
         configs = instance_configs(file, where, model, values, given, cores)
-        seats = Seats(file, configs, folder.path, host_of, meeting, config.rdzv_token or "")
+        seats = InstanceFactory(file, configs, folder.path, host_of, meeting, config.rdzv_token or "")
         instances = seats.all()
         from headway.serving.app import create_app
         from headway.serving.run import serve
-        from headway.serving.tokenizer import Tokenizer
+        from headway.serving.tokenizer import ModelTokenizer
 
         client = ClusterClient(
             instances,
@@ -112,7 +112,7 @@ def _serve(
             backends=file.backends,
             in_place=file.group_decode == "in-place",
         )
-        app = create_app(client, Tokenizer.load(Path(model)), settings)
+        app = create_app(client, ModelTokenizer.load(Path(model)), settings)
         started = serve(app, settings, force_binding=arguments.allow_public, sockets=sockets)
         instances = list(client.fleet)
     finally:
@@ -157,5 +157,5 @@ def _report(file: ClusterFile, model: str, configs: list[EngineConfig], node: in
     instances = [
         seen(i, node, role, config, info.kv_tokens_total) for i, (node, role, config, info) in enumerate(seats)
     ]
-    plan = cluster_report.Plan(rules, instances, links(file), cores, file.backends)
+    plan = cluster_report.ClusterPlan(rules, instances, links(file), cores, file.backends)
     return "\n".join([*lines, "", *cluster_report.groups(plan), "", *cluster_report.capacity(plan)])

@@ -13,9 +13,9 @@ from headway.core.request import Request
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupShape
 from headway.perf.latency.sharded_decode import ShardedDecode
-from headway.policy.placement.base import Arrived, Commit, Enqueue, Reject
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
-from headway.runtime.cluster.client import Rules
+from headway.policy.placement.base import CommitSpans, EnqueueRequest, RejectRequest, RequestArrived
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
+from headway.runtime.cluster.client import ClusterRules
 from headway.runtime.engine.core import EngineCore
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
@@ -31,12 +31,12 @@ _STEPS = 7
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """A cluster that is not started. cores: of each instance, its pool's."""
 
-    rules: Rules
-    instances: Sequence[Instance]
-    links: Links
+    rules: ClusterRules
+    instances: Sequence[ClusterInstance]
+    links: ClusterLinks
     cores: Sequence[EngineCore]
     backends: int
 
@@ -46,7 +46,7 @@ class Plan:
         return min(core.info.max_model_len for core in self.cores)
 
 
-def groups(plan: Plan) -> list[str]:
+def groups(plan: ClusterPlan) -> list[str]:
     """What a prompt of each length is given by the policy while nothing else is there."""
     most = plan.longest - OUTPUT - 1
     lengths = [1024 << 2 * k for k in range(12) if 1024 << 2 * k < most] or [most // 2]
@@ -54,17 +54,17 @@ def groups(plan: Plan) -> list[str]:
     return lines + [f"{length:>13,}   {_placed(plan, length)}" for length in [*lengths, most]]
 
 
-def _placed(plan: Plan, tokens: int) -> str:
+def _placed(plan: ClusterPlan, tokens: int) -> str:
     request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=OUTPUT)
-    view = ClusterView(ClusterBook(plan.instances, plan.links), 0.0)
-    for action in plan.rules.policy().on_event(Arrived(request), view):
-        if isinstance(action, Commit):
+    view = ClusterSnapshot(ClusterState(plan.instances, plan.links), 0.0)
+    for action in plan.rules.policy().on_event(RequestArrived(request), view):
+        if isinstance(action, CommitSpans):
             return ", then ".join(
                 f"tokens {span.start:,} to {span.end:,} on {_names(span.group)}" for span in action.spans
             )
-        if isinstance(action, Enqueue):
+        if isinstance(action, EnqueueRequest):
             return f"in the batches of {_names(action.group)}"
-        if isinstance(action, Reject):
+        if isinstance(action, RejectRequest):
             return f"refused: {action.why}"
     return "waits for more to decide by"
 
@@ -73,7 +73,7 @@ def _names(group: Sequence[int]) -> str:
     return f"instance{'s' if len(group) > 1 else ''} " + "+".join(map(str, group))
 
 
-def capacity(plan: Plan) -> list[str]:
+def capacity(plan: ClusterPlan) -> list[str]:
     """The highest rate at which the simulator has most first tokens in time, and what was assumed."""
     lengths = max(16, plan.longest // 64), max(32, plan.longest // 4)
     work_s = sum(_alone_s(plan, _length(number, lengths)) for number in range(LONG_EVERY)) / LONG_EVERY
@@ -98,11 +98,11 @@ def capacity(plan: Plan) -> list[str]:
     ]
 
 
-def _alone_s(plan: Plan, tokens: int) -> float:
+def _alone_s(plan: ClusterPlan, tokens: int) -> float:
     return plan.rules.latency.prefill_s(0, tokens, GroupShape(1))
 
 
-def _target_s(plan: Plan, tokens: int) -> float:
+def _target_s(plan: ClusterPlan, tokens: int) -> float:
     return max(1.0, 5 * _alone_s(plan, tokens))
 
 
@@ -110,7 +110,7 @@ def _length(number: int, lengths: tuple[int, int]) -> int:
     return lengths[number % LONG_EVERY == LONG_EVERY - 1]
 
 
-def _met(plan: Plan, rate_rps: float, lengths: tuple[int, int]) -> float:
+def _met(plan: ClusterPlan, rate_rps: float, lengths: tuple[int, int]) -> float:
     """Share of requests with a first token in time. They come for 20 times as long as the laxest may take, within
     bounds."""
     least, most = REQUESTS
@@ -127,8 +127,8 @@ def _met(plan: Plan, rate_rps: float, lengths: tuple[int, int]) -> float:
     return met / count
 
 
-def _spec(plan: Plan) -> ClusterSpec:
-    def engine(group: Sequence[Instance]) -> InstanceSpec:
+def _spec(plan: ClusterPlan) -> ClusterSpec:
+    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
         head = plan.cores[group[0].id]
         latency: LatencyModel = head.scheduler.latency
         if len(group) > 1:

@@ -20,24 +20,26 @@ from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, moves_
 
 if TYPE_CHECKING:
     from headway.perf.hardware.shapes import ModelShape
-    from headway.policy.placement.base import Placement
-    from headway.policy.placement.registry import Surroundings
-    from headway.policy.placement.view import Links
-    from headway.runtime.cluster.client import Rules
+    from headway.policy.placement.base import PlacementPolicy
+    from headway.policy.placement.registry import PolicyContext
+    from headway.policy.placement.view import ClusterLinks
+    from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.engine.protocol import EngineInfo
 
 
-def links(file: ClusterFile) -> Links:
+def links(file: ClusterFile) -> ClusterLinks:
     """Between its instances: those of one host, and those of two."""
-    from headway.perf.hardware.links import Link
-    from headway.policy.placement.view import Links
+    from headway.perf.hardware.links import NetworkLink
+    from headway.policy.placement.view import ClusterLinks
 
-    host = Link(name="host", bytes_per_s=2e9, latency_s=1e-4, source="assumed: a socket between processes of one host")
+    host = NetworkLink(
+        name="host", bytes_per_s=2e9, latency_s=1e-4, source="assumed: a socket between processes of one host"
+    )
     if len(file.hosts) == 1:
-        return Links(inside=host, across=host)
+        return ClusterLinks(inside=host, across=host)
     rate = min(host.bytes_per_s, file.network_gbit_s * 1e9 / 8)
-    network = Link(name="network", bytes_per_s=rate, latency_s=2e-4, source="network_gbit_s of the cluster file")
-    return Links(inside=host, across=network)
+    network = NetworkLink(name="network", bytes_per_s=rate, latency_s=2e-4, source="network_gbit_s of the cluster file")
+    return ClusterLinks(inside=host, across=network)
 
 
 def open_log(path: str | None) -> IO[bytes] | None:
@@ -75,7 +77,7 @@ def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
             )
 
 
-def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> Rules:
+def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> ClusterRules:
     """`rules_of`, of instances that have started. What is odd about them is logged, once."""
     check_moves(file, infos)
     for words in (*idle_pools(file), *_unequal(file, infos)):
@@ -91,18 +93,18 @@ def _unequal(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
     return [f"requests of up to {min(lengths):,} tokens are served, output included: the longest are {each}"]
 
 
-def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> Rules:
+def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> ClusterRules:
     """The policy, told what the first instance that prefills has measured."""
-    from headway.runtime.cluster.client import Rules
+    from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.cluster.live_controller import DecisionLog
 
-    def surroundings(info: EngineInfo) -> Surroundings:
+    def surroundings(info: EngineInfo) -> PolicyContext:
         return surroundings_of(file, model, {"latency": info.latency, "layout": info.layout})
 
     lead = infos[next(first for pool, first in zip(file.pools, first_of(file), strict=True) if pool.role != "decode")]
     about = {"placement": file.placement, "options": file.options, "latency": lead.latency, "layout": lead.layout}
     told = surroundings(lead)
-    return Rules(
+    return ClusterRules(
         policy=policies_of(file, told),
         latency=told.latency,
         latency_of=lambda info: told.latency if info is None or info.latency is None else surroundings(info).latency,
@@ -112,38 +114,38 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
     )
 
 
-def policies_of(file: ClusterFile, surroundings: Surroundings) -> Callable[[], Placement]:
+def policies_of(file: ClusterFile, surroundings: PolicyContext) -> Callable[[], PlacementPolicy]:
     """Makes the policy, as often as instances come or go."""
     from headway.policy.placement.registry import make_placement
 
     return lambda: make_placement(file.placement, surroundings, file.options)
 
 
-def surroundings_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> Surroundings:
+def surroundings_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> PolicyContext:
     """What policies are told of the model, of one instance's latencies and layout, and of what connects instances."""
-    from headway.perf.latency.layout import Layout
+    from headway.perf.latency.layout import ParallelLayout
     from headway.perf.latency.recorded import restore
     from headway.perf.latency.ring import RingLatency
-    from headway.policy.placement.registry import Surroundings
+    from headway.policy.placement.registry import PolicyContext
 
     shape, between = shape_of(model), links(file)
     table, _ = restore(about["latency"])
-    spans = RingLatency(table, shape, between.inside, between.across, Layout.named(about["layout"]).tp)
-    return Surroundings(latency=spans, shape=shape, rows=file.span_rows)
+    spans = RingLatency(table, shape, between.inside, between.across, ParallelLayout.named(about["layout"]).tp)
+    return PolicyContext(latency=spans, shape=shape, rows=file.span_rows)
 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> int:
     """Drive the machine and the policy from a log; 1 where they decide otherwise than they did."""
-    from headway.control.replay import Replay
-    from headway.runtime.cluster.policies import Policies, may_of
+    from headway.control.replay import ReplayResult
+    from headway.runtime.cluster.policies import PlacementChain, may_of
 
-    made: list[Policies] = []
+    made: list[PlacementChain] = []
 
-    def make(replay: Replay) -> Policies:
+    def make(replay: ReplayResult) -> PlacementChain:
         about = replay.about or {}
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"it is of placement {about.get('placement')!r} with options {about.get('options')}")
-        made.append(Policies(policies_of(file, surroundings_of(file, model, about)), may_of(replay.machine)))
+        made.append(PlacementChain(policies_of(file, surroundings_of(file, model, about)), may_of(replay.machine)))
         return made[0]
 
     def noted(word: str) -> None:
@@ -157,7 +159,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
     except OSError as error:
         raise ConfigError(f"replay: {error}") from error
     try:
-        replay = Replay(lines, make, noted)
+        replay = ReplayResult(lines, make, noted)
         difference = replay.run()
     except ConfigError as error:
         raise ConfigError(f"replay: {path}: {error}") from error

@@ -17,7 +17,7 @@ from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, comp
 from headway.runtime.cluster.launch import host_launcher, launcher
 from headway.runtime.cluster.live_instance import Launch, LiveInstance
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.secret import peers_secret
 
 _MEETING = frozenset(("nnodes", "node_rank", "rdzv_endpoint", "rdzv_token", "rdzv_timeout"))
@@ -25,7 +25,7 @@ _OF_ALL = _MEETING.union(option.name for option in serve_options.server_options(
 """What there is once: how hosts meet, and the endpoint."""
 
 
-class Seats:
+class InstanceFactory:
     """Starts instances. `folder`: for sockets. host_of: filled with the host of each number, for `meeting`, which there
     is where there are several hosts, whose token is `token`."""
 
@@ -35,7 +35,7 @@ class Seats:
         configs: Sequence[EngineConfig],
         folder: Path,
         host_of: dict[int, int],
-        meeting: Rendezvous | None = None,
+        meeting: HostCoordinator | None = None,
         token: str = "",
     ) -> None:
         self._file, self._configs, self._folder = file, configs, folder

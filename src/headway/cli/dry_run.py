@@ -6,9 +6,9 @@ import msgspec
 
 from headway.core.clock import ManualClock
 from headway.perf.hardware.memory import available_bytes, gib
-from headway.perf.latency.base import MAX_CHUNK, Load, solve_tokens
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.perf.latency.shard_exchange import Sharded
+from headway.perf.latency.shard_exchange import ShardedModel
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
 from headway.runtime.build.engine import assemble
 from headway.runtime.engine.config import EngineConfig
@@ -38,7 +38,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     latency, groups = scheduler.latency, []
     if isinstance(scheduler, GroupedScheduler):
         shard = scheduler.shard_tokens
-        latency = Sharded(latency, shard)
+        latency = ShardedModel(latency, shard)
         share = f"{len(scheduler.groups)}, each with {scheduler.ledgers[0].total_tokens:,} of these tokens"
         groups = [f"KV groups            {share}; of one request a group holds {shard:,}, then another joins"]
     lines = [
@@ -58,7 +58,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     times = PrefillCache(latency, budget, max(scheduler.config.min_chunk, 16))
     past = 0
     while past < info.max_model_len:
-        chunk, _ = solve_tokens(latency, Load(), past, MAX_CHUNK, budget)
+        chunk, _ = solve_tokens(latency, BatchLoad(), past, MAX_CHUNK, budget)
         chunk = max(chunk, scheduler.config.min_chunk)
         alone = times.total_s(past)
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")

@@ -16,8 +16,8 @@ from headway.runtime.engine.config import EngineConfig
 from headway.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from headway.runtime.launcher.host_agent import Starter
-    from headway.runtime.launcher.host_coordinator import Rendezvous
+    from headway.runtime.launcher.host_agent import ProcessLauncher
+    from headway.runtime.launcher.host_coordinator import HostCoordinator
     from headway.runtime.launcher.host_messages import HostHello
 
 
@@ -66,20 +66,20 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
     from headway.runtime.build.engine import layout_of
     from headway.runtime.engine.numerics import settle
     from headway.runtime.launcher.host_compatibility import terms
-    from headway.runtime.launcher.rank_launcher import Ranks
+    from headway.runtime.launcher.rank_launcher import RankLauncher
 
     settle()
     setup(settings.log_level, settings.log_format)
     layout = layout_of(config)
     mine = terms(node, config.nnodes, layout, config.model)
-    return _run(config, mine, Ranks(config.model, config.threads, mine, layout))
+    return _run(config, mine, RankLauncher(config.model, config.threads, mine, layout))
 
 
 def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, named: str | None) -> int:
     """The same in a cluster: run the instances that node 0 wants here, of this host's copy of the model. named: where
     that is, None for the embedded one."""
     from headway.core.structured_log import setup
-    from headway.runtime.launcher.engine_starter import Engines
+    from headway.runtime.launcher.engine_starter import EngineLauncher
     from headway.runtime.launcher.host_compatibility import cluster_terms
     from headway.runtime.launcher.network import parse_endpoint, resolve
 
@@ -92,30 +92,30 @@ def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, 
     if mine.trouble:
         logging.getLogger("headway.host").error("no instance can run here: %s", mine.trouble)
     assert config.rdzv_endpoint is not None
-    return _run(config, mine, Engines(named, resolve(parse_endpoint(config.rdzv_endpoint).host)))
+    return _run(config, mine, EngineLauncher(named, resolve(parse_endpoint(config.rdzv_endpoint).host)))
 
 
-def meet(config: EngineConfig, host_of: Callable[[int], int]) -> Rendezvous:
+def meet(config: EngineConfig, host_of: Callable[[int], int]) -> HostCoordinator:
     """Node 0's end of a cluster's hosts. host_of: where each instance is to run."""
     from headway.runtime.launcher.host_compatibility import cluster_terms
-    from headway.runtime.launcher.host_coordinator import Rendezvous
+    from headway.runtime.launcher.host_coordinator import HostCoordinator
     from headway.runtime.launcher.network import parse_endpoint
 
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
     mine = cluster_terms(0, config.nnodes, config.model)
     endpoint = parse_endpoint(config.rdzv_endpoint)
-    return Rendezvous(endpoint, config.rdzv_token, mine, host_of, config.rdzv_timeout_s)
+    return HostCoordinator(endpoint, config.rdzv_token, mine, host_of, config.rdzv_timeout_s)
 
 
-def _run(config: EngineConfig, mine: HostHello, starter: Starter) -> int:
-    from headway.runtime.launcher.host_agent import Host
+def _run(config: EngineConfig, mine: HostHello, starter: ProcessLauncher) -> int:
+    from headway.runtime.launcher.host_agent import HostAgent
     from headway.runtime.launcher.network import parse_endpoint
 
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
     endpoint = parse_endpoint(config.rdzv_endpoint)
-    host = Host(endpoint, config.rdzv_token, mine, starter, config.rdzv_timeout_s)
+    host = HostAgent(endpoint, config.rdzv_token, mine, starter, config.rdzv_timeout_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: host.end())
     host.run()

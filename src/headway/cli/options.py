@@ -18,7 +18,7 @@ from headway.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Option:
+class SettingOption:
     """One setting. `parse` takes the text of a flag, or the value of a YAML key, and may raise ConfigError."""
 
     name: str
@@ -47,7 +47,7 @@ def boolean(value: Any) -> bool:
     raise ConfigError(f"{value!r} is neither true nor false")
 
 
-def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+def add_options(parser: argparse.ArgumentParser, options: Sequence[SettingOption]) -> None:
     """One flag an option. Values stay text until `resolve`."""
     for option in options:
         default = "none" if option.default in (None, ()) else option.default
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
 
 
 def resolve(
-    options: Sequence[Option], arguments: argparse.Namespace, environment: Mapping[str, str], config: str | None
+    options: Sequence[SettingOption], arguments: argparse.Namespace, environment: Mapping[str, str], config: str | None
 ) -> tuple[dict[str, Any], set[str]]:
     """Every option's value, and the names of those that somebody gave.
 
@@ -70,7 +70,7 @@ def resolve(
 
 
 def combine(
-    options: Sequence[Option],
+    options: Sequence[SettingOption],
     arguments: argparse.Namespace,
     environment: Mapping[str, str],
     file: Mapping[str, Any],
@@ -108,7 +108,7 @@ def combine(
     return values, given
 
 
-def _parse(option: Option, value: Any) -> Any:
+def _parse(option: SettingOption, value: Any) -> Any:
     """`option.parse`, but true is no number, 16.5 is not rounded to 16, and infinity and NaN are not settings."""
     number = option.parse in (int, float)
     if number and (isinstance(value, bool) or (option.parse is int and isinstance(value, float) and value % 1)):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.perf.latency.eq1 import Sample
+    from headway.perf.latency.eq1 import PrefillSample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: Path) -> list[Sample]:
-    from headway.perf.latency.eq1 import Sample
+def _read(path: Path) -> list[PrefillSample]:
+    from headway.perf.latency.eq1 import PrefillSample
 
     try:
         rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -63,7 +63,9 @@ def _read(path: Path) -> list[Sample]:
     samples = []
     for number, row in enumerate(rows, 2):
         try:
-            samples.append(Sample(int(row["sp"]), int(row.get("past") or 0), int(row["tokens"]), float(row["seconds"])))
+            samples.append(
+                PrefillSample(int(row["sp"]), int(row.get("past") or 0), int(row["tokens"]), float(row["seconds"]))
+            )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
     return samples

@@ -22,10 +22,10 @@ from headway.perf.latency import store
 from headway.perf.latency.calibrated_table import bake
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.tables import TableSource
-from headway.serving.load.client import Client, Endpoint, Job
+from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.server_process import ServerError, ServerProcess
-from headway.sim.replay import Replayed, read_log, replay
+from headway.sim.replay import ReplayedRun, read_log, replay
 
 CHATS = 3
 _LEAST = 50
@@ -53,7 +53,7 @@ def rehearse(
         folder.close()
 
 
-def learnt(source: TableSource, run: Replayed) -> tuple[TableSource, int]:
+def learnt(source: TableSource, run: ReplayedRun) -> tuple[TableSource, int]:
     """A table with what a run that began from that very table has learnt of it, and in how many iterations."""
     iterations = len(run.batches)
     if not isinstance(run.model, CorrectedLatency) or iterations < _LEAST:
@@ -64,8 +64,8 @@ def learnt(source: TableSource, run: Replayed) -> tuple[TableSource, int]:
 async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
     served = first_model(url)
     most = int(served["max_model_len"])
-    endpoint = Endpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 5.0)
-    async with Client(endpoint) as client:
+    endpoint = TargetEndpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 5.0)
+    async with LoadClient(endpoint) as client:
         until = time.monotonic() + seconds
         longest = max(1, min(most // 2, 8192))
         lengths = [(32, 512)] * CHATS + [(max(1, longest // 4), longest)]
@@ -77,7 +77,7 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
         await asyncio.gather(*users)
 
 
-async def _use(client: Client, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
+async def _use(client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
     """A user: a prompt of `least` to `most` tokens, its answer, a pause twice as long or so; until the time is over.
     A request that takes more than all of it is the last."""
     rng = random.Random(name)
@@ -86,7 +86,7 @@ async def _use(client: Client, name: str, vocabulary: int, until: float, least: 
         number += 1
         began = time.monotonic()
         ids = [rng.randrange(vocabulary) for _ in range(rng.randint(least, most))]
-        job = Job(
+        job = LoadRequest(
             id=f"rehearsal-{name}-{number}",
             prompt=msgspec.json.encode(ids),
             prompt_tokens=len(ids),

@@ -75,7 +75,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
 def _options(arguments: argparse.Namespace) -> Any:
     import os
 
-    from headway.research.base import Options
+    from headway.research.base import RunOptions
 
     seeds = None
     if arguments.seeds:
@@ -86,7 +86,7 @@ def _options(arguments: argparse.Namespace) -> Any:
     if arguments.window is not None and not arguments.window > 0:
         raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
     jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
-    return Options(
+    return RunOptions(
         quick=arguments.quick, seeds=seeds, window_s=arguments.window, jobs=jobs, stopwatch=time.perf_counter
     )
 

@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         client = ProcessEngineClient(config)  # the engine loads while this process imports the server
         from headway.serving.app import create_app
         from headway.serving.run import serve
-        from headway.serving.tokenizer import Tokenizer
+        from headway.serving.tokenizer import ModelTokenizer
 
-        app = create_app(client, Tokenizer.load(Path(model)), settings)
+        app = create_app(client, ModelTokenizer.load(Path(model)), settings)
         started = serve(app, settings, force_binding=arguments.allow_public, sockets=sockets)
     finally:
         release(sockets)

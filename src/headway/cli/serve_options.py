@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from headway.cli.options import Option, boolean
+from headway.cli.options import SettingOption, boolean
 from headway.core.errors import ConfigError
 from headway.core.units import size, tokens
 from headway.perf.hardware.device import check
@@ -38,97 +38,105 @@ def _schedule(value: Any) -> str:
 
 
 ENGINE_OPTIONS = (
-    Option("dtype", _dtype, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
-    Option(
+    SettingOption("dtype", _dtype, "auto", "type of weights and KV: auto (the checkpoint's), float32 or bfloat16"),
+    SettingOption(
         "device",
         _device,
         "auto",
         "where to compute: auto (a CUDA device for each worker if there are so many, else cpu), cpu, cuda, or cuda:N "
         "for the first worker's; CUDA is experimental: this version has not been run on a GPU",
     ),
-    Option(
+    SettingOption(
         "max_model_len",
         tokens,
         None,
         "longest prompt plus output, in tokens; 128k and 1M are understood",
         metavar="LEN",
     ),
-    Option(
+    SettingOption(
         "kv_cache_memory",
         size,
         None,
         "memory for keys and values, e.g. 4G; default: half of what is free",
         metavar="SIZE",
     ),
-    Option("block_size", int, 64, "tokens in a KV block", metavar="TOKENS"),
-    Option(
+    SettingOption("block_size", int, 64, "tokens in a KV block", metavar="TOKENS"),
+    SettingOption(
         "threads",
         int,
         None,
         "threads that compute, in each worker; default: torch's choice, or the cores divided by the workers",
         metavar="N",
     ),
-    Option("tensor_parallel_size", int, 1, "workers that share every layer, by heads and MLP width", metavar="T"),
-    Option("pipeline_parallel_size", int, 1, "stages that the layers are cut into, one after another", metavar="S"),
-    Option(
+    SettingOption(
+        "tensor_parallel_size", int, 1, "workers that share every layer, by heads and MLP width", metavar="T"
+    ),
+    SettingOption(
+        "pipeline_parallel_size", int, 1, "stages that the layers are cut into, one after another", metavar="S"
+    ),
+    SettingOption(
         "pipeline_schedule",
         _schedule,
         "stream",
         "stream: a prompt's next chunk enters when the first stage frees; microbatch: when its last has left all",
     ),
-    Option(
+    SettingOption(
         "kv_parallel_size",
         int,
         1,
         "KV groups: copies of the model that each serve requests of their own and share the cache of long ones",
         metavar="K",
     ),
-    Option(
+    SettingOption(
         "kv_shard_tokens",
         tokens,
         None,
         "tokens of one request that a KV group holds before another joins; default: what t-target-ms allows a decode",
         metavar="TOKENS",
     ),
-    Option("nnodes", int, 1, "hosts that the workers are spread over; the same flags are given on each", metavar="N"),
-    Option("node_rank", int, 0, "which of them this is; 0 is where clients connect", metavar="R"),
-    Option(
+    SettingOption(
+        "nnodes", int, 1, "hosts that the workers are spread over; the same flags are given on each", metavar="N"
+    ),
+    SettingOption("node_rank", int, 0, "which of them this is; 0 is where clients connect", metavar="R"),
+    SettingOption(
         "rdzv_endpoint",
         _text,
         None,
         "HOST[:PORT] of node 0, reachable from all; port 29400 if none is given",
         metavar="HOST:PORT",
     ),
-    Option(
+    SettingOption(
         "rdzv_token",
         _text,
         None,
         "secret that all hosts share, best given in the environment; node 0 makes and prints one if there is none",
     ),
-    Option("rdzv_timeout", float, 600.0, "seconds to wait for hosts, at first and when one is lost", metavar="SECONDS"),
-    Option("max_queued_requests", int, 1024, "requests that may wait before new ones get 429", metavar="N"),
-    Option(
+    SettingOption(
+        "rdzv_timeout", float, 600.0, "seconds to wait for hosts, at first and when one is lost", metavar="SECONDS"
+    ),
+    SettingOption("max_queued_requests", int, 1024, "requests that may wait before new ones get 429", metavar="N"),
+    SettingOption(
         "latency_profile",
         _text,
         "auto",
         "auto (cached, else quick), quick, or a file of `headway profile`",
         metavar="FILE",
     ),
-    Option(
+    SettingOption(
         "worker_timeout",
         float,
         10.0,
         "seconds without a sign of life after which a worker, or the engine, counts as lost and is started again",
         metavar="SECONDS",
     ),
-    Option(
+    SettingOption(
         "max_restarts",
         int,
         3,
         "restarts in a row of lost workers, or of a lost engine, none up for a minute; one more loss ends the service",
         metavar="N",
     ),
-    Option(
+    SettingOption(
         "event_log",
         _text,
         None,
@@ -147,7 +155,7 @@ _SCHEDULER_HIDDEN = {"stages", "pipeline_schedule", "kv_parallel", "kv_shard_tok
 _SERVER_HIDDEN = {"start_engine", "max_n", "max_queued_requests"}
 
 
-def scheduler_options() -> tuple[Option, ...]:
+def scheduler_options() -> tuple[SettingOption, ...]:
     """One option for each field of `SchedulerConfig`; its mode's value where none is given."""
     options = []
     for field in fields(SchedulerConfig):
@@ -159,11 +167,11 @@ def scheduler_options() -> tuple[Option, ...]:
         if field.name == "t_target_s":
             parse, text = float, text.replace("seconds", "milliseconds")
         default = 55 if field.name == "t_target_s" else field.default
-        options.append(Option(name, parse, default, text))
+        options.append(SettingOption(name, parse, default, text))
     return tuple(options)
 
 
-def server_options() -> tuple[Option, ...]:
+def server_options() -> tuple[SettingOption, ...]:
     """One option for each public field of `ServerSettings`."""
     options = []
     for field in fields(ServerSettings):
@@ -176,7 +184,7 @@ def server_options() -> tuple[Option, ...]:
         if field.name == "served_model_name":
             parse = _names
         text = str(field.metadata["help"]).rstrip(".")
-        options.append(Option(field.name, parse, default, text[0].lower() + text[1:]))
+        options.append(SettingOption(field.name, parse, default, text[0].lower() + text[1:]))
     return tuple(options)
 
 

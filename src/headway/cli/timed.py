@@ -8,7 +8,7 @@ from pathlib import Path
 from headway.cli.options import read_yaml
 from headway.core.errors import ConfigError
 from headway.policy.placement.registry import make_placement
-from headway.runtime.cluster.client import ClusterClient, Rules
+from headway.runtime.cluster.client import ClusterClient, ClusterRules
 from headway.runtime.cluster.launch import launcher
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.engine.config import EngineConfig
@@ -43,8 +43,8 @@ def timed_cluster(file: Path, folder: Path) -> ClusterClient:
     ]
     name = str(scenario.cluster.placement)
 
-    def rules(infos: Sequence[EngineInfo]) -> Rules:
-        return Rules(
+    def rules(infos: Sequence[EngineInfo]) -> ClusterRules:
+        return ClusterRules(
             policy=lambda: make_placement(name, spec.surroundings, scenario.cluster.options),
             latency=spec.spans,
             shape=spec.shape,

@@ -10,38 +10,38 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.cli.timed import scenario_of, spec_of
-from headway.core.clock import Clock
-from headway.kv.block_manager import Ledger
+from headway.core.clock import ClockProtocol
+from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime.build.engine_process import live
-from headway.runtime.cluster.instance_agent import Member
-from headway.runtime.cluster.kv_connector_scheduler import Desk
+from headway.runtime.cluster.instance_agent import InstanceAgent
+from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.service import EngineService
-from headway.runtime.engine.timed.alarm import Alarm
+from headway.runtime.engine.timed.alarm import TimedCalls
 from headway.runtime.engine.timed.executor import TimedExecutor
-from headway.runtime.engine.timed.mail import Mail
+from headway.runtime.engine.timed.mail import TimedMail
 from headway.runtime.engine.timed.port import TimedPort
-from headway.runtime.engine.timed.runs import TimedRuns
+from headway.runtime.engine.timed.runs import TimedSpanExecutor
 from headway.runtime.engine.timed.times import ClusterTimes
-from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.kv_transfer.peers import PeerNetwork
 
 VOCAB = 32_000
 
 
 def timed(
-    config: EngineConfig, clock: Clock, service: EngineService, server_pid: int
-) -> tuple[EngineCore, Member | None]:
+    config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int
+) -> tuple[EngineCore, InstanceAgent | None]:
     """An engine that sleeps for what its scenario predicts."""
     own, spec = config.instance, spec_of(scenario_of(Path(config.model)))
     assert own is not None, "a timed engine is an instance of a cluster"
     made = spec.engine([spec.instances[own.number]])
-    ledger = Ledger(made.kv_tokens, made.block_tokens)
-    alarm = Alarm(clock)
+    ledger = BlockManager(made.kv_tokens, made.block_tokens)
+    alarm = TimedCalls(clock)
     executor = TimedExecutor(clock, alarm)
-    peers = Peers(own.number, own.incarnation, own.listen, own.secret.encode())
+    peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret.encode())
     info = EngineInfo(
         model="timed",
         architecture="timed",
@@ -63,11 +63,13 @@ def timed(
         peer_address=peers.address,
     )
     core = EngineCore(make_scheduler(made.config, made.latency, [ledger]), executor, clock, info)
-    mail = Mail(peers, service.ring)
+    mail = TimedMail(peers, service.ring)
     times = ClusterTimes(spec, own.number)
-    runs = TimedRuns(times, mail, clock)
+    runs = TimedSpanExecutor(times, mail, clock)
     port = TimedPort(times, runs, mail, alarm, clock)
-    return core, Member(core, runs, peers, clock, own.room_s, Desk(core, port, executor.replay, clock))
+    return core, InstanceAgent(
+        core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, executor.replay, clock)
+    )
 
 
 if __name__ == "__main__":

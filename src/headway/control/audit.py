@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headway.control.controller import Machine
-from headway.control.queue_entries import Door, SpanEntry
+from headway.control.controller import ClusterController
+from headway.control.queue_entries import SchedulerEntry, SpanEntry
 from headway.core.errors import InvariantError
 
 
-def check(machine: Machine) -> None:
+def check(machine: ClusterController) -> None:
     """Raise InvariantError unless lanes, counts and transfers are those of the requests that have not ended, each of
     them runs once at most, and nothing is left on instances that are gone."""
     machine.lanes.check()
@@ -23,7 +23,7 @@ def check(machine: Machine) -> None:
                 raise InvariantError(f"a piece of {piece.request} is under way at instance {i}, which is gone")
 
 
-def _check_lanes(machine: Machine) -> None:
+def _check_lanes(machine: ClusterController) -> None:
     """Whoever waits or runs belongs to a request that has not ended."""
     lanes = machine.lanes
     present = [entry for lane in lanes.waiting for entry in lane] + [
@@ -34,12 +34,12 @@ def _check_lanes(machine: Machine) -> None:
             members = [member.journey for member in (entry, *entry.along)]
             alive = any(not journey.ended for journey in members)
         else:
-            alive = not isinstance(entry, Door) or entry.journey.door is entry
+            alive = not isinstance(entry, SchedulerEntry) or entry.journey.door is entry
         if not alive:
             raise InvariantError(f"{entry.owner} has ended, and a {entry.kind} of it is in the lanes")
 
 
-def _check_journeys(machine: Machine) -> None:
+def _check_journeys(machine: ClusterController) -> None:
     for name, journey in machine.journeys.items():
         if journey.ended or journey.request.id != name:
             raise InvariantError(f"{name} has ended and is still known")
@@ -55,7 +55,7 @@ def _check_journeys(machine: Machine) -> None:
             raise InvariantError(f"{name} is in a scheduler and on its way to one")
 
 
-def _check_counts(machine: Machine) -> None:
+def _check_counts(machine: ClusterController) -> None:
     state = machine.state
     load, tokens = [0] * len(state.load), [0.0] * len(state.load)
     for journey in machine.journeys.values():
@@ -75,7 +75,7 @@ def _check_counts(machine: Machine) -> None:
             raise InvariantError(f"{true} tokens wait on instance {i}, counted {counted}")
 
 
-def _open_spans(machine: Machine) -> list[SpanEntry]:
+def _open_spans(machine: ClusterController) -> list[SpanEntry]:
     """Spans that are not done, of those in a batch with one whose request has ended too."""
     found = {id(e): e for j in machine.journeys.values() for e in j.entries if e.state != "done"}
     for entry in list(found.values()):

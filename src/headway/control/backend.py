@@ -13,17 +13,17 @@ from typing import Protocol
 import msgspec
 
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span
 
 
-class Impossible(Exception):  # noqa: N818 - caught where it is raised for
+class ActionImpossible(Exception):  # noqa: N818 - caught where it is raised for
     """An action cannot be carried out; says why. The policy is told `Refused`."""
 
 
-class Figures(msgspec.Struct, frozen=True, gc=False):
+class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     """What the schedulers of an instance have: when their prefills will be done (absolute, predicted), prompt tokens
     that are not computed, KV tokens that are leased, requests."""
 
@@ -33,7 +33,7 @@ class Figures(msgspec.Struct, frozen=True, gc=False):
     running: int = 0
 
 
-class Hands(Protocol):
+class InstanceBackend(Protocol):
     """One a machine. `now`: the time that the machine was given with the callback which led here."""
 
     # -- what it expects ----------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class Hands(Protocol):
         """When the prefills are expected to be done that the schedulers of these instances have now. Absolute; 0.0 or
         the past: they have none."""
 
-    def refresh(self, instance: int) -> Figures:
+    def refresh(self, instance: int) -> SchedulerStats:
         """Something has changed there (a span ended, a request entered …): what its schedulers have now. Called before
         the policy is asked, once for each instance that was touched."""
 
@@ -76,22 +76,22 @@ class Hands(Protocol):
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Nobody needs a running span any more: its request has ended (all of a batch have). Nothing follows."""
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         """Give a request to the scheduler of a group. `Machine.stayed` follows, or `drop`. Raises RequestError when it
         can never be served there."""
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
         """Take a request out of the scheduler of `journey.group`; all output tokens that it has now. Its KV stays
         (`why` "moved") or may go (`why` "ended")."""
 
-    def announced(self, journey: Journey, target: int, now: float) -> None:
+    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
         """KV of a request will be sent to an instance, which may see to room for it. `send` of each piece follows."""
         return
 
-    def send(self, piece: Piece, now: float) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         """A piece may be sent: its sender is free, and a backend of its target is kept for it until `Machine.sent`."""
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         """A request has ended, with all of its output (`why` None) or without. Nothing of it is needed anywhere. Where
         its bytes stop at once, call `Machine.cancel`; else tell `sent` of each piece that is under way."""
 

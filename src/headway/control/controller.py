@@ -14,49 +14,49 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from headway.control.backend import Hands, Impossible
-from headway.control.holds import Holds
-from headway.control.instance_queues import Entry
-from headway.control.kv_migrations import Moves
-from headway.control.queue_entries import Door, SpanEntry
-from headway.control.request import Journey
-from headway.control.residency import Stays
-from headway.control.span_dispatcher import Spans
-from headway.control.state import State
-from headway.control.transfer_queue import Piece
+from headway.control.backend import ActionImpossible, InstanceBackend
+from headway.control.holds import GroupReservations
+from headway.control.instance_queues import QueueEntry
+from headway.control.kv_migrations import KvMigrations
+from headway.control.queue_entries import SchedulerEntry, SpanEntry
+from headway.control.request import ControlledRequest
+from headway.control.residency import SchedulerResidency
+from headway.control.span_dispatcher import SpanDispatcher
+from headway.control.state import ControllerState
+from headway.control.transfer_queue import KvSlice
 from headway.core.errors import InvariantError
 from headway.core.request import Request
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
-    Finished,
-    Hold,
-    Lost,
-    Placement,
-    Preempt,
-    Prefilled,
-    Refused,
-    Reject,
-    Release,
-    Resume,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
+    HoldGroup,
+    InstanceLost,
+    PlacementPolicy,
+    PreemptRequest,
+    RejectRequest,
+    ReleaseGroup,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    RequestPrefilled,
+    ResumeRequest,
     SpanDone,
-    Transfer,
-    Woken,
+    TransferKv,
+    WakeupDue,
 )
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance
+from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 
 
-class Machine:
+class ClusterController:
     """refused: actions that were. decision_s: seconds that each call of the policy took, if there is a stopwatch."""
 
     def __init__(
         self,
-        book: ClusterBook,
-        hands: Hands,
-        policy: Placement,
+        book: ClusterState,
+        hands: InstanceBackend,
+        policy: PlacementPolicy,
         *,
         layers: int,
         backends: int = 16,
@@ -65,7 +65,7 @@ class Machine:
     ) -> None:
         """`layers` of the model: where spans can be paused. `backends`: pieces that an instance receives at a time;
         `order` of receiving (`transfers.Transfers`). `stopwatch` is read around every call of the policy."""
-        self.state = State(book, hands, layers, backends, order)
+        self.state = ControllerState(book, hands, layers, backends, order)
         self.book, self.policy = book, policy
         self.lanes, self.journeys = self.state.lanes, self.state.journeys
         self.refused = 0
@@ -73,33 +73,33 @@ class Machine:
         self._hands = hands
         self._stopwatch = stopwatch
         self._news = self.state.news
-        self._moves = Moves(self.state)
-        self._holds = Holds(self.state)
-        self._spans = Spans(self.state, self._moves.begun)
-        self._stays = Stays(self.state, self._drop)
+        self._moves = KvMigrations(self.state)
+        self._holds = GroupReservations(self.state)
+        self._spans = SpanDispatcher(self.state, self._moves.begun)
+        self._stays = SchedulerResidency(self.state, self._drop)
         self._verbs: dict[type, Callable[[Any], None]] = {
-            Commit: self._spans.commit,
-            Hold: self._holds.hold,
-            Release: self._holds.release,
-            Enqueue: self._stays.enqueue,
-            Preempt: self._preempt,
-            Resume: self._spans.resume,
-            Transfer: self._moves.transfer,
-            Reject: self._reject,
+            CommitSpans: self._spans.commit,
+            HoldGroup: self._holds.hold,
+            ReleaseGroup: self._holds.release,
+            EnqueueRequest: self._stays.enqueue,
+            PreemptRequest: self._preempt,
+            ResumeRequest: self._spans.resume,
+            TransferKv: self._moves.transfer,
+            RejectRequest: self._reject,
         }
 
     # -- what a driver tells ------------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, now: float, driver: Any = None) -> Journey:
+    def arrive(self, request: Request, now: float, driver: Any = None) -> ControlledRequest:
         """A request is there; `driver`: what the hands want to keep with it. A name may be used again when the request
         that had it has ended."""
         if request.id in self.journeys:
             raise InvariantError(f"there is a request {request.id} already")
         self.state.now = now
-        journey = self.journeys[request.id] = Journey(request)
+        journey = self.journeys[request.id] = ControlledRequest(request)
         journey.driver = driver
         self.book.arrived(now)
-        self._news.append(Arrived(request))
+        self._news.append(RequestArrived(request))
         return journey
 
     def span_done(self, entry: SpanEntry, now: float, over: Collection[str] = ()) -> None:
@@ -126,7 +126,7 @@ class Machine:
         self.state.now = now
         self._spans.park(entry, layer, tokens, share)
 
-    def stayed(self, journey: Journey, tokens: int, finished: bool, now: float) -> None:
+    def stayed(self, journey: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
         """A request's stay in a scheduler has ended by itself: with all of its output, or with its first token where
         that is what it was there for. tokens: of its output that there are now."""
         self.state.now = now
@@ -135,14 +135,14 @@ class Machine:
         if finished:
             self._finish(journey)
         else:
-            self._news.append(Prefilled(journey.request.id, journey.group))
+            self._news.append(RequestPrefilled(journey.request.id, journey.group))
 
-    def sent(self, piece: Piece, now: float) -> None:
+    def sent(self, piece: KvSlice, now: float) -> None:
         """A piece is there, and all of its backend and sender are free. Harmless when it is over already."""
         self.state.now = now
         self._moves.sent(piece, self.journeys.get(piece.request))
 
-    def drop(self, journey: Journey, why: str, now: float) -> None:
+    def drop(self, journey: ControlledRequest, why: str, now: float) -> None:
         """A request ends without all of its output: its client left, an instance refused it or lost its KV. Harmless
         when it has ended."""
         self.state.now = now
@@ -150,17 +150,18 @@ class Machine:
             self._drop(journey, why)
 
     def changed(self, instances: Iterable[int], now: float) -> None:
-        """What the schedulers of these instances have is different: `Hands.refresh` will be asked before the policy."""
+        """What the schedulers of these instances have is different: `InstanceBackend.refresh` will be asked before
+        the policy."""
         self.state.now = now
         self.state.touch(instances)
 
     def woken(self, now: float) -> None:
         """The time has come that the policy asked for."""
         self.state.now = now
-        self._news.append(Woken())
+        self._news.append(WakeupDue())
 
     def cancel(self, name: str) -> None:
-        """The pieces of a request that are under way end here and now. From `Hands.forget`."""
+        """The pieces of a request that are under way end here and now. From `InstanceBackend.forget`."""
         self.state.transfers.cancel(name)
 
     def note(self, word: str) -> None:
@@ -180,7 +181,7 @@ class Machine:
             self.book.remove(instance)
         state.closed.discard(instance)
         state.gone.add(instance)
-        self._news.append(Lost(instance))
+        self._news.append(InstanceLost(instance))
         hit = [self.journeys[name] for name, places in state.everywhere().items() if instance in places]
         with state.once():
             for journey in hit:
@@ -197,9 +198,9 @@ class Machine:
             self.state.closed.add(instance)
             self.book.remove(instance)
 
-    def open(self, instance: Instance, now: float) -> None:
+    def open(self, instance: ClusterInstance, now: float) -> None:
         """An instance is there (again), empty unless it was only closed; a new one has the next id. The policy is told
-        `Woken`, so that requests which found no instance are looked at again."""
+        `WakeupDue`, so that requests which found no instance are looked at again."""
         state = self.state
         state.now = now
         known = instance.id < len(self.book.instances)
@@ -213,7 +214,7 @@ class Machine:
         state.closed.discard(instance.id)
         state.anew()
         state.touch((instance.id,))
-        self._news.append(Woken())
+        self._news.append(WakeupDue())
 
     def quiet(self, instance: int) -> bool:
         """Whether nobody has anything there."""
@@ -229,10 +230,10 @@ class Machine:
         news, state, policy = self._news, self.state, self.policy
         while news:
             event = news.popleft()
-            if isinstance(event, Finished | Dropped):
+            if isinstance(event, RequestFinished | RequestDropped):
                 state.leaving.discard(event.request)
             state.flush()
-            view = ClusterView(self.book, state.now)
+            view = ClusterSnapshot(self.book, state.now)
             if self._stopwatch is None:
                 wanted = policy.on_event(event, view)
             else:
@@ -260,12 +261,12 @@ class Machine:
         """Carry out one action, or say that it was refused."""
         try:
             self._verbs[type(action)](action)
-        except Impossible as why:
+        except ActionImpossible as why:
             self.refused += 1
-            name = action.holder if isinstance(action, Hold | Release) else action.request
-            self._news.append(Refused(name, type(action).__name__.lower(), str(why)))
+            name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
+            self._news.append(ActionRefused(name, type(action).__name__.lower(), str(why)))
 
-    def _preempt(self, action: Preempt) -> None:
+    def _preempt(self, action: PreemptRequest) -> None:
         journey = self.state.journey(action.request)
         entry = next((e for e in journey.entries if e.state == "running"), None)
         if entry is not None:
@@ -273,9 +274,9 @@ class Machine:
         elif journey.staying and journey.phase == "decode":
             self._stays.preempt(journey)
         else:
-            raise Impossible(f"{action.request} does not run")
+            raise ActionImpossible(f"{action.request} does not run")
 
-    def _reject(self, action: Reject) -> None:
+    def _reject(self, action: RejectRequest) -> None:
         self._drop(self.state.journey(action.request), f"rejected: {action.why}")
 
     # -- beginnings and ends ------------------------------------------------------------------------------------------
@@ -296,27 +297,27 @@ class Machine:
                     began = True
         return began
 
-    def _clear(self, entry: Entry) -> bool:
+    def _clear(self, entry: QueueEntry) -> bool:
         """Spans and holds wait until their instances' schedulers are empty, unless they go beside."""
         return entry.kind == "door" or entry.beside or not any(self.state.load[i] for i in entry.group)
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, entry: QueueEntry) -> None:
         if isinstance(entry, SpanEntry):
             self._spans.begin(entry)
-        elif isinstance(entry, Door):
+        elif isinstance(entry, SchedulerEntry):
             self._stays.through(entry)
         else:
             self._holds.granted(entry)
 
-    def _finish(self, journey: Journey) -> None:
+    def _finish(self, journey: ControlledRequest) -> None:
         self._forget(journey, None)
-        self._news.append(Finished(journey.request.id))
+        self._news.append(RequestFinished(journey.request.id))
 
-    def _drop(self, journey: Journey, why: str) -> None:
+    def _drop(self, journey: ControlledRequest, why: str) -> None:
         self._forget(journey, why)
-        self._news.append(Dropped(journey.request.id, why))
+        self._news.append(RequestDropped(journey.request.id, why))
 
-    def _forget(self, journey: Journey, why: str | None) -> None:
+    def _forget(self, journey: ControlledRequest, why: str | None) -> None:
         """Whatever a request has anywhere is free."""
         state, name = self.state, journey.request.id
         self._stays.leave(journey, "ended")

@@ -12,31 +12,32 @@ from typing import Any
 
 import msgspec
 
-from headway.control.backend import Figures, Hands, Impossible
-from headway.control.controller import Machine
+from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.errors import RequestError
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.policy.placement.base import Action, Event, Placement
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance
+from headway.policy.placement.base import Action, Event, PlacementPolicy
+from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 
 SCHEMA = "headway.cluster.log/1"
 Sink = Callable[[bytes], object]
 """Takes one line, with its end: a file's `write`."""
 
 
-class Recorded(Machine):
-    """A `Machine` that writes down what it is told. Used as one; `about`: whatever the driver wants to find in the log
+class RecordingController(ClusterController):
+    """A `ClusterController` that writes down what it is told. Used as one; `about`: whatever the driver wants to
+    find in the log
     (how to make the policy again)."""
 
     def __init__(
         self,
-        book: ClusterBook,
-        hands: Hands,
-        policy: Placement,
+        book: ClusterState,
+        hands: InstanceBackend,
+        policy: PlacementPolicy,
         *,
         sink: Sink,
         layers: int,
@@ -58,11 +59,11 @@ class Recorded(Machine):
                 "about": about,
             }
         )
-        self._heard = RecordedHands(hands, self._write)
+        self._heard = RecordingBackend(hands, self._write)
         super().__init__(
             book,
             self._heard,
-            RecordedPolicy(policy, self._write),
+            RecordingPolicy(policy, self._write),
             layers=layers,
             backends=backends,
             order=order,
@@ -78,7 +79,7 @@ class Recorded(Machine):
     def note(self, word: str) -> None:
         self._do("note", self.state.now, note=word)
 
-    def arrive(self, request: Request, now: float, driver: Any = None) -> Journey:
+    def arrive(self, request: Request, now: float, driver: Any = None) -> ControlledRequest:
         self._do("arrive", now, request=request)
         return super().arrive(request, now, driver)
 
@@ -93,15 +94,15 @@ class Recorded(Machine):
         self._do("span_paused", now, **where)
         super().span_paused(entry, layer, now, tokens, share)
 
-    def stayed(self, journey: Journey, tokens: int, finished: bool, now: float) -> None:
+    def stayed(self, journey: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
         self._do("stayed", now, request=journey.request.id, tokens=tokens, finished=finished)
         super().stayed(journey, tokens, finished, now)
 
-    def sent(self, piece: Piece, now: float) -> None:
+    def sent(self, piece: KvSlice, now: float) -> None:
         self._do("sent", now, piece=piece.number)
         super().sent(piece, now)
 
-    def drop(self, journey: Journey, why: str, now: float) -> None:
+    def drop(self, journey: ControlledRequest, why: str, now: float) -> None:
         if not journey.ended:
             self._do("drop", now, request=journey.request.id, why=why)
         super().drop(journey, why, now)
@@ -130,7 +131,7 @@ class Recorded(Machine):
         self._do("close", now, instance=instance)
         super().close(instance, now)
 
-    def open(self, instance: Instance, now: float) -> None:
+    def open(self, instance: ClusterInstance, now: float) -> None:
         self._do("open", now, instance=instance)
         super().open(instance, now)
 
@@ -144,13 +145,13 @@ class Recorded(Machine):
         return super().settle(now)
 
 
-class RecordedPolicy:
+class RecordingPolicy:
     """A policy, and what it decides."""
 
-    def __init__(self, policy: Placement, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, policy: PlacementPolicy, write: Callable[[dict[str, Any]], None]) -> None:
         self._policy, self._write = policy, write
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         actions = self._policy.on_event(event, view)
         self._write({"event": plain(event), "actions": [plain(action) for action in actions]})
         return actions
@@ -161,10 +162,10 @@ class RecordedPolicy:
         return at
 
 
-class RecordedHands(Hands):
+class RecordingBackend(InstanceBackend):
     """Hands, and what they answer. forgetting: a request is being forgotten; cancels: its pieces were cancelled."""
 
-    def __init__(self, hands: Hands, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, hands: InstanceBackend, write: Callable[[dict[str, Any]], None]) -> None:
         self._hands, self._write = hands, write
         self.forgetting = self.cancels = False
         self._asked: dict[str, int] = {}
@@ -180,7 +181,7 @@ class RecordedHands(Hands):
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         try:
             seconds = self._hands.span_s(spans, nodes, before)
-        except Impossible as why:
+        except ActionImpossible as why:
             self._said("span_s", {"impossible": str(why)})
             raise
         self._said("span_s", seconds)
@@ -196,7 +197,7 @@ class RecordedHands(Hands):
         self._said(f"busy_s {group}", at_s)
         return at_s
 
-    def refresh(self, instance: int) -> Figures:
+    def refresh(self, instance: int) -> SchedulerStats:
         figures = self._hands.refresh(instance)
         self._said(f"refresh {instance}", figures)
         return figures
@@ -215,7 +216,7 @@ class RecordedHands(Hands):
     def pause(self, entry: SpanEntry, now: float) -> None:
         try:
             self._hands.pause(entry, now)
-        except Impossible as why:
+        except ActionImpossible as why:
             self._said("pause", {"impossible": str(why)})
             raise
         self._said("pause", None)
@@ -223,7 +224,7 @@ class RecordedHands(Hands):
     def stop(self, entry: SpanEntry, now: float) -> None:
         self._hands.stop(entry, now)
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         try:
             self._hands.enter(journey, group, phase, now)
         except RequestError as error:
@@ -231,18 +232,18 @@ class RecordedHands(Hands):
             raise
         self._said("enter", None)
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
         tokens = self._hands.leave(journey, why, now)
         self._said("leave", tokens)
         return tokens
 
-    def announced(self, journey: Journey, target: int, now: float) -> None:
+    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
         self._hands.announced(journey, target, now)
 
-    def send(self, piece: Piece, now: float) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         self._hands.send(piece, now)
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         self.forgetting, self.cancels = True, False
         self._hands.forget(journey, why, now)
         self.forgetting = False

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.control.backend import Impossible
-from headway.control.instance_queues import Entry
-from headway.control.state import State
-from headway.policy.placement.base import Held, Hold, Refused, Release
+from headway.control.backend import ActionImpossible
+from headway.control.instance_queues import QueueEntry
+from headway.control.state import ControllerState
+from headway.policy.placement.base import ActionRefused, HoldGranted, HoldGroup, ReleaseGroup
 
 
-class Holds:
-    def __init__(self, state: State) -> None:
+class GroupReservations:
+    def __init__(self, state: ControllerState) -> None:
         self._state = state
-        self._waiting: dict[str, list[Entry]] = {}
+        self._waiting: dict[str, list[QueueEntry]] = {}
 
-    def hold(self, action: Hold) -> None:
+    def hold(self, action: HoldGroup) -> None:
         state = self._state
         if action.holder in state.leaving:
-            raise Impossible(f"there is no request {action.holder}")
+            raise ActionImpossible(f"there is no request {action.holder}")
         group = state.group(action.group)
         if any(holder == action.holder for holder in state.lanes.holder):
             taken = [i for i in group if not state.lanes.empty(i)]
             if taken:
-                raise Impossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
-        entry = Entry("hold", action.holder, group)
+                raise ActionImpossible(f"{action.holder} holds a group already, and instance {taken[0]} is not free")
+        entry = QueueEntry("hold", action.holder, group)
         self._waiting.setdefault(action.holder, []).append(entry)
         state.lanes.append(entry)
         state.touch(group)
 
-    def release(self, action: Release) -> None:
+    def release(self, action: ReleaseGroup) -> None:
         if not action.group:
             self.withdraw(action.holder)
         self.let_go(action.holder, action.group)
@@ -47,11 +47,11 @@ class Holds:
             self._state.hands.released(holder, freed, self._state.now)
             self._state.touch(freed)
 
-    def granted(self, entry: Entry) -> None:
+    def granted(self, entry: QueueEntry) -> None:
         """A hold's turn has come."""
         self._waits_no_longer(entry)
         self._state.hands.held(entry.owner, entry.group, self._state.now)
-        self._state.news.append(Held(entry.owner, entry.group))
+        self._state.news.append(HoldGranted(entry.owner, entry.group))
 
     def lose(self, instance: int) -> None:
         """An instance is gone: nobody holds it, and who waits for a group with it is refused. (Requests that hold it
@@ -61,12 +61,12 @@ class Holds:
             state.lanes.park(entry)
             self._waits_no_longer(entry)
             state.touch(entry.group)
-            state.news.append(Refused(entry.owner, "hold", f"instance {instance} is gone"))
+            state.news.append(ActionRefused(entry.owner, "hold", f"instance {instance} is gone"))
         holder = state.lanes.holder[instance]
         if holder is not None:
             self.let_go(holder, (instance,))
 
-    def _waits_no_longer(self, entry: Entry) -> None:
+    def _waits_no_longer(self, entry: QueueEntry) -> None:
         others = [other for other in self._waiting.pop(entry.owner) if other is not entry]
         if others:
             self._waiting[entry.owner] = others

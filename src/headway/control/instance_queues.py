@@ -19,7 +19,7 @@ Kind = Literal["span", "hold", "door"]
 State = Literal["waiting", "running", "parked", "done"]
 
 
-class Entry:
+class QueueEntry:
     """Something that takes its turn. `owner`: the request's id, or the holder's. `after`: what must be done first.
     `planned_s`: when it is expected to end (`Timeline`)."""
 
@@ -30,7 +30,7 @@ class Entry:
         kind: Kind,
         owner: str,
         group: tuple[int, ...],
-        after: Entry | None = None,
+        after: QueueEntry | None = None,
         beside: bool = False,
     ) -> None:
         self.kind, self.owner, self.group = kind, owner, group
@@ -39,7 +39,7 @@ class Entry:
         self.state: State = "parked"
         self.planned_s = 0.0
 
-    def __lt__(self, other: Entry) -> bool:
+    def __lt__(self, other: QueueEntry) -> bool:
         return self.rank < other.rank
 
     def left_s(self, layers: int) -> float:
@@ -47,14 +47,14 @@ class Entry:
         return 0.0
 
 
-class Lanes:
+class InstanceQueues:
     """One lane an instance. Nothing here knows time."""
 
     def __init__(self, nodes: Iterable[int]) -> None:
         """`nodes`: the node of each instance, by id."""
         self.nodes = list(nodes)
-        self.waiting: list[list[Entry]] = [[] for _ in self.nodes]
-        self.running: list[Entry | None] = [None] * len(self.nodes)
+        self.waiting: list[list[QueueEntry]] = [[] for _ in self.nodes]
+        self.running: list[QueueEntry | None] = [None] * len(self.nodes)
         self.holder: list[str | None] = [None] * len(self.nodes)
         self._last = 0
         self._first = 0
@@ -70,17 +70,17 @@ class Lanes:
         """The order of acquisition."""
         return tuple(sorted(set(group), key=lambda i: (self.nodes[i], i)))
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: QueueEntry) -> None:
         """Behind everything."""
         self._last += 1
         self._enter(entry, self._last)
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: QueueEntry) -> None:
         """Before everything that waits (a resumed span)."""
         self._first -= 1
         self._enter(entry, self._first)
 
-    def _enter(self, entry: Entry, rank: int) -> None:
+    def _enter(self, entry: QueueEntry, rank: int) -> None:
         entry.rank, entry.state = rank, "waiting"
         for i in entry.group:
             lane = self.waiting[i]
@@ -102,7 +102,7 @@ class Lanes:
         """Whether nobody holds it, runs on it or waits for it."""
         return self.holder[instance] is None and self.running[instance] is None and not self.waiting[instance]
 
-    def first(self, instance: int) -> Entry | None:
+    def first(self, instance: int) -> QueueEntry | None:
         """Who is next there: the holder's own first entry where it is held."""
         holder = self.holder[instance]
         if holder is None:
@@ -110,7 +110,7 @@ class Lanes:
             return lane[0] if lane else None
         return next((entry for entry in self.waiting[instance] if entry.owner == holder), None)
 
-    def ready(self, entry: Entry) -> bool:
+    def ready(self, entry: QueueEntry) -> bool:
         """Whether it is an entry's turn on all of its instances at once. Spans need instances on which no span runs;
         doors need that nothing exclusive runs."""
         if entry.after is not None and entry.after.state != "done":
@@ -123,12 +123,12 @@ class Lanes:
                 return False
         return True
 
-    def candidates(self, instances: Iterable[int]) -> list[Entry]:
+    def candidates(self, instances: Iterable[int]) -> list[QueueEntry]:
         """First entries of these lanes, in order of rank, each once."""
         found = {id(entry): entry for i in instances if (entry := self.first(i)) is not None}
         return sorted(found.values())
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: QueueEntry) -> None:
         """Take an entry off its lanes: a span runs, a hold holds, a door is gone through."""
         if not self.ready(entry):
             raise InvariantError(f"it is not the turn of {entry.owner}")
@@ -144,12 +144,12 @@ class Lanes:
         else:
             entry.state = "done"
 
-    def finish(self, entry: Entry) -> None:
+    def finish(self, entry: QueueEntry) -> None:
         """A running span has ended."""
         self._stop(entry)
         entry.state = "done"
 
-    def park(self, entry: Entry) -> None:
+    def park(self, entry: QueueEntry) -> None:
         """Off the lanes, to be pushed or appended again, or forgotten."""
         if entry.state == "running":
             self._stop(entry)
@@ -167,13 +167,13 @@ class Lanes:
                 freed.append(i)
         return tuple(freed)
 
-    def _stop(self, entry: Entry) -> None:
+    def _stop(self, entry: QueueEntry) -> None:
         for i in entry.group:
             if self.running[i] is not entry:
                 raise InvariantError(f"{entry.owner} does not run on instance {i}")
             self.running[i] = None
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: QueueEntry) -> None:
         for i in entry.group:
             self.waiting[i].remove(entry)
 

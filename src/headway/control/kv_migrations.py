@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from headway.control.backend import Impossible
+from headway.control.backend import ActionImpossible
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.state import State
-from headway.control.transfer_queue import Piece
-from headway.policy.placement.base import KvReady, Transfer
+from headway.control.request import ControlledRequest
+from headway.control.state import ControllerState
+from headway.control.transfer_queue import KvSlice
+from headway.policy.placement.base import KvReady, TransferKv
 
 
-class Moves:
-    def __init__(self, state: State) -> None:
+class KvMigrations:
+    def __init__(self, state: ControllerState) -> None:
         self._state = state
 
-    def transfer(self, action: Transfer) -> None:
+    def transfer(self, action: TransferKv) -> None:
         state = self._state
         journey = state.journey(action.request)
         state.group((action.to,), journey)
         if action.index is not None:
             if not 0 <= action.index < len(journey.entries):
-                raise Impossible(f"{action.request} has no span {action.index}")
+                raise ActionImpossible(f"{action.request} has no span {action.index}")
             entry = journey.entries[action.index]
             if entry.state in ("running", "done"):
                 self._check_there(action.request, entry.group)
@@ -30,18 +30,18 @@ class Moves:
             return
         group = journey.group or (journey.entries[-1].group if journey.entries else ())
         if not group:
-            raise Impossible(f"{action.request} has no KV anywhere")
+            raise ActionImpossible(f"{action.request} has no KV anywhere")
         self._check_there(action.request, group)
         known, share = journey.request.prompt_tokens + journey.tokens, len(group)
         state.transfers.add(
-            [Piece(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
+            [KvSlice(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
         )
         state.hands.announced(journey, action.to, state.now)
 
     def _check_there(self, request: str, holders: tuple[int, ...]) -> None:
         gone = self._state.gone.intersection(holders)
         if gone:
-            raise Impossible(f"KV of {request} was on instance {min(gone)}, which is gone")
+            raise ActionImpossible(f"KV of {request} was on instance {min(gone)}, which is gone")
 
     def begun(self, entry: SpanEntry) -> None:
         """A request's span begins: its KV is announced to whom it will be sent."""
@@ -51,11 +51,11 @@ class Moves:
 
     def _announce(self, entry: SpanEntry, to: int) -> None:
         span, share = entry.span, len(entry.group)
-        pieces = [Piece(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
+        pieces = [KvSlice(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
         self._state.transfers.add(pieces, self._state.now)
         self._state.hands.announced(entry.journey, to, self._state.now)
 
-    def sent(self, piece: Piece, journey: Journey | None) -> None:
+    def sent(self, piece: KvSlice, journey: ControlledRequest | None) -> None:
         """A piece is there; `journey`: its request's, unless that has ended."""
         state = self._state
         if state.transfers.finish(piece) and journey is not None and not journey.sends:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headway.control.instance_queues import Entry
+from headway.control.instance_queues import QueueEntry
 from headway.core.span import Phase, Span
-from headway.policy.placement.base import Progress
+from headway.policy.placement.base import SpanProgress
 
 if TYPE_CHECKING:
-    from headway.control.request import Journey
+    from headway.control.request import ControlledRequest
 
 
-class SpanEntry(Entry):
+class SpanEntry(QueueEntry):
     """A committed span. `last`: it ends the prompt. predicted_s: of all of it; layer: where it goes on, of the tokens
     from `tokens` on; share: of its time that is over with that (None: as of its layers); extra_s: what restoring its
     state takes; resumed: it has been paused, and goes on from there.
@@ -25,7 +25,7 @@ class SpanEntry(Entry):
 
     def __init__(
         self,
-        journey: Journey,
+        journey: ControlledRequest,
         span: Span,
         index: int,
         group: tuple[int, ...],
@@ -53,17 +53,19 @@ class SpanEntry(Entry):
         """Predicted seconds from where it goes on."""
         return self.predicted_s * (1.0 - self.over(layers)) + self.extra_s
 
-    def progress(self) -> Progress:
+    def progress(self) -> SpanProgress:
         """After a pause."""
-        return Progress(self.tokens, self.layer)
+        return SpanProgress(self.tokens, self.layer)
 
 
-class Door(Entry):
+class SchedulerEntry(QueueEntry):
     """A request on its way to a scheduler: its prompt's tokens, and the seconds that they take alone there."""
 
     __slots__ = ("journey", "phase", "seconds", "tokens")
 
-    def __init__(self, journey: Journey, group: tuple[int, ...], phase: Phase, tokens: int, seconds: float) -> None:
+    def __init__(
+        self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, tokens: int, seconds: float
+    ) -> None:
         super().__init__("door", journey.request.id, group)
         self.journey, self.phase, self.tokens, self.seconds = journey, phase, tokens, seconds
 

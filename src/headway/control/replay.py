@@ -1,7 +1,7 @@
 """A log driven again: the same machine and policy, the driver's part from the log, in the log's own time.
 
 A policy whose decisions depend on nothing but events, views and its own state decides the same. Where it does not,
-`Replay.run` says at which decision first; nothing after that means anything.
+`ReplayResult.run` says at which decision first; nothing after that means anything.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 import msgspec
 
-from headway.control.backend import Figures, Hands, Impossible
-from headway.control.controller import Machine
+from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controller import ClusterController
 from headway.control.decision_log import SCHEMA, plain
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.errors import ConfigError, RequestError
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.policy.placement.base import Action, Event, Placement
-from headway.policy.placement.view import ClusterBook, ClusterView, Instance, Links
+from headway.policy.placement.base import Action, Event, PlacementPolicy
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplayDifference:
     """The first decision that is another one. `recorded`, `replayed`: (event, actions), or when to be woken; None:
     there is none."""
 
@@ -39,19 +39,19 @@ class Difference:
         return f"decision {self.decision} at {self.at_s:.6f} s: recorded {self.recorded}, replayed {self.replayed}"
 
 
-class _Differs(Exception):  # noqa: N818 - the end of a replay, not an error
+class _DecisionDiffersError(Exception):
     def __init__(self, recorded: object, replayed: object) -> None:
         super().__init__(recorded, replayed)
         self.recorded, self.replayed = recorded, replayed
 
 
-class Replay:
+class ReplayResult:
     """decisions: that were the same so far."""
 
     def __init__(
         self,
         lines: Iterable[bytes | str],
-        make: Callable[[Replay], Placement],
+        make: Callable[[ReplayResult], PlacementPolicy],
         noted: Callable[[str], None] | None = None,
     ) -> None:
         """`make`: the policy, new, as the driver made it (it may look at `machine` and `about` when it is asked).
@@ -61,12 +61,12 @@ class Replay:
         self.about: Any = header["about"]
         self.decisions = 0
         self._noted = noted
-        instances = msgspec.convert(header["instances"], list[Instance])
-        book = ClusterBook(instances, msgspec.convert(header["links"], Links))
+        instances = msgspec.convert(header["instances"], list[ClusterInstance])
+        book = ClusterState(instances, msgspec.convert(header["links"], ClusterLinks))
         for instance in header["gone"]:
             book.remove(instance)
-        self._hands = _LoggedHands(answers, lambda name: self.machine.cancel(name))
-        self.machine = Machine(
+        self._hands = _LoggedBackend(answers, lambda name: self.machine.cancel(name))
+        self.machine = ClusterController(
             book,
             self._hands,
             self,
@@ -76,7 +76,7 @@ class Replay:
         )
         self._policy = make(self)
 
-    def run(self) -> Difference | None:
+    def run(self) -> ReplayDifference | None:
         """Drive it to the log's end; None: all decisions were the same. (What follows from the last callback may have
         been cut off.) ConfigError names a line that nothing can be driven by."""
         left = len(self._calls)
@@ -85,22 +85,22 @@ class Replay:
                 left -= 1
                 try:
                     self._do(call)
-                except _Differs:
+                except _DecisionDiffersError:
                     raise
                 except Exception as error:
                     what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
                     raise ConfigError(f"line {number} of the log cannot be replayed: {what}") from error
-        except _Differs as differs:
+        except _DecisionDiffersError as differs:
             if not left and differs.recorded is None:
                 return None
-            return Difference(self.decisions, self.machine.state.now, differs.recorded, differs.replayed)
+            return ReplayDifference(self.decisions, self.machine.state.now, differs.recorded, differs.replayed)
         if self.decisions < len(self._decided):
-            return Difference(self.decisions, self.machine.state.now, self._decided[self.decisions], None)
+            return ReplayDifference(self.decisions, self.machine.state.now, self._decided[self.decisions], None)
         return None
 
     # -- the policy ---------------------------------------------------------------------------------------------------
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement: the policy's own, compared."""
         actions = self._policy.on_event(event, view)
         self._compare([plain(event), [plain(action) for action in actions]])
@@ -115,9 +115,9 @@ class Replay:
     def _compare(self, decided: object) -> None:
         decided = msgspec.json.decode(msgspec.json.encode(decided))
         if self.decisions >= len(self._decided):
-            raise _Differs(None, decided)
+            raise _DecisionDiffersError(None, decided)
         if self._decided[self.decisions] != decided:
-            raise _Differs(self._decided[self.decisions], decided)
+            raise _DecisionDiffersError(self._decided[self.decisions], decided)
         self.decisions += 1
 
     # -- the driver ---------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Replay:
         elif word in ("span_done", "span_paused"):
             entry = self._hands.running.pop((call["request"], call["index"]), None)
             if entry is None or entry.state != "running":
-                raise _Differs(call, "it does not run")
+                raise _DecisionDiffersError(call, "it does not run")
             if word == "span_done":
                 machine.span_done(entry, now, call["over"])
             else:
@@ -157,14 +157,14 @@ class Replay:
         elif word == "close":
             machine.close(call["instance"], now)
         elif word == "open":
-            machine.open(msgspec.convert(call["instance"], Instance), now)
+            machine.open(msgspec.convert(call["instance"], ClusterInstance), now)
         elif word == "note" and self._noted is not None:
             self._noted(call["note"])
 
-    def _journey(self, call: dict[str, Any]) -> Journey:
+    def _journey(self, call: dict[str, Any]) -> ControlledRequest:
         journey = self.machine.journeys.get(call["request"])
         if journey is None:
-            raise _Differs(call, "there is no such request")
+            raise _DecisionDiffersError(call, "there is no such request")
         return journey
 
 
@@ -207,7 +207,7 @@ def _read(
     raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
 
 
-class _LoggedHands(Hands):
+class _LoggedBackend(InstanceBackend):
     """Answer what was answered. running, sending: what callbacks will name."""
 
     def __init__(self, answers: dict[str, list[Any]], cancel: Callable[[str], None]) -> None:
@@ -217,19 +217,19 @@ class _LoggedHands(Hands):
         self._now: dict[str, Any] = {}
         self._asked: dict[str, int] = {}
         self.running: dict[tuple[str, int], SpanEntry] = {}
-        self.sending: dict[int, Piece] = {}
+        self.sending: dict[int, KvSlice] = {}
 
     def _said(self, question: str) -> Any:
         count = self._asked.get(question, 0)
         self._asked[question] = count + 1
         if question not in self._next:
-            raise _Differs(None, f"the hands were asked: {question}")
+            raise _DecisionDiffersError(None, f"the hands were asked: {question}")
         if self._next[question][0] == count:
             self._now[question] = self._next[question][1]
             self._next[question] = next(self._answers[question])
         answer = self._now[question]
         if isinstance(answer, dict) and "impossible" in answer:
-            raise Impossible(answer["impossible"])
+            raise ActionImpossible(answer["impossible"])
         if isinstance(answer, dict) and "refused" in answer:
             raise RequestError(answer["refused"])
         return answer
@@ -244,8 +244,8 @@ class _LoggedHands(Hands):
     def busy_s(self, group: tuple[int, ...]) -> float:
         return float(self._said(f"busy_s {group}"))
 
-    def refresh(self, instance: int) -> Figures:
-        return msgspec.convert(self._said(f"refresh {instance}"), Figures)
+    def refresh(self, instance: int) -> SchedulerStats:
+        return msgspec.convert(self._said(f"refresh {instance}"), SchedulerStats)
 
     def fits(self, entry: SpanEntry) -> bool:
         return bool(self._said("fits")) if "fits" in self._next else True  # logs of 0.1 do not say
@@ -259,16 +259,16 @@ class _LoggedHands(Hands):
     def stop(self, entry: SpanEntry, now: float) -> None:
         self.running.pop((entry.owner, entry.index), None)
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         self._said("enter")
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
         return int(self._said("leave"))
 
-    def send(self, piece: Piece, now: float) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         self.sending[piece.number] = piece
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         if self._said("forget"):
             self._cancel(journey.request.id)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.control.queue_entries import Door, SpanEntry
+from headway.control.queue_entries import SchedulerEntry, SpanEntry
 from headway.core.request import Request
 from headway.core.span import Phase
 
 
-class Journey:
+class ControlledRequest:
     """entries: committed spans, in order. door: its turn at a scheduler, while it waits. staying: it is in the
     scheduler of `group`, for `phase`; `group` stays where its KV lies when it has left.
 
@@ -23,7 +23,7 @@ class Journey:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.entries: list[SpanEntry] = []
-        self.door: Door | None = None
+        self.door: SchedulerEntry | None = None
         self.staying = False
         self.group: tuple[int, ...] = ()
         self.phase: Phase = "all"

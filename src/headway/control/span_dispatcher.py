@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from headway.control.backend import Impossible
+from headway.control.backend import ActionImpossible
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.state import State
-from headway.policy.placement.base import Commit, Paused, Resume
+from headway.control.request import ControlledRequest
+from headway.control.state import ControllerState
+from headway.policy.placement.base import CommitSpans, ResumeRequest, SpanPaused
 
 
-class Spans:
-    def __init__(self, state: State, begun: Callable[[SpanEntry], None]) -> None:
+class SpanDispatcher:
+    def __init__(self, state: ControllerState, begun: Callable[[SpanEntry], None]) -> None:
         """`begun` is told of each request's span that begins, if it has not ended before."""
         self._state = state
         self._tell_begun = begun
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
-    def commit(self, action: Commit) -> None:
+    def commit(self, action: CommitSpans) -> None:
         if action.along:
             self._commit_batch(action)
             return
@@ -40,29 +40,29 @@ class Spans:
             state.touch(group)
             before = entry
 
-    def _check_spans(self, journey: Journey, action: Commit, groups: list[tuple[int, ...]]) -> None:
+    def _check_spans(self, journey: ControlledRequest, action: CommitSpans, groups: list[tuple[int, ...]]) -> None:
         at = journey.entries[-1].span.end if journey.entries else action.spans[0].start
         held = {i for i, holder in enumerate(self._state.lanes.holder) if holder == action.request}
         for span, group in zip(action.spans, groups, strict=True):
             if span.start != at or span.end <= span.start:
-                raise Impossible(f"a span of tokens {span.start} to {span.end} does not go on from {at}")
+                raise ActionImpossible(f"a span of tokens {span.start} to {span.end} does not go on from {at}")
             if held and not held.issuperset(group):
-                raise Impossible("a holder's spans must lie on what it holds")
+                raise ActionImpossible("a holder's spans must lie on what it holds")
             at = span.end
         if at > journey.request.prompt_tokens:
-            raise Impossible(f"the prompt has {journey.request.prompt_tokens} tokens, not {at}")
+            raise ActionImpossible(f"the prompt has {journey.request.prompt_tokens} tokens, not {at}")
 
     def _check_fresh(self, instances: Iterable[int], version: int) -> None:
         changed_at = self._state.book.changed_at
         for i in instances:
             if changed_at[i] > version:
-                raise Impossible(f"instance {i} has changed since version {version}")
+                raise ActionImpossible(f"instance {i} has changed since version {version}")
 
     def _nodes(self, group: tuple[int, ...]) -> int:
         nodes = self._state.lanes.nodes
         return len({nodes[i] for i in group})
 
-    def _commit_batch(self, action: Commit) -> None:
+    def _commit_batch(self, action: CommitSpans) -> None:
         """One entry on the lanes for all; each request has an entry of its own to be found by."""
         state = self._state
         spans = (*action.spans, *action.along)
@@ -71,14 +71,14 @@ class Spans:
         self._check_fresh(group, action.version)
         names = {journey.request.id for journey in journeys}
         if len(action.spans) != 1 or len(names) != len(spans) or spans[0].request.id != action.request:
-            raise Impossible("a batch has one span of each of its requests, the first one's first")
+            raise ActionImpossible("a batch has one span of each of its requests, the first one's first")
         if any(state.lanes.holder[i] is not None for i in group):
-            raise Impossible("a batch cannot run on instances that are held")
+            raise ActionImpossible("a batch cannot run on instances that are held")
         for span, journey in zip(spans, journeys, strict=True):
             if state.group(span.group, journey) != group or journey.entries:
-                raise Impossible("a batch runs on one group, and its requests have no other spans")
+                raise ActionImpossible("a batch runs on one group, and its requests have no other spans")
             if not 0 <= span.start < span.end <= journey.request.prompt_tokens:
-                raise Impossible(f"tokens {span.start} to {span.end} are not in {span.request.id}'s prompt")
+                raise ActionImpossible(f"tokens {span.start} to {span.end} are not in {span.request.id}'s prompt")
         seconds = state.hands.span_s(spans, self._nodes(group), ())
         entries = [
             SpanEntry(journey, span, 0, group, seconds, None, action.beside)
@@ -99,14 +99,14 @@ class Spans:
     def preempt(self, entry: SpanEntry) -> None:
         """Ask a running span to pause."""
         if entry.along or entry.lead is not None:
-            raise Impossible(f"{entry.owner} is computed in a batch")
+            raise ActionImpossible(f"{entry.owner} is computed in a batch")
         self._state.hands.pause(entry, self._state.now)
 
-    def resume(self, action: Resume) -> None:
+    def resume(self, action: ResumeRequest) -> None:
         state = self._state
         parked = [entry for entry in state.journey(action.request).entries if entry.state == "parked"]
         if not parked:
-            raise Impossible(f"{action.request} is not paused")
+            raise ActionImpossible(f"{action.request} is not paused")
         parked[0].extra_s = action.lost_s
         for entry in reversed(parked):
             state.lanes.push(entry)
@@ -150,7 +150,7 @@ class Spans:
             state.lanes.park(other)
             state.touch(other.group)
         state.anew()
-        state.news.append(Paused(entry.owner, entry.index, entry.progress()))
+        state.news.append(SpanPaused(entry.owner, entry.index, entry.progress()))
 
     def leave(self, entry: SpanEntry) -> None:
         """A request that has ended leaves a span; a batch goes on as long as anybody of it is left."""

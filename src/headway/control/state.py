@@ -8,28 +8,28 @@ from contextlib import contextmanager
 
 import msgspec
 
-from headway.control.backend import Hands, Impossible
-from headway.control.instance_queues import Entry, Lanes
+from headway.control.backend import ActionImpossible, InstanceBackend
+from headway.control.instance_queues import InstanceQueues, QueueEntry
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.timeline import Timeline
-from headway.control.transfer_queue import Transfers
+from headway.control.request import ControlledRequest
+from headway.control.timeline import FreeTimes
+from headway.control.transfer_queue import TransferQueue
 from headway.policy.placement.base import Event
-from headway.policy.placement.view import ClusterBook
+from headway.policy.placement.view import ClusterState
 
 
-class State:
+class ControllerState:
     """now: as of the last callback. load: requests in the schedulers of each instance; tokens: that wait or run there
     otherwise. closed: instances that take nothing new; gone: that are lost. leaving: requests that have ended, of which
     the policy has not heard yet. touched: where something may begin."""
 
-    def __init__(self, book: ClusterBook, hands: Hands, layers: int, backends: int, order: str) -> None:
+    def __init__(self, book: ClusterState, hands: InstanceBackend, layers: int, backends: int, order: str) -> None:
         self.book, self.hands, self.layers = book, hands, layers
         count = len(book.instances)
-        self.lanes = Lanes(instance.node for instance in book.instances)
-        self.timeline = Timeline(self.lanes, layers, self._busy_s)
-        self.transfers = Transfers(backends, order)
-        self.journeys: dict[str, Journey] = {}
+        self.lanes = InstanceQueues(instance.node for instance in book.instances)
+        self.timeline = FreeTimes(self.lanes, layers, self._busy_s)
+        self.transfers = TransferQueue(backends, order)
+        self.journeys: dict[str, ControlledRequest] = {}
         self.news: deque[Event] = deque()
         self.leaving: set[str] = set()
         self.now = 0.0
@@ -41,39 +41,39 @@ class State:
         self._several = False
         self.tokens = [0.0] * count
 
-    def _busy_s(self, entry: Entry) -> float:
+    def _busy_s(self, entry: QueueEntry) -> float:
         return 0.0 if entry.beside else self.hands.busy_s(entry.group)
 
     # -- what an action names -----------------------------------------------------------------------------------------
 
-    def journey(self, name: str) -> Journey:
+    def journey(self, name: str) -> ControlledRequest:
         journey = self.journeys.get(name)
         if journey is None:
-            raise Impossible(f"there is no request {name}")
+            raise ActionImpossible(f"there is no request {name}")
         return journey
 
-    def group(self, group: Iterable[int], journey: Journey | None = None) -> tuple[int, ...]:
+    def group(self, group: Iterable[int], journey: ControlledRequest | None = None) -> tuple[int, ...]:
         """A group in the order of its acquisition. `journey`: whose it is to be; an instance that is closed takes only
         what it has already."""
         known = len(self.load)
         for i in group:
             if not 0 <= i < known:
-                raise Impossible(f"there is no instance {i}")
+                raise ActionImpossible(f"there is no instance {i}")
         chosen = self.lanes.ordered(group)
         if not chosen:
-            raise Impossible("a group needs an instance")
+            raise ActionImpossible("a group needs an instance")
         if self.gone or self.closed:
             self._check_open(chosen, journey)
         return chosen
 
-    def _check_open(self, group: tuple[int, ...], journey: Journey | None) -> None:
+    def _check_open(self, group: tuple[int, ...], journey: ControlledRequest | None) -> None:
         for i in group:
             if i in self.gone:
-                raise Impossible(f"instance {i} is gone")
+                raise ActionImpossible(f"instance {i} is gone")
             if i in self.closed and (journey is None or i not in self.places(journey)):
-                raise Impossible(f"instance {i} takes nothing new")
+                raise ActionImpossible(f"instance {i} takes nothing new")
 
-    def places(self, journey: Journey) -> set[int]:
+    def places(self, journey: ControlledRequest) -> set[int]:
         """Instances that a request needs as it is now: for its KV, a turn, pieces under way, or what it holds."""
         name = journey.request.id
         held = {i for i, holder in enumerate(self.lanes.holder) if holder == name}

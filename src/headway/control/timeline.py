@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from headway.control.instance_queues import Entry, Lanes
+from headway.control.instance_queues import InstanceQueues, QueueEntry
 
 CLOSE_S = 1e-9
 
 
-class Timeline:
+class FreeTimes:
     """`free_s[i]`: when all that is committed to instance i is expected to have ended."""
 
-    def __init__(self, lanes: Lanes, layers: int, busy_s: Callable[[Entry], float]) -> None:
+    def __init__(self, lanes: InstanceQueues, layers: int, busy_s: Callable[[QueueEntry], float]) -> None:
         """`layers` of the model; `busy_s`: when what else computes on an entry's instances is expected to have ended,
         if it waits for that."""
         self._lanes = lanes
@@ -26,7 +26,7 @@ class Timeline:
         self._busy_s = busy_s
         self.free_s = [0.0] * len(lanes.nodes)
 
-    def extend(self, entry: Entry, now: float) -> None:
+    def extend(self, entry: QueueEntry, now: float) -> None:
         """A span, or a request on its way to a scheduler, was appended behind everything."""
         start = max(self._busy_s(entry), *(self.free_s[i] for i in entry.group))
         start = max(start, now, entry.after.planned_s if entry.after is not None else now)
@@ -34,14 +34,14 @@ class Timeline:
         for i in entry.group:
             self.free_s[i] = entry.planned_s
 
-    def started(self, entry: Entry, now: float) -> bool:
+    def started(self, entry: QueueEntry, now: float) -> bool:
         """A span begins; True when that was not when it was expected to, so that the rest must be laid out anew."""
         end_s = now + entry.left_s(self._layers)
         late = abs(end_s - entry.planned_s) > CLOSE_S
         entry.planned_s = end_s
         return late
 
-    def finished(self, entry: Entry, now: float) -> bool:
+    def finished(self, entry: QueueEntry, now: float) -> bool:
         """A span has ended; as `started`."""
         late = abs(now - entry.planned_s) > CLOSE_S
         entry.planned_s = now

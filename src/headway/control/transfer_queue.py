@@ -14,7 +14,7 @@ from typing import Any
 from headway.control.queue_entries import SpanEntry
 
 
-class Piece:
+class KvSlice:
     """The KV of a request's tokens [start, end) that lies on `source`, one of `share` instances that it is spread over.
 
     entry: the span that computes it, if that may still run. overlapped: all layers but the last one have been sent
@@ -44,20 +44,20 @@ class Piece:
         self.driver: Any = None
 
 
-class Transfers:
+class TransferQueue:
     """All movements of one cluster. `order`: handshake, or first-come for each piece by itself (to compare with)."""
 
     def __init__(self, backends: int, order: str = "handshake") -> None:
         self._backends = backends
         self._handshake = order == "handshake"
         self._free: dict[int, int] = {}
-        self._sending: dict[int, Piece] = {}
-        self._waiting: dict[int, list[tuple[float, int, Piece]]] = {}
+        self._sending: dict[int, KvSlice] = {}
+        self._waiting: dict[int, list[tuple[float, int, KvSlice]]] = {}
         self._first: dict[tuple[str, int], float] = {}
         self._left: dict[tuple[str, int], int] = {}
         self._serial = 0
 
-    def add(self, pieces: list[Piece], now: float) -> None:
+    def add(self, pieces: list[KvSlice], now: float) -> None:
         """A handshake for these pieces, all of one request and target."""
         for piece in pieces:
             key = (piece.request, piece.target)
@@ -72,9 +72,9 @@ class Transfers:
         """Pieces announced and not there."""
         return self._left.get((request, target), 0)
 
-    def start(self, now: float) -> list[Piece]:
+    def start(self, now: float) -> list[KvSlice]:
         """Grant what can be granted."""
-        begun: list[Piece] = []
+        begun: list[KvSlice] = []
         for target, heap in self._waiting.items():
             skipped = []
             while heap and self._free.get(target, self._backends) > 0:
@@ -91,7 +91,7 @@ class Transfers:
                 heapq.heappush(heap, item)
         return begun
 
-    def finish(self, piece: Piece) -> bool:
+    def finish(self, piece: KvSlice) -> bool:
         """A piece is there; True when nothing of its request is under way to that target any more. One that is over
         already is ignored."""
         if piece.over:
@@ -142,11 +142,11 @@ class Transfers:
                     found.setdefault(piece.request, set()).add(first.request)
         return found
 
-    def under_way(self) -> list[Piece]:
+    def under_way(self) -> list[KvSlice]:
         """Pieces that have been granted and are not over."""
         return list(self._sending.values())
 
-    def _end(self, piece: Piece) -> None:
+    def _end(self, piece: KvSlice) -> None:
         piece.over = True
         self._free[piece.target] += 1
         del self._sending[piece.source]

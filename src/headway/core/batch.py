@@ -5,7 +5,7 @@ batch before, which an executor replays on its own copy of the allocator. Nothin
 
 An instance may have several *groups*, each with all weights and a KV pool of its own (KV parallelism, Medha §3.3). A
 long request's KV is cut into shards, one a group: its rows are computed in the part of the group that holds the last
-shard, and the others attend these rows over their shards (`Assist`).
+shard, and the others attend these rows over their shards (`RemoteAttention`).
 
 Nothing here can be part of a cycle, so the collector need not look at it (`gc=False`).
 """
@@ -65,7 +65,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     base: int = 0
 
 
-class Assist(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class RemoteAttention(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Rows of a request that group `owner` computes in this batch (a decode: 1, a chunk: its tokens), to be attended
     over this group's whole shard: tokens [start, start + tokens) of the request, all before the rows, so without mask.
     The partial (out, lse) goes to the owner, layer by layer."""
@@ -77,14 +77,14 @@ class Assist(msgspec.Struct, frozen=True, gc=False, array_like=True):
     tokens: int
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class GroupBatch(msgspec.Struct, frozen=True, gc=False):
     """What one group does in a batch. `kv_ops` come first, in order, on the group's own block tables."""
 
     group: int
     decodes: DecodeGroup
     prefills: tuple[Chunk, ...] = ()
     kv_ops: tuple[KvOp, ...] = ()
-    assists: tuple[Assist, ...] = ()
+    assists: tuple[RemoteAttention, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -101,7 +101,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """
 
     id: int
-    parts: tuple[Part, ...]
+    parts: tuple[GroupBatch, ...]
     predicted_s: float = 0.0
     repeat: int = 1
 
@@ -111,7 +111,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return sum(part.tokens for part in self.parts)
 
 
-class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class RequestProgress(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What an executor reports of a request that yielded output: how many tokens were accepted, and whether it ended
     (end token, length, stop): a finished request takes part in no later batch. One that goes on has accepted 1."""
 

@@ -1,4 +1,4 @@
-"""Time is an argument; whoever needs to *ask* for it takes a `Clock`.
+"""Time is an argument; whoever needs to *ask* for it takes a `ClockProtocol`.
 
 Only the live engine and the server hold a real clock. Policies, ledgers and latency models never see one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Clock(Protocol):
+class ClockProtocol(Protocol):
     """Seconds on an absolute, monotonic axis."""
 
     def now(self) -> float:

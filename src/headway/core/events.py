@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     """Something that happened to one request at `at_s`.
 
     started: its first chunk was scheduled. finished: all output is there. aborted: freed before its end.

@@ -13,7 +13,7 @@ from headway.core.batch import Batch
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
 
-class Emitted(NamedTuple):
+class EmittedToken(NamedTuple):
     """The token that an iteration drew for a request."""
 
     request: str
@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     """
 
     batch_id: int
-    emitted: list[Emitted]
+    emitted: list[EmittedToken]
     elapsed_s: float
     stages: tuple[tuple[tuple[float, float], ...], ...] = ()
 

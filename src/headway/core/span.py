@@ -47,7 +47,7 @@ class Strategy(msgspec.Struct, frozen=True):
     kvp: int = 1
 
 
-class Run(msgspec.Struct, frozen=True):
+class SpanTask(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a request as live instances compute them: what `runtime.sequence_parallel.ChunkSpec`
     needs.
     `group`: instances. node: how many of them make a node, None for all. in_place: KV of earlier runs stays where it

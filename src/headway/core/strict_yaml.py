@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictYamlLoader(yaml.SafeLoader):
     """Only `load` uses it."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -27,4 +27,4 @@ class _Loader(yaml.SafeLoader):
 
 def load(text: str) -> Any:
     """As `yaml.safe_load`; a key that a mapping has twice is a YAMLError that names it and where it is."""
-    return yaml.load(text, Loader=_Loader)
+    return yaml.load(text, Loader=_StrictYamlLoader)

@@ -21,7 +21,7 @@ def setup(level: str, form: str, **always: Any) -> None:
         logger.setLevel(level.upper())
 
 
-class _Formatter(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     def __init__(self, always: dict[str, Any] | None = None) -> None:
         super().__init__()
         self._always = always or {}
@@ -31,7 +31,7 @@ class _Formatter(logging.Formatter):
         return self._always | fields if isinstance(fields, dict) else self._always
 
 
-class TextFormatter(_Formatter):
+class TextFormatter(_LineFormatter):
     """Time, level, message, and fields as key=value."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,7 +43,7 @@ class TextFormatter(_Formatter):
         return self.formatException(record.exc_info) if record.exc_info else ""
 
 
-class JsonFormatter(_Formatter):
+class JsonFormatter(_LineFormatter):
     """One object a line."""
 
     def format(self, record: logging.LogRecord) -> str:

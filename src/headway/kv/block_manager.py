@@ -13,7 +13,7 @@ from headway.core.errors import ConfigError, InvariantError
 from headway.kv.block_allocator import BlockTables, Run
 
 
-class Lease:
+class KvLease:
     """A request's right to KV blocks. `tokens` is how many tokens fit. Made and changed by its ledger only."""
 
     __slots__ = ("blocks", "request", "tokens")
@@ -24,7 +24,7 @@ class Lease:
         self.tokens = 0
 
 
-class Ledger:
+class BlockManager:
     """Blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `take_ops`."""
 
     def __init__(self, total_tokens: int, block_tokens: int) -> None:
@@ -36,7 +36,7 @@ class Ledger:
         self.block_tokens = block_tokens
         self.n_blocks = total_tokens // block_tokens
         self._tables = BlockTables(self.n_blocks)
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, KvLease] = {}
         self._ops: list[KvOp] = []
 
     @property
@@ -59,7 +59,7 @@ class Ledger:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def reserve(self, request: str, tokens: int, headroom_blocks: int = 0, start: int = 0) -> Lease | None:
+    def reserve(self, request: str, tokens: int, headroom_blocks: int = 0, start: int = 0) -> KvLease | None:
         """A lease for at least `tokens` tokens from token `start` of the request on, or None (and no change) when that
         would leave fewer than `headroom_blocks` free. Raises InvariantError when the request has a lease."""
         if request in self._leases:
@@ -67,12 +67,12 @@ class Ledger:
         blocks = self.blocks_for(max(tokens, 1))
         if blocks + headroom_blocks > self.free_blocks:
             return None
-        lease = Lease(request)
+        lease = KvLease(request)
         self._leases[request] = lease
         self._add(lease, blocks, "reserve", start)
         return lease
 
-    def grow(self, lease: Lease, tokens: int) -> bool:
+    def grow(self, lease: KvLease, tokens: int) -> bool:
         """Make the lease hold at least `tokens` tokens. False, and no change, when the pool cannot give that."""
         self._own(lease)
         blocks = self.blocks_for(tokens) - lease.blocks
@@ -83,7 +83,7 @@ class Ledger:
         self._add(lease, blocks, "grow")
         return True
 
-    def free(self, lease: Lease) -> None:
+    def free(self, lease: KvLease) -> None:
         """Give everything back. The caller knows that no batch in flight touches it."""
         self._own(lease)
         del self._leases[lease.request]
@@ -91,7 +91,7 @@ class Ledger:
         self._ops.append(KvOp("free", lease.request, 0))
         lease.blocks = lease.tokens = 0
 
-    def rename(self, lease: Lease, request: str) -> None:
+    def rename(self, lease: KvLease, request: str) -> None:
         """The lease is another's from now on. Raises InvariantError when that one has a lease."""
         self._own(lease)
         before = lease.request
@@ -116,10 +116,10 @@ class Ledger:
         self._ops.clear()
         return ops
 
-    def runs(self, lease: Lease) -> tuple[Run, ...]:
+    def runs(self, lease: KvLease) -> tuple[Run, ...]:
         return self._tables.runs(lease.request)
 
-    def leases(self) -> Iterator[Lease]:
+    def leases(self) -> Iterator[KvLease]:
         return iter(self._leases.values())
 
     def check(self) -> None:
@@ -135,11 +135,11 @@ class Ledger:
             if held != lease.blocks or lease.tokens != held * self.block_tokens:
                 raise InvariantError(f"the lease of {lease.request} says {lease.blocks} blocks and holds {held}")
 
-    def _own(self, lease: Lease) -> None:
+    def _own(self, lease: KvLease) -> None:
         if self._leases.get(lease.request) is not lease:
             raise InvariantError(f"the lease of {lease.request} is not of this ledger, or was freed")
 
-    def _add(self, lease: Lease, blocks: int, verb: KvVerb, start: int = 0) -> None:
+    def _add(self, lease: KvLease, blocks: int, verb: KvVerb, start: int = 0) -> None:
         self._tables.add(lease.request, blocks)
         self._ops.append(KvOp(verb, lease.request, blocks, start))
         lease.blocks += blocks

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headway.kv.block_manager import Lease, Ledger
+from headway.kv.block_manager import BlockManager, KvLease
 
 
-class Shard(NamedTuple):
+class KvShardLease(NamedTuple):
     """Tokens [start, start + tokens) of a request, in the ledger of `group`."""
 
     group: int
-    ledger: Ledger
-    lease: Lease
+    ledger: BlockManager
+    lease: KvLease
     start: int
     tokens: int

@@ -28,7 +28,7 @@ def cut_runs(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tupl
     return cut
 
 
-class Slots:
+class SlotRanges:
     """Runs of which the slots of some tokens are asked again and again."""
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
@@ -45,7 +45,7 @@ class Slots:
 
 def slots_of(runs: Sequence[tuple[int, int]], tokens: Indices) -> Indices:
     """The slot of each of these tokens, all of which the runs hold."""
-    return Slots(runs).of(tokens)
+    return SlotRanges(runs).of(tokens)
 
 
 def runs_of(numbers: Indices) -> list[tuple[int, int]]:

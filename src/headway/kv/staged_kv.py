@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headway.core.errors import InvariantError, RequestError
-from headway.kv.block_manager import Lease, Ledger
+from headway.kv.block_manager import BlockManager, KvLease
 
 _RUNS = "/runs"
 
@@ -26,18 +26,18 @@ def runs_of(request: str) -> str:
     return request + _RUNS
 
 
-class _Ask(NamedTuple):
+class _PendingRequest(NamedTuple):
     tokens: int
     since_s: float
 
 
-class Custody:
+class StagedKv:
     """Of one ledger. Its operations are kept by the ledger, in order with those of the scheduler."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: BlockManager) -> None:
         self._ledger = ledger
-        self._held: dict[str, Lease] = {}
-        self._line: dict[str, _Ask] = {}
+        self._held: dict[str, KvLease] = {}
+        self._line: dict[str, _PendingRequest] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -51,7 +51,7 @@ class Custody:
         """Who waits for room, first comer first."""
         return tuple(self._line)
 
-    def lease(self, name: str) -> Lease | None:
+    def lease(self, name: str) -> KvLease | None:
         """What is held under a name; None: nothing. It stays custody's."""
         return self._held.get(name)
 
@@ -74,7 +74,7 @@ class Custody:
             raise RequestError(f"{name} waits for room already, or is computed here", "id")
         if self._ledger.blocks_for(tokens) > self._ledger.n_blocks:
             raise RequestError(f"{tokens} tokens do not fit the KV cache of {self._ledger.total_tokens}", "tokens")
-        self._line[name] = _Ask(tokens, now)
+        self._line[name] = _PendingRequest(tokens, now)
 
     def grant(self) -> list[str]:
         """Give room to those who wait, in order, until somebody does not fit. Returns who has got it."""
@@ -103,13 +103,13 @@ class Custody:
 
     # -- who has what -------------------------------------------------------------------------------------------
 
-    def keep(self, lease: Lease) -> None:
+    def keep(self, lease: KvLease) -> None:
         """A sequence leaves its KV here, under its own name."""
         if lease.request in self._held:
             raise InvariantError(f"{lease.request} has KV in custody already")
         self._held[lease.request] = lease
 
-    def take(self, name: str) -> Lease:
+    def take(self, name: str) -> KvLease:
         """A sequence takes what is held under its name. Raises InvariantError when nothing is."""
         lease = self._held.pop(name, None)
         if lease is None:

@@ -7,7 +7,7 @@ iteration, which is what a decode beside it would wait. Adaptive: the largest ch
 from __future__ import annotations
 
 from headway.research.arithmetic import adaptive_prefill, latency_source, machine, static_prefill
-from headway.research.base import MODES, Mode, Options, Panel, Report, Row
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import at_most, band, both, descending, judge, order
 
 PROMPT = 1_000_000
@@ -15,7 +15,7 @@ CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 TARGETS_S = (0.02, 0.03, 0.05, 0.1, 0.2)
 
 
-def _prompt(options: Options) -> int:
+def _prompt(options: RunOptions) -> int:
     return 200_000 if options.quick else PROMPT
 
 
@@ -25,7 +25,7 @@ def _static(mode: Mode, prompt: int) -> dict[int, tuple[float, float]]:
     return {chunk: (p.ttft_s, p.worst_s) for chunk, p in found.items()}
 
 
-def medha(options: Options) -> Report:
+def medha(options: RunOptions) -> ExperimentReport:
     """Fig. 4: adaptive chunking is on the frontier of both."""
     prompt = _prompt(options)
     static = both(lambda mode: _static(mode, prompt))
@@ -63,14 +63,14 @@ def medha(options: Options) -> Report:
     return _report(rows, static, curve, prompt)
 
 
-def mnemosyne(options: Options) -> Report:
+def mnemosyne(options: RunOptions) -> ExperimentReport:
     """Fig. 8 and §4.2's 1.75×."""
     prompt = _prompt(options)
     report = medha(options)
-    return Report(source=report.source, rows=(slowdown(prompt), *report.rows), panels=report.panels)
+    return ExperimentReport(source=report.source, rows=(slowdown(prompt), *report.rows), panels=report.panels)
 
 
-def slowdown(prompt: int = PROMPT) -> Row:
+def slowdown(prompt: int = PROMPT) -> ClaimRow:
     """Chunks of 32 against 4096, end to end."""
 
     def ratio(mode: Mode) -> float:
@@ -87,13 +87,13 @@ def slowdown(prompt: int = PROMPT) -> Row:
 
 
 def _report(
-    rows: list[Row],
+    rows: list[ClaimRow],
     static: dict[Mode, dict[int, tuple[float, float]]],
     curve: dict[Mode, list[tuple[float, float]]],
     prompt: int,
-) -> Report:
+) -> ExperimentReport:
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"Prefill of {prompt:,} tokens, {mode} mode",
             x="worst iteration, s",
             y="TTFT, s",
@@ -107,4 +107,4 @@ def _report(
     )
     machines = [machine("h100", "llama-3-8b", 8, 1, mode) for mode in MODES]
     scenario = f"Llama-3 8B, 8 H100 (TP8), a lone prompt of {prompt:,} tokens"
-    return Report(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=panels)

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.models import model
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.base import Load, Seconds, one_chunk_s, solve_tokens
-from headway.perf.latency.fitted import Assumptions, fitted
-from headway.perf.latency.layout import Cut, Layout, cut
+from headway.perf.latency.base import BatchLoad, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.fitted import EngineAssumptions, fitted
+from headway.perf.latency.layout import ParallelLayout, RankShape, cut
 from headway.perf.latency.tables import TableLatency
 from headway.research.base import MODES, Mode
 
@@ -32,12 +32,12 @@ LEAST_CHUNK = 16
 
 
 @dataclass(frozen=True)
-class Machine:
+class InstanceModel:
     """One instance's layout: a stage's predictor, and what crosses between stages and between KV groups."""
 
-    device: Accelerator
+    device: AcceleratorSpec
     shape: ModelShape
-    layout: Layout
+    layout: ParallelLayout
     latency: TableLatency
 
     @property
@@ -45,7 +45,7 @@ class Machine:
         return self.layout.stages
 
     @property
-    def part(self) -> Cut:
+    def part(self) -> RankShape:
         """What a rank of the first stage holds; it has the most layers."""
         return cut(self.shape, self.layout, 0)
 
@@ -86,7 +86,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Prefill:
+class LonePrefill:
     """A lone prefill. iterations: seconds of a stage, by chunk, in order (equal chunks may be sampled)."""
 
     ttft_s: float
@@ -101,14 +101,16 @@ class Prefill:
 
 
 @cache
-def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> Machine:
+def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> InstanceModel:
     """By names; the latency fit is compiled once."""
-    layout = Layout(tp=tp, stages=stages)
-    told = Assumptions(split_kv="always" if mode == "paper" else "beyond")
-    return Machine(accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=told))
+    layout = ParallelLayout(tp=tp, stages=stages)
+    told = EngineAssumptions(split_kv="always" if mode == "paper" else "beyond")
+    return InstanceModel(
+        accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=told)
+    )
 
 
-def static_prefill(m: Machine, prompt: int, chunk: int, groups: int = 1) -> Prefill:
+def static_prefill(m: InstanceModel, prompt: int, chunk: int, groups: int = 1) -> LonePrefill:
     """Equal chunks, each entering the first stage as the one before leaves it (SPP). With several KV groups one joins
     after each such share of the prompt, and a chunk's history is what the fullest of them holds (Mnemosyne's Eq. 10
     cuts it evenly; shards are only appended to)."""
@@ -126,19 +128,19 @@ def static_prefill(m: Machine, prompt: int, chunk: int, groups: int = 1) -> Pref
     if last < chunk:
         seconds[-1] = chunk_s(float(starts[-1]), last)
     tail = (m.stages - 1) * (float(seconds[-1]) + m.hop_s(last))
-    return Prefill(float(seconds.sum()) + tail, seconds)
+    return LonePrefill(float(seconds.sum()) + tail, seconds)
 
 
-def adaptive_prefill(m: Machine, prompt: int, t_target_s: float) -> Prefill:
+def adaptive_prefill(m: InstanceModel, prompt: int, t_target_s: float) -> LonePrefill:
     """The largest chunk that a stage computes within its time, at least LEAST_CHUNK tokens (Medha §3.2)."""
     past, seconds, chunk = 0, [], 0
     while past < prompt:
-        chunk, _ = solve_tokens(m.latency, Load(), past, prompt - past, t_target_s)
+        chunk, _ = solve_tokens(m.latency, BatchLoad(), past, prompt - past, t_target_s)
         chunk = min(max(chunk, LEAST_CHUNK), prompt - past)
         seconds.append(m.chunk_s(past, chunk))
         past += chunk
     tail = (m.stages - 1) * (max(seconds[-m.stages :]) + m.hop_s(chunk))
-    return Prefill(sum(seconds) + tail, np.array(seconds))
+    return LonePrefill(sum(seconds) + tail, np.array(seconds))
 
 
 def prefill_flops(shape: ModelShape, prompt: int) -> float:
@@ -146,7 +148,7 @@ def prefill_flops(shape: ModelShape, prompt: int) -> float:
     return shape.linear_flops(prompt) + shape.attention_flops(prompt, 0)
 
 
-def latency_source(*machines: Machine, scenario: str) -> dict[str, Any]:
+def latency_source(*machines: InstanceModel, scenario: str) -> dict[str, Any]:
     """The `source` of a report that rests on arithmetic."""
     unique = {m.latency.source.fingerprint: m for m in machines}
     return {
@@ -167,4 +169,4 @@ def latency_source(*machines: Machine, scenario: str) -> dict[str, Any]:
     }
 
 
-__all__ = ["MODES", "Machine", "Prefill", "adaptive_prefill", "latency_source", "machine", "static_prefill"]
+__all__ = ["MODES", "InstanceModel", "LonePrefill", "adaptive_prefill", "latency_source", "machine", "static_prefill"]

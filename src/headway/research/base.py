@@ -12,7 +12,7 @@ MODES: tuple[Mode, Mode] = ("paper", "default")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RunOptions:
     """How much is run. quick: a smoke test (short window, one seed, few points), not a reproduction.
 
     seeds, window_s: in place of the experiment's own; jobs: processes for simulations. stopwatch: a real clock in
@@ -27,7 +27,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ClaimRow:
     """A claim of the paper beside what came out. `paper_mode` and `default_mode` are numbers, texts, or mappings."""
 
     claim: str
@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
+class PlotPanel:
     """Curves of one picture: label → points."""
 
     title: str
@@ -60,12 +60,12 @@ class Panel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ExperimentReport:
     """What an experiment found. source: where latencies come from, the scenario, seeds and window."""
 
     source: Mapping[str, Any]
-    rows: tuple[Row, ...]
-    panels: tuple[Panel, ...] = ()
+    rows: tuple[ClaimRow, ...]
+    panels: tuple[PlotPanel, ...] = ()
 
     def to_json(self, name: str) -> dict[str, Any]:
         return {

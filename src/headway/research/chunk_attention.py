@@ -9,19 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from headway.perf.latency.base import one_chunk_s
-from headway.research.arithmetic import Machine, latency_source, machine
-from headway.research.base import MODES, Mode, Options, Panel, Report, Row
+from headway.research.arithmetic import InstanceModel, latency_source, machine
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import at_most, band, judge, order
 
 PROMPT = 1_000_000
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 
 
-def _machine(mode: Mode) -> Machine:
+def _machine(mode: Mode) -> InstanceModel:
     return machine("h100", "llama-3-70b", 8, 1, mode)
 
 
-def attention_s(m: Machine, chunk: int, prompt: int = PROMPT) -> float:
+def attention_s(m: InstanceModel, chunk: int, prompt: int = PROMPT) -> float:
     """Attention of every chunk of the prompt."""
     starts = np.arange(0, prompt, chunk)
     at = np.unique(np.linspace(0, starts.size - 1, 200).astype(int)) * chunk
@@ -37,16 +37,16 @@ def _over(times: dict[int, float], chunk: int) -> float:
     return times[chunk] / times[2048] - 1.0
 
 
-def _report(rows: list[Row], times: dict[Mode, dict[int, float]]) -> Report:
+def _report(rows: list[ClaimRow], times: dict[Mode, dict[int, float]]) -> ExperimentReport:
     lines = {f"{mode} mode": [(float(c), s) for c, s in found.items()] for mode, found in times.items()}
-    panel = Panel(title="Attention of a 1M prefill", x="chunk, tokens", y="seconds", lines=lines, log_x=True)
+    panel = PlotPanel(title="Attention of a 1M prefill", x="chunk, tokens", y="seconds", lines=lines, log_x=True)
     scenario = f"Llama-3 70B, 8 H100 (TP8), prompt of {PROMPT:,}, chunks {CHUNKS}"
-    return Report(
+    return ExperimentReport(
         source=latency_source(*(_machine(mode) for mode in MODES), scenario=scenario), rows=tuple(rows), panels=(panel,)
     )
 
 
-def medha(options: Options) -> Report:
+def medha(options: RunOptions) -> ExperimentReport:
     """Fig. 3b: 32-token chunks cost 11% more than 2048-token ones."""
     times = _times()
     over = {mode: _over(times[mode], 32) for mode in MODES}
@@ -68,7 +68,7 @@ def medha(options: Options) -> Report:
     return _report([row, row40], times)
 
 
-def mnemosyne(options: Options) -> Report:
+def mnemosyne(options: RunOptions) -> ExperimentReport:
     """Fig. 7: chunks of 32 to 128 tokens only incur marginal overhead."""
     times = _times()
     over = {mode: {str(c): _over(times[mode], c) for c in (32, 64, 128)} for mode in MODES}

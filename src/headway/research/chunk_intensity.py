@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
-from headway.research.base import Mode, Options, Panel, Report
+from headway.research.base import ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import band, both, exact, judge
 
 CHUNKS = (16, 32, 40, 64, 128, 512, 2048)
@@ -24,7 +24,7 @@ def intensity(name: str, chunk: int, past: int) -> float:
     return flops / (shape.kv_bytes_per_token * past)
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     rows = []
     for name in ("llama-3-8b", "llama-3-70b"):
@@ -52,7 +52,7 @@ def run(options: Options) -> Report:
     lines = {
         name: [(float(c), intensity(name, c, 1_000_000)) for c in CHUNKS] for name in ("llama-3-8b", "llama-3-70b")
     }
-    panel = Panel(title="Intensity of chunked attention", x="chunk, tokens", y="FLOPs a byte", lines=lines,
+    panel = PlotPanel(title="Intensity of chunked attention", x="chunk, tokens", y="FLOPs a byte", lines=lines,
                   log_x=True, log_y=True)  # fmt: skip
     source: dict[str, Any] = {
         "latency": "none: counted from model shapes and data sheets",
@@ -60,4 +60,4 @@ def run(options: Options) -> Report:
         "seeds": [],
         "window_s": None,
     }
-    return Report(source=source, rows=tuple(rows), panels=(panel,))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=(panel,))

@@ -10,26 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.research.base import Options, Panel, Report, Row
+from headway.research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
 from headway.research.combined_setting import (
     AZURE_RATE,
     MODEL,
     RATES,
     REGIMES,
     SYSTEMS,
-    Runs,
+    CombinedRuns,
     Setting,
     scenario,
 )
-from headway.research.verdicts import Check, at_most, judge, order
+from headway.research.verdicts import VerdictRule, at_most, judge, order
 
 YIELDS = 1 / (1 - 0.7)
 """What a ring may be delayed by at most, over its own time, by what goes before it: 1 + 0.7 / (1 - 0.7)."""
 
 
-def tetris(options: Options) -> Report:
+def tetris(options: RunOptions) -> ExperimentReport:
     """Tetris's workloads."""
-    runs = Runs(options, "tetris")
+    runs = CombinedRuns(options, "tetris")
     return _report(
         runs,
         {
@@ -40,9 +40,9 @@ def tetris(options: Options) -> Report:
     )
 
 
-def azure(options: Options) -> Report:
+def azure(options: RunOptions) -> ExperimentReport:
     """PecSched's rewriting of Azure's conversations."""
-    runs = Runs(options, "azure")
+    runs = CombinedRuns(options, "azure")
     return _report(
         runs,
         {
@@ -54,8 +54,8 @@ def azure(options: Options) -> Report:
     )
 
 
-def _report(runs: Runs, source: dict[str, object]) -> Report:
-    rows: list[Row] = []
+def _report(runs: CombinedRuns, source: dict[str, object]) -> ExperimentReport:
+    rows: list[ClaimRow] = []
     for place in runs.places:
         rows += _rows(runs, place)
     panels = [
@@ -67,7 +67,7 @@ def _report(runs: Runs, source: dict[str, object]) -> Report:
         )
     ]
     seconds = None if runs.setting == "tetris" else runs.size
-    return Report(
+    return ExperimentReport(
         source={**source, "seeds": list(runs.seeds), "window_s": seconds}, rows=tuple(rows), panels=tuple(panels)
     )
 
@@ -77,7 +77,7 @@ def named(setting: Setting, place: tuple[str, float]) -> str:
     return f"{place[0]}, {place[1]:g} requests/s" if setting == "tetris" else place[0]
 
 
-def _rows(runs: Runs, place: tuple[str, float]) -> list[Row]:
+def _rows(runs: CombinedRuns, place: tuple[str, float]) -> list[ClaimRow]:
     where = named(runs.setting, place)
     short, in_time = runs.values(place, "short_p99"), runs.values(place, "in_time")
     shorts, longs = runs.values(place, "short_p50"), runs.values(place, "long_p50")
@@ -112,7 +112,7 @@ def _rows(runs: Runs, place: tuple[str, float]) -> list[Row]:
     ]
 
 
-def _own(claim: str, check: Check, value: Any, note: str = "") -> Row:
+def _own(claim: str, check: VerdictRule, value: Any, note: str = "") -> ClaimRow:
     """Peers and Weave run in their default mode; no paper has a number."""
     return judge(claim, "no paper has it", check, {"paper": None, "default": value}, note)
 
@@ -121,10 +121,12 @@ def _words(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
 
-def _panel(runs: Runs, what: str, title: str) -> Panel:
+def _panel(runs: CombinedRuns, what: str, title: str) -> PlotPanel:
     lines = {
         system: [(k, max(1e-3, runs.value(place, system, what))) for k, place in enumerate(runs.places)]
         for system in SYSTEMS
     }
     places = "; ".join(f"{k}: {named(runs.setting, place)}" for k, place in enumerate(runs.places))
-    return Panel(title=title, x=places, y="share" if what == "in_time" else "s", lines=lines, log_y=what != "in_time")
+    return PlotPanel(
+        title=title, x=places, y="share" if what == "in_time" else "s", lines=lines, log_y=what != "in_time"
+    )

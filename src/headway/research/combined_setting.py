@@ -31,9 +31,9 @@ from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.perf.latency.tables import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.registry import make_placement
-from headway.policy.placement.view import Instance
+from headway.policy.placement.view import ClusterInstance
 from headway.research import pecsched_setting, tetris_setting
-from headway.research.base import Options
+from headway.research.base import RunOptions
 from headway.sim.cluster.build import cluster_of, run_cluster
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
@@ -57,7 +57,7 @@ SYSTEMS = ("FIFO", "JSQ-Medha", "PecSched", "Tetris", "Weave")
 PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetris": "tetris", "Weave": "weave"}
 
 
-class Point(NamedTuple):
+class CombinedPoint(NamedTuple):
     """One simulation. where: a workload of Tetris's, or a regime of PecSched's. size: requests, or seconds."""
 
     setting: Setting
@@ -68,7 +68,7 @@ class Point(NamedTuple):
     seed: int
 
 
-class Measured(NamedTuple):
+class CombinedResult(NamedTuple):
     """TTFT in seconds of short and of long requests, shares in time, and what happened to rings."""
 
     short_p50: float
@@ -81,7 +81,7 @@ class Measured(NamedTuple):
     pauses: int
 
 
-def run_point(point: Point) -> Measured:
+def run_point(point: CombinedPoint) -> CombinedResult:
     """Simulate."""
     return _tetris(point) if point.setting == "tetris" else _azure(point)
 
@@ -105,15 +105,17 @@ def instance_latency(spans: Eq1Latency) -> TableLatency:
     return TableLatency(source)
 
 
-def _tetris(point: Point) -> Measured:
+def _tetris(point: CombinedPoint) -> CombinedResult:
     base = tetris_setting.prefill_cluster("8b")
     mixed = point.system in ("FIFO", "JSQ-Medha")
     policy = "fcfs" if point.system in ("FIFO", "PecSched") else "lars"
     config = SchedulerConfig(policy=policy, t_target_s=ALONE_S)
     model = instance_latency(base.spans)  # type: ignore[arg-type]
-    instances = [Instance(id=i, node=i // 8, role="mixed" if mixed else "prefill", capacity=1 << 22) for i in range(16)]
+    instances = [
+        ClusterInstance(id=i, node=i // 8, role="mixed" if mixed else "prefill", capacity=1 << 22) for i in range(16)
+    ]
     if not mixed:
-        instances.append(Instance(id=16, node=2, role="decode", tp=8, capacity=1 << 22))
+        instances.append(ClusterInstance(id=16, node=2, role="decode", tp=8, capacity=1 << 22))
     spec = replace(
         base,
         instances=tuple(instances),
@@ -129,7 +131,7 @@ def _tetris(point: Point) -> Measured:
     records = result.sim.records[len(workload) // 10 :]
     shorts = [r for r in records if r.prompt_tokens <= SHORT]
     longs = [r for r in records if r.prompt_tokens >= LONG]
-    return _measured(records, shorts, longs, result, _Due(spec.spans, 16, 8), float("inf"))
+    return _measured(records, shorts, longs, result, _TtftDeadlines(spec.spans, 16, 8), float("inf"))
 
 
 def _options(system: str, tetris: dict[str, Any], long_sp: int) -> dict[str, Any]:
@@ -159,20 +161,20 @@ def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> d
     return {**data, "name": f"{system}, {MODEL}, {regime}", "cluster": cluster, "policy": policy}
 
 
-def _azure(point: Point) -> Measured:
+def _azure(point: CombinedPoint) -> CombinedResult:
     data = parse_scenario(scenario(point.system, point.where, point.size))  # type: ignore[arg-type]
     result = run_cluster(data, point.seed)
     end_s = result.sim.duration_s
     records = [r for r in result.sim.records if r.arrival_s < 0.8 * end_s]
     shorts, longs = ([r for r in records if r.klass == klass] for klass in ("short", "long"))
     spans = cluster_of(data, [TraceRequest(0.0, 1, 1)]).spans
-    return _measured(records, shorts, longs, result, _Due(spans, 7, 2), end_s)
+    return _measured(records, shorts, longs, result, _TtftDeadlines(spans, 7, 2), end_s)
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-class _Due:
+class _TtftDeadlines:
     """When a first token is in time: max(1 s, 5·w), w over groups of 1, 2, 4, … of `count` instances."""
 
     def __init__(self, spans: GroupLatency, count: int, per_node: int) -> None:
@@ -194,9 +196,9 @@ def _measured(
     shorts: Sequence[RequestRecord],
     longs: Sequence[RequestRecord],
     result: ClusterResult,
-    due: _Due,
+    due: _TtftDeadlines,
     end_s: float,
-) -> Measured:
+) -> CombinedResult:
     def wait_s(record: RequestRecord) -> float:
         first = ttft_s(record)
         return end_s - record.arrival_s if first is None else first
@@ -207,7 +209,7 @@ def _measured(
     def in_time(of: Sequence[RequestRecord]) -> float:
         return fmean(wait_s(record) <= due(record) for record in of) if of else 1.0
 
-    return Measured(
+    return CombinedResult(
         cut(shorts, 50),
         cut(shorts, 99),
         cut(longs, 50),
@@ -219,13 +221,13 @@ def _measured(
     )
 
 
-_KNOWN: dict[Point, Measured] = {}
+_KNOWN: dict[CombinedPoint, CombinedResult] = {}
 
 
-class Runs:
+class CombinedRuns:
     """All points of one setting."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: RunOptions, setting: Setting) -> None:
         self.setting = setting
         self.seeds = options.seeds or SEEDS
         places: Iterable[tuple[str, float]] = ((regime, 0.0) for regime in REGIMES)
@@ -235,7 +237,7 @@ class Runs:
             self.size = 40 if options.quick else REQUESTS
         self.places = list(places)[:1] if options.quick else list(places)
         points = [
-            Point(setting, where, rps, system, self.size, seed)
+            CombinedPoint(setting, where, rps, system, self.size, seed)
             for where, rps in self.places
             for system in SYSTEMS
             for seed in self.seeds
@@ -251,8 +253,8 @@ class Runs:
                 _KNOWN.update(zip(missing, pool.map(run_point, missing), strict=True))
 
     def value(self, place: tuple[str, float], system: str, what: str) -> float:
-        """Mean over seeds of a field of `Measured`."""
-        points = (Point(self.setting, *place, system, self.size, seed) for seed in self.seeds)
+        """Mean over seeds of a field of `CombinedResult`."""
+        points = (CombinedPoint(self.setting, *place, system, self.size, seed) for seed in self.seeds)
         return fmean(getattr(_KNOWN[point], what) for point in points)
 
     def values(self, place: tuple[str, float], what: str) -> dict[str, float]:

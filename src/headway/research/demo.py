@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from headway.serving.load.arguments import tokens
-from headway.serving.load.client import Job, text_prompt
+from headway.serving.load.client import LoadRequest, text_prompt
 from headway.serving.load.command import end_like_ctrl_c
-from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, Prompts
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, PromptSource
 from headway.serving.load.convoy_json import convoy_json
 from headway.serving.load.policies import parse_policies
-from headway.serving.load.served import Served, report, serve_and_measure
+from headway.serving.load.served import ServerUnderTest, report, serve_and_measure
 from headway.serving.load.server_process import SERVE
 from headway.sim.report.units import duration
 from headway.sim.report.units import tokens as spell
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         max_s=60.0,
         seed=args.seed,
     )
-    served = Served(
+    served = ServerUnderTest(
         model=str(model_path()),
         max_model_len=texts.document_tokens + ROOM_TOKENS,
         arguments=tuple(shlex.split(args.server_args)),
@@ -108,14 +108,14 @@ class DemoTexts:
         """Begin again with the first chat."""
         self._next = count()
 
-    def prompts(self) -> Prompts:
+    def prompts(self) -> PromptSource:
         """For the convoy: the document as the long prompt, chats as the short ones."""
-        return Prompts(
+        return PromptSource(
             long=lambda: _job("document", self._document, self.document_tokens),
             short=lambda: self._chat(next(self._next)),
         )
 
-    def _chat(self, number: int) -> Job:
+    def _chat(self, number: int) -> LoadRequest:
         while len(self._made) <= number:
             chat = next(self._chats)
             self._made.append((chat.prompt, chat.passkey))
@@ -134,8 +134,8 @@ def token_counter(model: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text).ids)
 
 
-def _job(klass: str, text: str, length: int) -> Job:
-    return Job(
+def _job(klass: str, text: str, length: int) -> LoadRequest:
+    return LoadRequest(
         id="",
         klass=klass,
         prompt=text_prompt(text),

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from headway.research.arithmetic import latency_source, machine
-from headway.research.base import MODES, Mode, Options, Panel, Report, Row
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.kvp_served import PREFILL_CHUNK, TOKENS, scenario, served, served_tbt_s
 from headway.research.verdicts import at_least, band, both, descending, exact, judge
 
@@ -40,7 +40,7 @@ def speedup(name: str, context: int, groups: int, mode: Mode) -> float:
     return tbt_s(name, context, 1, mode) / tbt_s(name, context, groups, mode)
 
 
-def _two_at_10m() -> Row:
+def _two_at_10m() -> ClaimRow:
     return judge(
         "8B, 10M tokens: two KV groups take so much off the TBT",
         "almost 40%",
@@ -50,7 +50,7 @@ def _two_at_10m() -> Row:
     )
 
 
-def _rate(groups: int) -> Row:
+def _rate(groups: int) -> ClaimRow:
     return judge(
         f"8B, 10M tokens, {groups} KV groups: tokens a second",
         "~30",
@@ -60,7 +60,7 @@ def _rate(groups: int) -> Row:
     )
 
 
-def _equation() -> Row:
+def _equation() -> ClaimRow:
     """What is served against Mnemosyne's Eq. 9."""
 
     def furthest(mode: Mode) -> float:
@@ -79,13 +79,13 @@ def _equation() -> Row:
     )
 
 
-def _report(rows: list[Row], *more: Panel) -> Report:
+def _report(rows: list[ClaimRow], *more: PlotPanel) -> ExperimentReport:
     lines = {
         f"{name}, {context // 1_000_000}M": [(float(k), tbt_s(name, context, k, "paper")) for k in GROUPS]
         for name in STAGES
         for context in CONTEXTS
     }
-    panel = Panel(title="Decode alone, paper mode", x="KV groups", y="TBT, s", lines=lines)
+    panel = PlotPanel(title="Decode alone, paper mode", x="KV groups", y="TBT, s", lines=lines)
     machines = [machine("h100", name, 8, stages, mode) for name, stages in STAGES.items() for mode in MODES]
     told = (
         "one request, simulated: prefill, then decode; TP8, 4 stages (8B) or 8 (70B), H100, equal shards, KV groups "
@@ -93,10 +93,10 @@ def _report(rows: list[Row], *more: Panel) -> Report:
     )
     source = latency_source(*machines, scenario=told)
     source["as_scenario_file"] = scenario("llama-3-8b", 8, STAGES["llama-3-8b"], 2, 10_000_000, PREFILL_CHUNK, TOKENS)
-    return Report(source=source, rows=tuple(rows), panels=(panel, *more))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=(panel, *more))
 
 
-def fig7(options: Options) -> Report:
+def fig7(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 7: a) decode alone, b) beside a chunk."""
 
     context, chunk = (200_000 if options.quick else 4_000_000), 128
@@ -124,10 +124,10 @@ def fig7(options: Options) -> Report:
         _equation(),
     ]
     lines = {f"{mode} mode": [(float(k), value) for k, value in mixed(mode).items()] for mode in MODES}
-    return _report(rows, Panel(title=f"Beside chunks of {chunk}", x="KV groups", y="P95 TBT, s", lines=lines))
+    return _report(rows, PlotPanel(title=f"Beside chunks of {chunk}", x="KV groups", y="P95 TBT, s", lines=lines))
 
 
-def fig19(options: Options) -> Report:
+def fig19(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 19 and App. B.2."""
     rows = [
         _two_at_10m(),
@@ -144,7 +144,7 @@ def fig19(options: Options) -> Report:
     return _report(rows)
 
 
-def fig17(options: Options) -> Report:
+def fig17(options: RunOptions) -> ExperimentReport:
     """Mnemosyne Fig. 17 and §6.3."""
     rows = [
         _two_at_10m(),
@@ -176,7 +176,7 @@ def fig17(options: Options) -> Report:
     return _report(rows)
 
 
-def amdahl(options: Options) -> Report:
+def amdahl(options: RunOptions) -> ExperimentReport:
     """With attention : rest = 4 : 1 at 10M tokens, T(k) = A / k + B gives the papers' figures."""
     ratio = 4.0
 

@@ -20,7 +20,7 @@ from headway.sim.build import instance_of, run_of
 from headway.sim.event_loop import simulate
 from headway.sim.metrics import definitions
 from headway.sim.requests import requests_of
-from headway.sim.result import Join
+from headway.sim.result import GroupJoin
 from headway.sim.scenario import parse_scenario
 
 PREFILL_CHUNK = 4096
@@ -29,7 +29,7 @@ TOKENS = 17
 
 
 @dataclass(frozen=True)
-class Served:
+class KvpServedResult:
     """One request alone. tbt_s: median gap between its tokens (None: one token only). Of its prefill's batches, in
     order: when each began, from its entering the first stage to its leaving the last, and the groups that took part."""
 
@@ -38,7 +38,7 @@ class Served:
     began_s: tuple[float, ...]
     through_s: tuple[float, ...]
     groups: tuple[int, ...]
-    joins: tuple[Join, ...]
+    joins: tuple[GroupJoin, ...]
 
     def through_percentile_s(self, percent: float) -> float:
         """What a decode beside the prefill waits for its token, percentile over batches."""
@@ -71,7 +71,7 @@ def scenario(name: str, tp: int, stages: int, groups: int, prompt: int, chunk: i
 @cache
 def served(
     name: str, tp: int, stages: int, groups: int, prompt: int, chunk: int, mode: Mode, output: int = 1
-) -> Served:
+) -> KvpServedResult:
     """Simulate. Raises InfeasibleError where memory does not allow it."""
     setting = parse_scenario(scenario(name, tp, stages, groups, prompt, chunk, output))
     work = requests_of(setting.workload, None, 0)
@@ -83,7 +83,7 @@ def served(
     assert first_s is not None
     assert record.ok
     gaps = definitions.tbt_s(record)
-    return Served(
+    return KvpServedResult(
         ttft_s=first_s,
         tbt_s=float(np.median(gaps)) if output > 1 else None,
         began_s=tuple(row.stages[0][0] for row in rows),

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import pairwise
 
 from headway.research.arithmetic import latency_source, machine, static_prefill
-from headway.research.base import MODES, Mode, Options, Panel, Report, Row
-from headway.research.kvp_served import Served, scenario, served
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.kvp_served import KvpServedResult, scenario, served
 from headway.research.verdicts import at_most, band, both, judge, order
 
 CHUNKS = (32, 64, 128, 256)
@@ -44,7 +44,7 @@ def point(context: int, chunk: int, groups: int, mode: Mode) -> Point:
     return found.ttft_s, found.through_percentile_s(95)
 
 
-def _trade_rows(million: int) -> list[Row]:
+def _trade_rows(million: int) -> list[ClaimRow]:
     """`million`: tokens that stand for 1M (fewer in a smoke test)."""
 
     def by_chunk(which: int, mode: Mode) -> dict[str, float]:
@@ -87,10 +87,10 @@ def _falls(values: list[float]) -> bool:
     return all(later < earlier for earlier, later in pairwise(values))
 
 
-def trade(options: Options) -> Report:
+def trade(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 20, Mnemosyne Fig. 18."""
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"{context // 1_000_000}M tokens, default mode, arithmetic",
             x="TTFT, s",
             y="P95 TBT, s",
@@ -103,10 +103,10 @@ def trade(options: Options) -> Report:
     source = latency_source(*machines, scenario=told)
     source["as_scenario_file"] = scenario("llama-3-8b", 4, 4, 4, 4_000_000, 256)
     rows = _trade_rows(50_000 if options.quick else 1_000_000)
-    return Report(source=source, rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=source, rows=tuple(rows), panels=panels)
 
 
-def timeline(options: Options) -> Report:
+def timeline(options: RunOptions) -> ExperimentReport:
     """Mnemosyne Fig. 19, Medha Fig. 6: KV groups join while 2M tokens are prefilled (Mnemosyne's caption says 8B, its
     text 70B; both here).
 
@@ -114,7 +114,7 @@ def timeline(options: Options) -> Report:
     prompt, chunk = (200_000 if options.quick else 2_000_000), 256
     names = ("llama-3-8b", "llama-3-70b")
 
-    def run(name: str, mode: Mode, groups: int = 4) -> Served:
+    def run(name: str, mode: Mode, groups: int = 4) -> KvpServedResult:
         return served(name, 8, 4, groups, prompt, chunk, mode)
 
     def joined(name: str, mode: Mode) -> dict[str, float]:
@@ -168,22 +168,24 @@ def timeline(options: Options) -> Report:
     told = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
     source = latency_source(*machines, scenario=f"{told}chunks of {chunk}, equal shards")
     source["as_scenario_file"] = scenario("llama-3-8b", 8, 4, 4, prompt, chunk)
-    return Report(source=source, rows=tuple(rows), panels=tuple(panels))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 
-def _gpus_panel(name: str, found: Served) -> Panel:
+def _gpus_panel(name: str, found: KvpServedResult) -> PlotPanel:
     """Accelerators over time: a step at every join."""
     points = [(0.0, float(GPUS))]
     for join in found.joins:
         points += [(join.at_s, points[-1][1]), (join.at_s, float(GPUS * join.groups))]
-    return Panel(title=name, x="seconds", y="H100s", lines={"participating": [*points, (found.ttft_s, points[-1][1])]})
+    return PlotPanel(
+        title=name, x="seconds", y="H100s", lines={"participating": [*points, (found.ttft_s, points[-1][1])]}
+    )
 
 
-def _batches_panel(name: str, grown: Served, alone: Served) -> Panel:
+def _batches_panel(name: str, grown: KvpServedResult, alone: KvpServedResult) -> PlotPanel:
     """How long batches are over the prompt, with groups that join and without."""
     lines = {}
     for label, one in (("4 KV groups", grown), ("1", alone)):
         step = max(1, len(one.through_s) // 100)
         total = len(one.through_s)
         lines[label] = [(i / total, one.through_s[i]) for i in range(0, total, step)]
-    return Panel(title=f"{name}: batches", x="share of the prompt", y="seconds through the stages", lines=lines)
+    return PlotPanel(title=f"{name}: batches", x="share of the prompt", y="seconds through the stages", lines=lines)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.medha_setting import LONG_SHARE, Runs
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.medha_setting import LONG_SHARE, MedhaRuns
 from headway.research.verdicts import ascending, at_least, at_most
 
 QPS = 0.75
@@ -20,12 +20,12 @@ LOONG_NOTE = "First seed only."
 SHARES = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05)
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = Runs(options)
+    runs = MedhaRuns(options)
     shares = (0.0, 0.01, 0.05) if options.quick else SHARES
     runs.need([("Medha", mode) for mode in MODES] + [("non-preemptive", "default")], [QPS], shares)
-    first = Runs(replace(options, seeds=runs.seeds[:1]))
+    first = MedhaRuns(replace(options, seeds=runs.seeds[:1]))
     first.need([(system, mode) for system in ("LoongServe", "Medha") for mode in MODES], [QPS], LOONG_SHARES)
 
     def cut(system: str, name: str, share: float, mode: Mode) -> float:
@@ -123,7 +123,7 @@ def run(options: Options) -> Report:
         ),
     ]
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"TTFT {name} at {QPS:g} QPS",
             x="share of long requests",
             y="seconds",
@@ -136,4 +136,4 @@ def run(options: Options) -> Report:
         )
         for name in ("p50", "p90")
     )
-    return Report(source=runs.source(), rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=panels)

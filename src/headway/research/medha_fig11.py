@@ -15,8 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.medha_setting import LONG_SHARE, Runs, Setting
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.medha_setting import LONG_SHARE, MedhaRuns, MedhaSetting
 from headway.research.verdicts import at_least, band, order
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: f
     }  # fmt: skip
 
 
-SETTING = Setting(
+SETTING = MedhaSetting(
     make=scenario,
     systems=SYSTEMS,
     shown="3D",
@@ -66,13 +66,13 @@ SETTING = Setting(
 )
 
 
-def _runs(options: Options) -> Runs:
-    runs = Runs(options, SETTING)
+def _runs(options: RunOptions) -> MedhaRuns:
+    runs = MedhaRuns(options, SETTING)
     runs.need([(system, mode) for system in SYSTEMS for mode in MODES], runs.qps, [LONG_SHARE])
     return runs
 
 
-def fig11(options: Options) -> Report:
+def fig11(options: RunOptions) -> ExperimentReport:
     """TTFT."""
     runs = _runs(options)
 
@@ -103,10 +103,10 @@ def fig11(options: Options) -> Report:
             "Pipeline stages speed up one prefill; KV groups that share none serve two.",
         )
     )
-    return Report(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "ttft_s", "TTFT"))
+    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "ttft_s", "TTFT"))
 
 
-def fig12(options: Options) -> Report:
+def fig12(options: RunOptions) -> ExperimentReport:
     """Decode latency."""
     runs = _runs(options)
 
@@ -148,12 +148,12 @@ def fig12(options: Options) -> Report:
             "Headway's own bound; links, exchanges between groups and predictions take up to 10%.",
         )
     )
-    return Report(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "tpot_s", "TPOT"))
+    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "tpot_s", "TPOT"))
 
 
-def _panels(runs: Runs, metric: str, title: str) -> tuple[Panel, ...]:
+def _panels(runs: MedhaRuns, metric: str, title: str) -> tuple[PlotPanel, ...]:
     return tuple(
-        Panel(
+        PlotPanel(
             title=f"{title}, {mode} mode",
             x="QPS",
             y="seconds",

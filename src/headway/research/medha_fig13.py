@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.medha_setting import Runs
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.medha_setting import MedhaRuns
 from headway.research.verdicts import at_least, at_most, band, both, judge
 
 POLICIES = ("FCFS", "EDF", "LRS", "SRPT", "LARS", "Medha")
@@ -18,9 +18,9 @@ COLLAPSE = 30.0
 HELD = "LARS alone holds a chat back until it is nearly late: its deadline of a second is a hundred times its work."
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = Runs(options)
+    runs = MedhaRuns(options)
     runs.need([(policy, mode) for policy in POLICIES for mode in MODES], runs.qps, [0.05])
     low = runs.qps[0]
     rows = [
@@ -68,7 +68,7 @@ def run(options: Options) -> Report:
         )
     )
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"Median TTFT, {mode} mode",
             x="QPS",
             y="seconds",
@@ -77,16 +77,16 @@ def run(options: Options) -> Report:
         )
         for mode in MODES
     )
-    return Report(source=runs.source(), rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=panels)
 
 
-def _edf_over(runs: Runs, under: str, qps: float, mode: Mode) -> float | None:
+def _edf_over(runs: MedhaRuns, under: str, qps: float, mode: Mode) -> float | None:
     return runs.ratio("EDF", under, mode, qps)
 
 
-def _over_medha(runs: Runs, policy: str, qps: float, mode: Mode) -> float | None:
+def _over_medha(runs: MedhaRuns, policy: str, qps: float, mode: Mode) -> float | None:
     return runs.ratio(policy, "Medha", mode, qps)
 
 
-def _line(runs: Runs, policy: str, mode: Mode) -> list[tuple[float, float]]:
+def _line(runs: MedhaRuns, policy: str, mode: Mode) -> list[tuple[float, float]]:
     return [(qps, runs.value(policy, mode, qps, "ttft_s", "p50") or 0.0) for qps in runs.qps]

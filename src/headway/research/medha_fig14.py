@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.medha_setting import LONG_SHARE, Runs, scenario
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.medha_setting import LONG_SHARE, MedhaRuns, scenario
 from headway.research.verdicts import at_least, band, order
 
 SYSTEMS = ("LoongServe", "LoongServe+Reserv", "Medha")
 RATES = (0.75, 1.75)
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    seeds = Runs(options).seeds[:1]
-    runs = Runs(replace(options, seeds=seeds))
+    seeds = MedhaRuns(options).seeds[:1]
+    runs = MedhaRuns(replace(options, seeds=seeds))
     runs.need([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
 
     def longs(system: str, qps: float, mode: Mode) -> float:
@@ -81,9 +81,9 @@ def run(options: Options) -> Report:
     ring = "LoongServe's prefills: derived, one TP2 instance's fitted latency on a ring (latency.ring); decodes: fitted"
     shown = scenario("LoongServe+Reserv", "default", RATES[-1], LONG_SHARE, runs.window_s)
     source = runs.source(latency_loongserve=ring, loongserve_as_scenario_file=shown)
-    return Report(source=source, rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=source, rows=tuple(rows), panels=panels)
 
 
-def _panel(title: str, y: str, find: Callable[[float], dict[str, float]], log: bool) -> Panel:
+def _panel(title: str, y: str, find: Callable[[float], dict[str, float]], log: bool) -> PlotPanel:
     lines = {system: [(qps, find(qps)[system]) for qps in RATES] for system in SYSTEMS}
-    return Panel(title=f"{title}, default mode", x="QPS", y=y, lines=lines, log_y=log)
+    return PlotPanel(title=f"{title}, default mode", x="QPS", y=y, lines=lines, log_y=log)

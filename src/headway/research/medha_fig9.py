@@ -12,32 +12,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.medha_setting import LONG_SHARE, STAGES, TBT_S, Runs, stage_target_s
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.medha_setting import LONG_SHARE, STAGES, TBT_S, MedhaRuns, stage_target_s
 from headway.research.verdicts import at_least, at_most, band, order
 
 SYSTEMS = ("Medha", "FCFS", "Sarathi-512", "Sarathi-2048")
 SHARES = (0.0, LONG_SHARE)
 
 
-def _runs(options: Options) -> Runs:
+def _runs(options: RunOptions) -> MedhaRuns:
     """Chats alone at the ends of the rates only: nothing there depends on the order."""
-    runs = Runs(options)
+    runs = MedhaRuns(options)
     systems = [(system, mode) for system in SYSTEMS for mode in MODES]
     runs.need(systems, runs.qps, [LONG_SHARE])
     runs.need(systems, _rates(runs, 0.0), [0.0])
     return runs
 
 
-def _loong(options: Options, runs: Runs) -> Runs:
+def _loong(options: RunOptions, runs: MedhaRuns) -> MedhaRuns:
     """LoongServe beside Medha, the first seed's."""
-    first = Runs(replace(options, seeds=runs.seeds[:1]))
+    first = MedhaRuns(replace(options, seeds=runs.seeds[:1]))
     first.need([("LoongServe", "default")], _rates(runs, 0.0), [0.0])
     first.need([("LoongServe", mode) for mode in MODES], _long_rates(runs), [LONG_SHARE])
     return first
 
 
-def _long_rates(runs: Runs) -> tuple[float, ...]:
+def _long_rates(runs: MedhaRuns) -> tuple[float, ...]:
     return tuple(qps for qps in runs.qps if qps >= 0.75)
 
 
@@ -46,11 +46,11 @@ def _chats_alone(value: Callable[[], Any]) -> Callable[[Mode], Any]:
     return lambda mode: value() if mode == "default" else None
 
 
-def _rates(runs: Runs, share: float) -> tuple[float, ...]:
+def _rates(runs: MedhaRuns, share: float) -> tuple[float, ...]:
     return runs.qps if share else (runs.qps[0], runs.qps[-1])
 
 
-def fig9(options: Options) -> Report:
+def fig9(options: RunOptions) -> ExperimentReport:
     """TTFT."""
     runs = _runs(options)
     first = _loong(options, runs)
@@ -128,10 +128,12 @@ def fig9(options: Options) -> Report:
             "Taken as five seconds at most; the paper gives no number.",
         )
     )
-    return Report(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "ttft_s", "p50", "median TTFT"))
+    return ExperimentReport(
+        source=runs.source(), rows=tuple(rows), panels=_panels(runs, "ttft_s", "p50", "median TTFT")
+    )
 
 
-def fig10(options: Options) -> Report:
+def fig10(options: RunOptions) -> ExperimentReport:
     """Decode latency: the worst gap of each request, and the mean gap."""
     runs = _runs(options)
     first = _loong(options, runs)
@@ -204,12 +206,14 @@ def fig10(options: Options) -> Report:
             "First seed only.",
         ),
     ]
-    return Report(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "max_tbt_s", "p99", "worst gap, P99"))
+    return ExperimentReport(
+        source=runs.source(), rows=tuple(rows), panels=_panels(runs, "max_tbt_s", "p99", "worst gap, P99")
+    )
 
 
-def _panels(runs: Runs, metric: str, cut: str, title: str) -> tuple[Panel, ...]:
+def _panels(runs: MedhaRuns, metric: str, cut: str, title: str) -> tuple[PlotPanel, ...]:
     return tuple(
-        Panel(
+        PlotPanel(
             title=f"{title}, {'5% long' if share else 'chats alone'}, default mode",
             x="QPS",
             y="seconds",

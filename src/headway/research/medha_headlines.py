@@ -10,8 +10,8 @@ from __future__ import annotations
 from statistics import median
 
 from headway.research.arithmetic import machine
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.medha_setting import LONG_SHARE, Runs
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.medha_setting import LONG_SHARE, MedhaRuns
 from headway.research.verdicts import at_least, band, both, judge
 
 BASELINES = ("FCFS", "Sarathi-512", "Sarathi-2048")
@@ -19,9 +19,9 @@ ENOUGH = 0.9
 CHUNK, HISTORY = 512, 1_000_000
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = Runs(options)
+    runs = MedhaRuns(options)
     systems = ("Medha", *BASELINES)
     runs.need([(system, mode) for system in systems for mode in MODES], runs.qps, [LONG_SHARE])
     runs.need([("non-preemptive", "default")], runs.qps, [LONG_SHARE])
@@ -67,13 +67,14 @@ def run(options: Options) -> Report:
             "the 50-60% of Fig. 15.",
         ),
     ]
-    panel = Panel(
+    panel = PlotPanel(
         title=f"Requests in time, {LONG_SHARE:.0%} long, default mode",
         x="QPS",
         y="share with a first token by the deadline",
         lines={system: [(qps, in_time(system, "default", qps)) for qps in runs.qps] for system in systems},
     )
-    return Report(source=runs.source(iteration="H100: fitted, history measured up to 12,416"), rows=tuple(rows),
+    return ExperimentReport(source=runs.source(iteration="H100: fitted, history measured up to 12,416"),
+        rows=tuple(rows),
                   panels=(panel,))  # fmt: skip
 
 

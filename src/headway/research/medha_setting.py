@@ -25,8 +25,8 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
-from headway.research.base import MODES, Mode, Options, Row
-from headway.research.verdicts import Check, both, judge
+from headway.research.base import MODES, ClaimRow, Mode, RunOptions
+from headway.research.verdicts import VerdictRule, both, judge
 from headway.sim.build import run_scenario
 from headway.sim.metrics import definitions
 from headway.sim.metrics.quantiles import percentiles
@@ -69,7 +69,7 @@ def stage_target_s(mode: Mode) -> float:
     return TBT_S / (STAGES if mode == "paper" else STAGES + 1)
 
 
-class Point(NamedTuple):
+class MedhaPoint(NamedTuple):
     """One simulation."""
 
     system: str
@@ -81,7 +81,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MedhaResult:
     """What is kept of it. Percentiles by name; ttft of all requests and of shorts, censored at the window's end."""
 
     ttft_s: dict[str, float | None]
@@ -135,7 +135,7 @@ def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: f
     return data
 
 
-def measure(result: SimResult) -> Measured:
+def measure(result: SimResult) -> MedhaResult:
     """Reduce a run."""
     end_s = result.duration_s
     waits: dict[str, list[float]] = {"short": [], "long": []}
@@ -147,7 +147,7 @@ def measure(result: SimResult) -> Measured:
         done[record.klass] += record.ok
         in_time += first is not None and (record.slo.ttft_s is None or first <= record.slo.ttft_s)
     ok = [record for record in result.records if record.ok]
-    return Measured(
+    return MedhaResult(
         ttft_s=percentiles(waits["short"] + waits["long"]),
         short_ttft_s=percentiles(waits["short"]),
         tpot_s=percentiles(map(definitions.tpot_s, ok)),
@@ -160,7 +160,7 @@ def measure(result: SimResult) -> Measured:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MedhaSetting:
     """What a figure's points are made of. make: a point's scenario, from (system, mode, QPS, long share, window), a
     function of a module; names of systems are of one setting only. latency, told: what a report's source says, beside
     the scenario of the system that is `shown`."""
@@ -172,7 +172,7 @@ class Setting:
     told: str
 
 
-THE_ONE = Setting(
+THE_ONE = MedhaSetting(
     make=scenario,
     systems=SYSTEMS,
     shown="Medha",
@@ -184,20 +184,20 @@ THE_ONE = Setting(
 )
 
 
-def run_point(setting: Setting, point: Point) -> Measured:
+def run_point(setting: MedhaSetting, point: MedhaPoint) -> MedhaResult:
     """Simulate."""
     data = setting.make(point.system, point.mode, point.qps, point.long_share, point.window_s)
     return measure(run_scenario(parse_scenario(data), point.seed))
 
 
-_KNOWN: dict[Point, Measured] = {}
+_KNOWN: dict[MedhaPoint, MedhaResult] = {}
 """What this process has simulated: `reproduce all` shares points between figures."""
 
 
-class Runs:
+class MedhaRuns:
     """All points of a figure, by (system, mode, qps, share) and seed."""
 
-    def __init__(self, options: Options, setting: Setting = THE_ONE) -> None:
+    def __init__(self, options: RunOptions, setting: MedhaSetting = THE_ONE) -> None:
         self.setting = setting
         self.window_s = options.window_s or (QUICK_WINDOW_S if options.quick else WINDOW_S)
         self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
@@ -223,12 +223,12 @@ class Runs:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             _KNOWN.update(zip(points, pool.map(run, points), strict=True))
 
-    def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> Point:
+    def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> MedhaPoint:
         """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
         by_time = "chunking" not in self.setting.systems[system]
-        return Point(system, mode if by_time else "default", qps, share, self.window_s, seed)
+        return MedhaPoint(system, mode if by_time else "default", qps, share, self.window_s, seed)
 
-    def of(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[Measured]:
+    def of(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[MedhaResult]:
         """One a seed, in order."""
         return [_KNOWN[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
 
@@ -260,12 +260,12 @@ class Runs:
         self,
         claim: str,
         paper: Any,
-        check: Check,
+        check: VerdictRule,
         find: Callable[[Mode], Any],
         note: str = "",
         *,
         approximate: bool = False,
-    ) -> Row:
+    ) -> ClaimRow:
         """`verdicts.judge` of what `find` gives over all seeds, with the range over them in `why`."""
         why = " ".join(part for part in (self.spread(find), note) if part)
         return judge(claim, paper, check, both(find), why, approximate=approximate)

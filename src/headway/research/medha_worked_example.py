@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.perf.latency.tables import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
-from headway.research.base import MODES, Mode, Options, Report
+from headway.research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway.research.verdicts import at_most, both, exact, judge
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import SloTargets
@@ -71,7 +71,7 @@ def finish_times(policy: str, mode: Mode) -> dict[str, float]:
     return {name: record.token_s[0] for name, record in zip(("L", "S1", "S2"), result.records, strict=True)}
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     found = {policy: both(partial(finish_times, policy)) for policy in BY_HAND}
     rows = [
@@ -95,7 +95,7 @@ def run(options: Options) -> Report:
             "has one second of work left until 6.0 for two of them, in turns.",
         )
     )
-    return Report(
+    return ExperimentReport(
         source={
             "latency": "given by the example: seconds of work",
             "scenario": f"one instance, iterations of {QUANTUM_S:g} s, {TOKEN_S:g} s a token",

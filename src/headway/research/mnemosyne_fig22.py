@@ -6,7 +6,7 @@ Every decode has 1K tokens; the chunk is over the last 5% of the prompt (its P95
 from __future__ import annotations
 
 from headway.research.arithmetic import latency_source, machine
-from headway.research.base import MODES, Mode, Options, Panel, Report
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import ascending, at_most, both, judge
 
 CHUNKS = (32, 64, 128, 256, 512)
@@ -19,7 +19,7 @@ def seconds(chunk: int, decodes: int, mode: Mode) -> float:
     return machine("h100", "llama-3-8b", 8, 1, mode).chunk_s(PAST, chunk, decodes, decodes * CONTEXT)
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
 
     def growth(mode: Mode) -> dict[str, float]:
@@ -52,7 +52,7 @@ def run(options: Options) -> Report:
         f"chunk {c}": [(0.0, seconds(c, 0, "default")), *((float(n), seconds(c, n, "default")) for n in BATCHES)]
         for c in CHUNKS
     }
-    panel = Panel(title="Batch time, default mode", x="decodes of 1K tokens", y="seconds", lines=lines)
+    panel = PlotPanel(title="Batch time, default mode", x="decodes of 1K tokens", y="seconds", lines=lines)
     machines = [machine("h100", "llama-3-8b", 8, 1, mode) for mode in MODES]
     scenario = f"Llama-3 8B, 8 H100 (TP8), chunk over {PAST:,} tokens beside decodes of {CONTEXT:,}"
-    return Report(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))
+    return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))

@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
-from headway.research.base import Mode, Options, Panel, Report
+from headway.research.base import ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import band, both, judge, order
 
 DEVICE, SHAPE = accelerator("h100"), model("llama-3-8b")
@@ -44,7 +44,7 @@ def most_tokens(gpus: int, mode: Mode) -> dict[str, int]:
     return {"compute": low, "bandwidth": int(bandwidth), "capacity": int(capacity)}
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     rows = [
         judge("GPUs for 1M tokens within 30 s", 20, band(19, 21), both(partial(gpus_for, MI))),
@@ -64,7 +64,9 @@ def run(options: Options) -> Report:
         ),
     ]
     lines = {f"{mode} count": [(float(n), float(gpus_for(n * MI, mode))) for n in (1, 2, 4, 8)] for mode in _modes()}
-    panel = Panel(title="GPUs for a 30 s TTFT, Llama-3 8B", x="context, Mi tokens", y="H100s", lines=lines, log_y=True)
+    panel = PlotPanel(
+        title="GPUs for a 30 s TTFT, Llama-3 8B", x="context, Mi tokens", y="H100s", lines=lines, log_y=True
+    )
     source: dict[str, Any] = {
         "latency": "none: data sheet at full utilisation",
         "scenario": "Llama-3 8B, H100, 30 s TTFT and 20 ms TBT",
@@ -72,7 +74,7 @@ def run(options: Options) -> Report:
         "seeds": [],
         "window_s": None,
     }
-    return Report(source=source, rows=tuple(rows), panels=(panel,))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=(panel,))
 
 
 def _modes() -> tuple[Mode, Mode]:

@@ -10,7 +10,7 @@ from functools import partial
 from headway.perf.hardware.models import model
 from headway.research.adaptive_pareto import slowdown
 from headway.research.arithmetic import latency_source, machine, prefill_flops
-from headway.research.base import MODES, Mode, Options, Report
+from headway.research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway.research.kvp_decode import tbt_s
 from headway.research.spp_scaling import ttft_s
 from headway.research.verdicts import at_most, band, both, judge
@@ -18,7 +18,7 @@ from headway.research.verdicts import at_most, band, both, judge
 PROMPT = 1_000_000
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     shape = model("llama-3-70b")
     whole = prefill_flops(shape, PROMPT) + shape.attention_flops(PROMPT, 0)
@@ -55,6 +55,6 @@ def run(options: Options) -> Report:
         ),
     ]
     machines = [machine("h100", "llama-3-8b", 8, stages, mode) for stages in (1, 4, 16) for mode in MODES]
-    return Report(
+    return ExperimentReport(
         source=latency_source(*machines, scenario="Llama-3 8B (and 70B's counts), up to 128 H100s"), rows=tuple(rows)
     )

@@ -11,15 +11,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from headway.perf.accelerator.assumptions import assumptions
-from headway.perf.accelerator.iteration_work import Work
+from headway.perf.accelerator.iteration_work import IterationWork
 from headway.perf.accelerator.machine_model import MIB
-from headway.perf.accelerator.operators import Layer, Setting
+from headway.perf.accelerator.operators import LayerOperators, OperatorSetting
 from headway.perf.accelerator.presets import machine
 from headway.perf.accelerator.stage import StageReport, simulate_stage
 from headway.perf.accelerator.timeline import Mode as Schedule
 from headway.perf.hardware.models import model
-from headway.research.base import MODES, Mode, Options, Panel, Report, Row
-from headway.research.verdicts import Check, band, both, judge, order
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.verdicts import VerdictRule, band, both, judge, order
 
 MACHINE_OF = {"llama-3.1-8b": "tpuv6e-like", "llama-3.1-70b": "tpuv7-like"}
 KI = 1024
@@ -28,14 +28,14 @@ PREFILLS, CONTEXTS, BUFFERS_MIB = (512, 1024, 2048), (4, 8, 16, 32, 64, 128), (0
 
 
 @cache
-def setting(mode: Mode, name: str = "llama-3.1-8b") -> Setting:
+def setting(mode: Mode, name: str = "llama-3.1-8b") -> OperatorSetting:
     """A model on its machine, in a mode."""
-    return Setting(model(name), machine(MACHINE_OF[name]), assumed=assumptions(mode))
+    return OperatorSetting(model(name), machine(MACHINE_OF[name]), assumed=assumptions(mode))
 
 
 def slo_s(mode: Mode, name: str) -> float:
     """The paper's P99 TBT limit: an iteration of 32 decodes with 4K tokens of KV each, alone."""
-    return simulate_stage(setting(mode, name), Work(decodes=SLO_DECODES, kv_tokens=SLO_KV)).decode_s
+    return simulate_stage(setting(mode, name), IterationWork(decodes=SLO_DECODES, kv_tokens=SLO_KV)).decode_s
 
 
 def stage(mode: Mode, prefill: int, kv_ki: int, buffer_mib: int | None = None) -> StageReport:
@@ -43,10 +43,10 @@ def stage(mode: Mode, prefill: int, kv_ki: int, buffer_mib: int | None = None) -
     at = setting(mode)
     if buffer_mib is not None:
         at = at._replace(machine=at.machine.with_(prefetch_bytes=buffer_mib * MIB))
-    return simulate_stage(at, Work(prefill_tokens=prefill, decodes=32, kv_tokens=kv_ki * KI))
+    return simulate_stage(at, IterationWork(prefill_tokens=prefill, decodes=32, kv_tokens=kv_ki * KI))
 
 
-class Figure(NamedTuple):
+class PrintedFigure(NamedTuple):
     """A number that the paper prints. part: decode, overall or slo. buffer_mib None: the machine's."""
 
     case: str
@@ -69,34 +69,44 @@ class Figure(NamedTuple):
         return found.overall_speedup(self.schedule)
 
 
-FIGURES: tuple[Figure, ...] = (
-    Figure("slo", "P99 TBT limit of Llama-3.1-8B, ms", 16.70, "slo"),
-    Figure("slo", "P99 TBT limit of Llama-3.1-70B, ms", 19.23, "slo", model="llama-3.1-70b"),
-    Figure("case1", "Decode speed-up, 2048 prefill and 128K KV tokens, prefetch", 8.06, "decode", 2048, 128),
-    Figure("case1", "Decode speed-up, 2048 and 128K, packing only", 1.41, "decode", 2048, 128, "packing"),
-    Figure("case1", "Overall speed-up, 512 and 16K, prefetch", 1.83, "overall", 512, 16),
-    Figure("case1", "Overall speed-up, 1024 (KV unstated: 128K), prefetch", 1.72, "overall", 1024, 128),
-    Figure("case1", "Overall speed-up, 1024 (KV unstated: 128K), packing only", 1.20, "overall", 1024, 128, "packing"),
-    Figure("case2", "Decode speed-up, 64K, 2048 prefill tokens, 0 MB", 1.73, "decode", 2048, 64, buffer_mib=0),
-    Figure("case2", "Decode speed-up, 64K, 1024 prefill tokens, 0 MB", 1.73, "decode", 1024, 64, buffer_mib=0),
-    Figure("case2", "Decode speed-up, 64K, 2048 prefill tokens, 512 MB", 6.49, "decode", 2048, 64, buffer_mib=512),
-    Figure("case2", "Decode speed-up, 64K, 1024 prefill tokens, 512 MB", 6.49, "decode", 1024, 64, buffer_mib=512),
-    Figure("case2", "Overall speed-up, 64K, 2048 prefill tokens, 512 MB", 1.35, "overall", 2048, 64, buffer_mib=512),
-    Figure("case2", "Overall speed-up, 64K, 1024 prefill tokens, 512 MB", 1.68, "overall", 1024, 64, buffer_mib=512),
+FIGURES: tuple[PrintedFigure, ...] = (
+    PrintedFigure("slo", "P99 TBT limit of Llama-3.1-8B, ms", 16.70, "slo"),
+    PrintedFigure("slo", "P99 TBT limit of Llama-3.1-70B, ms", 19.23, "slo", model="llama-3.1-70b"),
+    PrintedFigure("case1", "Decode speed-up, 2048 prefill and 128K KV tokens, prefetch", 8.06, "decode", 2048, 128),
+    PrintedFigure("case1", "Decode speed-up, 2048 and 128K, packing only", 1.41, "decode", 2048, 128, "packing"),
+    PrintedFigure("case1", "Overall speed-up, 512 and 16K, prefetch", 1.83, "overall", 512, 16),
+    PrintedFigure("case1", "Overall speed-up, 1024 (KV unstated: 128K), prefetch", 1.72, "overall", 1024, 128),
+    PrintedFigure(
+        "case1", "Overall speed-up, 1024 (KV unstated: 128K), packing only", 1.20, "overall", 1024, 128, "packing"
+    ),
+    PrintedFigure("case2", "Decode speed-up, 64K, 2048 prefill tokens, 0 MB", 1.73, "decode", 2048, 64, buffer_mib=0),
+    PrintedFigure("case2", "Decode speed-up, 64K, 1024 prefill tokens, 0 MB", 1.73, "decode", 1024, 64, buffer_mib=0),
+    PrintedFigure(
+        "case2", "Decode speed-up, 64K, 2048 prefill tokens, 512 MB", 6.49, "decode", 2048, 64, buffer_mib=512
+    ),
+    PrintedFigure(
+        "case2", "Decode speed-up, 64K, 1024 prefill tokens, 512 MB", 6.49, "decode", 1024, 64, buffer_mib=512
+    ),
+    PrintedFigure(
+        "case2", "Overall speed-up, 64K, 2048 prefill tokens, 512 MB", 1.35, "overall", 2048, 64, buffer_mib=512
+    ),
+    PrintedFigure(
+        "case2", "Overall speed-up, 64K, 1024 prefill tokens, 512 MB", 1.68, "overall", 1024, 64, buffer_mib=512
+    ),
 )
 """Two limits and eleven stage figures. (The paper prints nine of them; 1.73 and 6.49 are said of both prefills.)"""
 
 
-def within(paper: float) -> Check:
+def within(paper: float) -> VerdictRule:
     """The rule for every stage figure: 1% to either side."""
     return band(0.99 * paper, 1.01 * paper)
 
 
-def _rows(case: str) -> list[Row]:
+def _rows(case: str) -> list[ClaimRow]:
     return [judge(f.claim, f.paper, within(f.paper), both(f.ours)) for f in FIGURES if f.case == case]
 
 
-def _report(rows: list[Row], panels: list[Panel], scenario: str) -> Report:
+def _report(rows: list[ClaimRow], panels: list[PlotPanel], scenario: str) -> ExperimentReport:
     source: dict[str, Any] = {
         "latency": "the accelerator's operator model and timeline",
         "scenario": scenario,
@@ -104,15 +114,15 @@ def _report(rows: list[Row], panels: list[Panel], scenario: str) -> Report:
         "seeds": [],
         "window_s": None,
     }
-    return Report(source=source, rows=tuple(rows), panels=tuple(panels))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 
-def slo(options: Options) -> Report:
+def slo(options: RunOptions) -> ExperimentReport:
     """§V, case study 3: 32 decodes with 4K tokens each."""
     return _report(_rows("slo"), [], "an iteration of 32 decodes over 4K tokens of KV each, without prefill")
 
 
-def case1(options: Options) -> Report:
+def case1(options: RunOptions) -> ExperimentReport:
     """Fig. 5."""
     rows = _rows("case1")
     rows.append(
@@ -132,7 +142,7 @@ def case1(options: Options) -> Report:
         )
     )
     panels = [
-        Panel(
+        PlotPanel(
             title=f"{part.capitalize()} speed-up, paper preset",
             x="KV tokens, Ki",
             y="over serial",
@@ -155,7 +165,7 @@ def _best_decode(mode: Mode) -> str:
     return max(speed, key=lambda name: speed[name])
 
 
-def case2(options: Options) -> Report:
+def case2(options: RunOptions) -> ExperimentReport:
     """Fig. 6."""
     rows = _rows("case2")
     rows.append(
@@ -187,7 +197,7 @@ def case2(options: Options) -> Report:
         )
     )
     panels = [
-        Panel(
+        PlotPanel(
             title=f"{part.capitalize()} speed-up at 64K, paper preset",
             x="prefetch buffer, MiB",
             y="over serial",
@@ -207,7 +217,7 @@ def _decode(mode: Mode, prefill: int, buffer_mib: int) -> float:
     return stage(mode, prefill, 64, buffer_mib).decode_speedup("prefetch")
 
 
-def fig1(options: Options) -> Report:
+def fig1(options: RunOptions) -> ExperimentReport:
     """Fig. 1, which the text does not put in numbers: illustrated."""
     pairs = (("a100-like", "h100-like"), ("tpuv6e-like", "tpuv7-like"))
     names = [name for pair in pairs for name in pair]
@@ -237,7 +247,7 @@ def _bound_shares(mode: Mode) -> dict[str, float]:
     _, prefill, decode = stage(mode, 2048, 64).layers
     bandwidth = at.machine.bandwidth
 
-    def share(layer: Layer, wanted: str) -> float:
+    def share(layer: LayerOperators, wanted: str) -> float:
         ops = [op for op in (*layer.others, layer.decode) if op.seconds(bandwidth) > 0]
         whole = sum(op.seconds(bandwidth) for op in ops)
         return sum(op.seconds(bandwidth) for op in ops if op.bound(bandwidth) == wanted) / whole

@@ -15,18 +15,18 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.accelerator.attention import kv_bytes
-from headway.perf.accelerator.iteration_work import Work
-from headway.perf.accelerator.operators import Setting
+from headway.perf.accelerator.iteration_work import IterationWork
+from headway.perf.accelerator.operators import OperatorSetting
 from headway.perf.accelerator.serving import AcceleratorLatency
 from headway.perf.accelerator.stage import simulate_stage
 from headway.perf.accelerator.timeline import Mode
-from headway.perf.latency.base import Load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.policy.iteration.chunking import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import RequestRecord
 from headway.sim.result import SimResult
-from headway.sim.spec import Yardstick
+from headway.sim.spec import UtilisationBase
 from headway.sim.workload import TraceRequest
 
 STEP = 1.2
@@ -35,7 +35,7 @@ Draw = Callable[[float], list[TraceRequest]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServiceLimits:
     """What must hold. tbt_s None: gaps are not judged (the throughput at which delays saturate)."""
 
     tbt_s: float | None
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
+class RateResult:
     """One rate, simulated. Seconds at the limits' percentile; `ok`: all limits hold and every request finished."""
 
     qps: float
@@ -59,11 +59,11 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity:
+class CapacityResult:
     """qps: the highest rate found within the limits (0.0: none down to the lowest tried). tried: by rate."""
 
     qps: float
-    tried: tuple[Rate, ...] = field(default=())
+    tried: tuple[RateResult, ...] = field(default=())
 
 
 def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
@@ -82,9 +82,9 @@ def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
     )
 
 
-def kv_capacity(setting: Setting) -> int:
+def kv_capacity(setting: OperatorSetting) -> int:
     """Tokens of KV that HBM holds beside the weights. ConfigError where they do not fit."""
-    report = simulate_stage(setting, Work(prefill_tokens=1))
+    report = simulate_stage(setting, IterationWork(prefill_tokens=1))
     per_token = setting.shape.layers * kv_bytes(setting.shape, setting.precision)
     left = setting.machine.capacity - (report.memory_bytes - per_token)
     if left < per_token:
@@ -95,14 +95,14 @@ def kv_capacity(setting: Setting) -> int:
     return int(left / per_token)
 
 
-def instance(setting: Setting, mode: Mode, config: SchedulerConfig, kv_tokens: int) -> InstanceSpec:
+def instance(setting: OperatorSetting, mode: Mode, config: SchedulerConfig, kv_tokens: int) -> InstanceSpec:
     """One instance with the accelerator's timeline as its latency model."""
     shape, machine = setting.model, setting.machine
     return InstanceSpec(
         config=config,
         latency=AcceleratorLatency(setting, mode),
         kv_tokens=kv_tokens,
-        yardstick=Yardstick(shape=shape, peak_flops=machine.flops, peak_bandwidth=machine.bandwidth),
+        yardstick=UtilisationBase(shape=shape, peak_flops=machine.flops, peak_bandwidth=machine.bandwidth),
     )
 
 
@@ -112,7 +112,7 @@ def gaps_s(records: Sequence[RequestRecord]) -> np.ndarray[Any, np.dtype[np.floa
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def judged(result: SimResult, qps: float, limits: Limits) -> Rate:
+def judged(result: SimResult, qps: float, limits: ServiceLimits) -> RateResult:
     """A run against the limits."""
     gaps = gaps_s(result.records)
     delays = np.array([r.scheduled_s - r.arrival_s for r in result.records if r.scheduled_s is not None])
@@ -120,7 +120,7 @@ def judged(result: SimResult, qps: float, limits: Limits) -> Rate:
     delay_s = float(np.percentile(delays, limits.percentile)) if delays.size else float("inf")
     finished = sum(record.ok for record in result.records)
     ok = delay_s <= limits.delay_s and finished == len(result.records)
-    return Rate(
+    return RateResult(
         qps=qps,
         tbt_s=tbt_s,
         delay_s=delay_s,
@@ -130,7 +130,7 @@ def judged(result: SimResult, qps: float, limits: Limits) -> Rate:
     )
 
 
-def rate_of(spec: InstanceSpec, draw: Draw, limits: Limits, qps: float) -> Rate:
+def rate_of(spec: InstanceSpec, draw: Draw, limits: ServiceLimits, qps: float) -> RateResult:
     """One rate, simulated and judged."""
     return judged(simulate(spec, draw(qps), RunSpec(told=False)), qps, limits)
 
@@ -144,7 +144,7 @@ def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:
     decodes, held = 1, prompt + output / 2
     qps = 0.0
     for _ in range(20):
-        load = Load(decodes, decodes, int(min(decodes * held, spec.kv_tokens)))
+        load = BatchLoad(decodes, decodes, int(min(decodes * held, spec.kv_tokens)))
         rows = max(budget - decodes, 1)
         past = int(prompt / 2)
         load = load.with_chunk(rows, one_chunk_s(spec.latency, past, rows), past)
@@ -158,24 +158,24 @@ def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:
 def capacity(
     spec: InstanceSpec,
     draw: Draw,
-    limits: Limits,
+    limits: ServiceLimits,
     *,
     start: float | None = None,
     ratio: float = 1.02,
     lowest: float = 1 / 64,
-) -> Capacity:
+) -> CapacityResult:
     """The highest rate within the limits, to `ratio`: from `start` (three quarters of the expected saturation) in
     growing steps up or down, then between, where the limits would be met were they met at a constant power of the rate.
     """
-    tried: dict[float, Rate] = {}
+    tried: dict[float, RateResult] = {}
     start = start or max(0.75 * expected_qps(spec, draw(1.0)), 2 * lowest)
 
     def ok(qps: float) -> bool:
         tried[qps] = rate_of(spec, draw, limits, qps)
         return tried[qps].ok
 
-    def found(qps: float) -> Capacity:
-        return Capacity(qps=qps, tried=tuple(tried[at] for at in sorted(tried)))
+    def found(qps: float) -> CapacityResult:
+        return CapacityResult(qps=qps, tried=tuple(tried[at] for at in sorted(tried)))
 
     low = high = start
     step = STEP
@@ -199,7 +199,7 @@ def capacity(
     return found(low)
 
 
-def _share(low: Rate, high: Rate, limits: Limits) -> float:
+def _share(low: RateResult, high: RateResult, limits: ServiceLimits) -> float:
     """Where between two rates (on a logarithmic scale) the first limit is met, on a straight line in logarithms."""
     shares = [0.9]
     for before, after, limit in ((low.tbt_s, high.tbt_s, limits.tbt_s), (low.delay_s, high.delay_s, limits.delay_s)):
@@ -209,11 +209,11 @@ def _share(low: Rate, high: Rate, limits: Limits) -> float:
 
 
 def bandwidth_to_match(
-    setting: Setting,
+    setting: OperatorSetting,
     config: SchedulerConfig,
     kv_tokens: int,
     draw: Draw,
-    limits: Limits,
+    limits: ServiceLimits,
     qps: float,
     *,
     ratio: float = 1.02,
@@ -246,6 +246,18 @@ def at_rate(requests: Sequence[TraceRequest], qps: float) -> list[TraceRequest]:
 
 
 __all__ = [
-    "Capacity", "Draw", "Limits", "Rate", "at_rate", "bandwidth_to_match", "capacity", "expected_qps", "gaps_s",
-    "instance", "judged", "kv_capacity", "rate_of", "sarathi",
+    "CapacityResult",
+    "Draw",
+    "RateResult",
+    "ServiceLimits",
+    "at_rate",
+    "bandwidth_to_match",
+    "capacity",
+    "expected_qps",
+    "gaps_s",
+    "instance",
+    "judged",
+    "kv_capacity",
+    "rate_of",
+    "sarathi",
 ]  # fmt: skip

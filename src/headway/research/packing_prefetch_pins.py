@@ -34,7 +34,7 @@ CURVE: dict[int, tuple[float, float]] = {
 COLUMNS = ("prefill", "decode", "packing", "prefetch")
 
 
-class Pin(NamedTuple):
+class PinnedFigure(NamedTuple):
     """kind: `paper` (a printed figure) or `own` (a regression). ours: preset `paper`. real: preset `default`."""
 
     kind: str
@@ -56,19 +56,21 @@ class Pin(NamedTuple):
         return {**self._asdict(), "error": self.error, "ok": self.ok, "real_over_paper_preset": self.real / self.ours}
 
 
-def pins() -> list[Pin]:
+def pins() -> list[PinnedFigure]:
     """All of them, computed."""
-    rows = [Pin("paper", f.claim, f.paper, f.ours("paper"), FIGURE_TOLERANCE, f.ours("default")) for f in FIGURES]
+    rows = [
+        PinnedFigure("paper", f.claim, f.paper, f.ours("paper"), FIGURE_TOLERANCE, f.ours("default")) for f in FIGURES
+    ]
     for (prefill, kv), wanted in TABLE_US.items():
         ours, real = layer_us("paper", prefill, kv), layer_us("default", prefill, kv)
         rows += [
-            Pin("own", f"µs a layer, {prefill} prefill and {kv}K: {name}", want, a, TABLE_TOLERANCE, b)
+            PinnedFigure("own", f"µs a layer, {prefill} prefill and {kv}K: {name}", want, a, TABLE_TOLERANCE, b)
             for name, want, a, b in zip(COLUMNS, wanted, ours, real, strict=True)
         ]
     for buffer_mib, curve in CURVE.items():
         ours2, real2 = _speedups("paper", buffer_mib), _speedups("default", buffer_mib)
         rows += [
-            Pin("own", f"{part} speed-up, 1024 and 64K, {buffer_mib} MiB", want, a, CURVE_TOLERANCE, b)
+            PinnedFigure("own", f"{part} speed-up, 1024 and 64K, {buffer_mib} MiB", want, a, CURVE_TOLERANCE, b)
             for part, want, a, b in zip(("decode", "overall"), curve, ours2, real2, strict=True)
         ]
     return rows

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from headway.perf.accelerator.timeline import Mode as Schedule
-from headway.research.base import Mode, Options, Panel, Report
+from headway.research.base import ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.packing_prefetch import setting, slo_s
 from headway.research.packing_prefetch_capacity import (
-    Capacity,
-    Limits,
+    CapacityResult,
+    ServiceLimits,
     at_rate,
     bandwidth_to_match,
     capacity,
@@ -38,7 +38,7 @@ from headway.research.packing_prefetch_capacity import (
 from headway.research.verdicts import at_least, band, both, judge, order
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.arrivals import arrivals
-from headway.sim.workload.lengths import LogNormal
+from headway.sim.workload.lengths import LogNormalLengths
 from headway.sim.workload.presets import preset, simple
 
 MODELS, SETS = ("llama-3.1-8b", "llama-3.1-70b"), ("arxiv", "sharegpt")
@@ -51,7 +51,7 @@ TIGHT_S = 0.031
 @cache
 def requests(name: str, count: int, seed: int) -> tuple[TraceRequest, ...]:
     """A data set's requests, Poisson at one a second."""
-    arxiv = simple(LogNormal.of(7059, 12985, 1, MOST_TOKENS), LogNormal.of(208, 371, 1, 1024))
+    arxiv = simple(LogNormalLengths.of(7059, 12985, 1, MOST_TOKENS), LogNormalLengths.of(208, 371, 1, 1024))
     mix = arxiv if name == "arxiv" else preset("sharegpt-like")
     drawn = mix.draw(np.random.default_rng([seed, 1]), arrivals("poisson", 1.0), count)
     return tuple(
@@ -60,7 +60,7 @@ def requests(name: str, count: int, seed: int) -> tuple[TraceRequest, ...]:
 
 
 @dataclass(frozen=True)
-class Task:
+class CapacityTask:
     """One capacity search. limit: slo (the rule), tight (31 ms), none. match: instead, the bandwidth that packing
     alone needs for this rate."""
 
@@ -73,11 +73,11 @@ class Task:
     match: float | None = None
 
 
-def solve(task: Task, count: int, seed: int) -> Capacity | float | None:
+def solve(task: CapacityTask, count: int, seed: int) -> CapacityResult | float | None:
     """The task's answer for one seed."""
     at = setting(task.mode, task.model)
     limit_s = {"slo": slo_s(task.mode, task.model), "tight": TIGHT_S, "none": None}[task.limit]
-    limits = Limits(tbt_s=limit_s)
+    limits = ServiceLimits(tbt_s=limit_s)
     kv_tokens = KV_TOKENS if task.mode == "paper" else kv_capacity(at)
     drawn = requests(task.data, count, seed)
 
@@ -90,16 +90,16 @@ def solve(task: Task, count: int, seed: int) -> Capacity | float | None:
     return capacity(instance(at, task.schedule, config, kv_tokens), draw, limits)
 
 
-class Runs:
+class CapacityRuns:
     """Answers, each computed once, over processes and seeds."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self.count = QUICK_REQUESTS if options.quick else REQUESTS
         self.seeds = options.seeds or (0,)
         self.jobs = options.jobs
-        self._known: dict[tuple[Task, int], Capacity | float | None] = {}
+        self._known: dict[tuple[CapacityTask, int], CapacityResult | float | None] = {}
 
-    def need(self, tasks: Sequence[Task]) -> None:
+    def need(self, tasks: Sequence[CapacityTask]) -> None:
         """Compute what is not known yet."""
         wanted = [(t, s) for t in dict.fromkeys(tasks) for s in self.seeds if (t, s) not in self._known]
         arguments = ([t for t, _ in wanted], [self.count] * len(wanted), [s for _, s in wanted])
@@ -111,33 +111,33 @@ class Runs:
                 found = list(pool.map(solve, *arguments))
         self._known.update(zip(wanted, found, strict=True))
 
-    def answers(self, task: Task) -> list[Any]:
+    def answers(self, task: CapacityTask) -> list[Any]:
         self.need([task])
         return [self._known[task, seed] for seed in self.seeds]
 
-    def qps(self, task: Task) -> float:
+    def qps(self, task: CapacityTask) -> float:
         """The mean over seeds."""
         return float(np.mean([answer.qps for answer in self.answers(task)]))
 
     def gain(self, mode: Mode, model: str, data: str, chunk: int = 512, limit: str = "slo") -> float | None:
         """Prefetch over packing alone; None where packing serves nobody within the limits."""
         packing, prefetch = (
-            self.qps(Task(mode, model, data, schedule, chunk, limit)) for schedule in ("packing", "prefetch")
+            self.qps(CapacityTask(mode, model, data, schedule, chunk, limit)) for schedule in ("packing", "prefetch")
         )
         return prefetch / packing if packing else None
 
 
-def case3(options: Options) -> Report:
+def case3(options: RunOptions) -> ExperimentReport:
     """Fig. 7."""
-    runs = Runs(options)
+    runs = CapacityRuns(options)
     modes: tuple[Mode, Mode] = ("paper", "default")
-    runs.need([Task(m, n, d, s) for m in modes for n in MODELS for d in SETS for s in ("packing", "prefetch")])
-    best = {m: runs.qps(Task(m, "llama-3.1-8b", "arxiv", "prefetch")) for m in modes}
-    match = {m: Task(m, "llama-3.1-8b", "arxiv", "packing", match=best[m]) for m in modes if best[m]}
+    runs.need([CapacityTask(m, n, d, s) for m in modes for n in MODELS for d in SETS for s in ("packing", "prefetch")])
+    best = {m: runs.qps(CapacityTask(m, "llama-3.1-8b", "arxiv", "prefetch")) for m in modes}
+    match = {m: CapacityTask(m, "llama-3.1-8b", "arxiv", "packing", match=best[m]) for m in modes if best[m]}
     runs.need(list(match.values()))
 
     def table(mode: Mode) -> dict[str, float]:
-        return {f"{n[10:]} {d}": runs.qps(Task(mode, n, d, "prefetch")) for n in MODELS for d in SETS}
+        return {f"{n[10:]} {d}": runs.qps(CapacityTask(mode, n, d, "prefetch")) for n in MODELS for d in SETS}
 
     def saving(mode: Mode) -> float | None:
         return runs.answers(match[mode])[0] if mode in match else None
@@ -179,18 +179,19 @@ def case3(options: Options) -> Report:
         judge("Gain in QPS, 70B ShareGPT", "1.7 to 2.4", band(1.7, 2.4),
               both(lambda m: runs.gain(m, MODELS[1], "sharegpt"))),
         judge("Packing-only QPS, 8B arXiv", 1.95, band(1.75, 2.15),
-              both(lambda m: runs.qps(Task(m, MODELS[0], "arxiv", "packing")))),
+              both(lambda m: runs.qps(CapacityTask(m, MODELS[0], "arxiv", "packing")))),
         judge("HBM bandwidth that packing alone needs to serve as much, 8B arXiv", "2.4×", band(2.16, 2.64),
               both(saving)),
     ]  # fmt: skip
     panels = [
-        Panel(
+        PlotPanel(
             title=f"P99 gap over the rate, {name[10:].upper()}, paper mode",
             x="requests a second",
             y="ms",
             lines={
                 f"{data}, {schedule}": [
-                    (rate.qps, rate.tbt_s * 1e3) for rate in runs.answers(Task("paper", name, data, schedule))[0].tried
+                    (rate.qps, rate.tbt_s * 1e3)
+                    for rate in runs.answers(CapacityTask("paper", name, data, schedule))[0].tried
                 ]
                 for data in SETS
                 for schedule in ("packing", "prefetch")
@@ -201,18 +202,18 @@ def case3(options: Options) -> Report:
     return _report(runs, rows, panels)
 
 
-def case4(options: Options) -> Report:
+def case4(options: RunOptions) -> ExperimentReport:
     """Fig. 8."""
-    runs = Runs(options)
+    runs = CapacityRuns(options)
     modes: tuple[Mode, Mode] = ("paper", "default")
     runs.need([
-        Task(m, MODELS[0], "arxiv", s, chunk, limit)
+        CapacityTask(m, MODELS[0], "arxiv", s, chunk, limit)
         for m in modes for s in ("packing", "prefetch")
         for chunk, limit in ((512, "none"), (1024, "none"), (1024, "tight"))
-    ] + [Task(m, MODELS[1], "arxiv", "prefetch", 1024, "none") for m in modes])  # fmt: skip
+    ] + [CapacityTask(m, MODELS[1], "arxiv", "prefetch", 1024, "none") for m in modes])  # fmt: skip
 
     def saturated(mode: Mode, chunk: int) -> float:
-        return runs.qps(Task(mode, MODELS[0], "arxiv", "prefetch", chunk, "none"))
+        return runs.qps(CapacityTask(mode, MODELS[0], "arxiv", "prefetch", chunk, "none"))
 
     def gain(mode: Mode, chunk: int, limit: str = "none") -> float | None:
         return runs.gain(mode, MODELS[0], "arxiv", chunk, limit)
@@ -230,18 +231,18 @@ def case4(options: Options) -> Report:
               both(lambda m: gain(m, 1024, "tight"))),
         judge("Saturated QPS with prefetch, chunks of 1024: 8B over 70B", "8B higher",
               order("8B higher", lambda q: q["8B"] > q["70B"]),
-              both(lambda m: {n[10:].upper(): runs.qps(Task(m, n, "arxiv", "prefetch", 1024, "none"))
+              both(lambda m: {n[10:].upper(): runs.qps(CapacityTask(m, n, "arxiv", "prefetch", 1024, "none"))
                               for n in MODELS})),
     ]  # fmt: skip
     panels = [
-        Panel(
+        PlotPanel(
             title=f"P99 gap over the rate, 8B arXiv, {mode} mode",
             x="requests a second",
             y="ms",
             lines={
                 f"{chunk}, {schedule}": [
                     (rate.qps, rate.tbt_s * 1e3)
-                    for rate in runs.answers(Task(mode, MODELS[0], "arxiv", schedule, chunk, "none"))[0].tried
+                    for rate in runs.answers(CapacityTask(mode, MODELS[0], "arxiv", schedule, chunk, "none"))[0].tried
                 ]
                 for chunk in (512, 1024)
                 for schedule in ("packing", "prefetch")
@@ -252,7 +253,7 @@ def case4(options: Options) -> Report:
     return _report(runs, rows, panels)
 
 
-def _report(runs: Runs, rows: Sequence[Any], panels: Sequence[Panel]) -> Report:
+def _report(runs: CapacityRuns, rows: Sequence[Any], panels: Sequence[PlotPanel]) -> ExperimentReport:
     source: dict[str, Any] = {
         "latency": "the accelerator's timeline as the scheduler's latency model",
         "scenario": f"{runs.count:,} requests, Poisson, Sarathi's policy; P99 of gaps in the limit, of delays in 1 s",
@@ -260,4 +261,4 @@ def _report(runs: Runs, rows: Sequence[Any], panels: Sequence[Panel]) -> Report:
         "seeds": list(runs.seeds),
         "window_s": None,
     }
-    return Report(source=source, rows=tuple(rows), panels=tuple(panels))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))

@@ -8,8 +8,8 @@ does not age, and is shown at the highest load.
 
 from __future__ import annotations
 
-from headway.research.base import Options, Panel, Report
-from headway.research.pecsched_setting import SWEEP, Runs
+from headway.research.base import ExperimentReport, PlotPanel, RunOptions
+from headway.research.pecsched_setting import SWEEP, PecSchedRuns
 from headway.research.verdicts import judge, order
 
 SHARES = {
@@ -19,9 +19,9 @@ SHARES = {
 TOP = 1.0
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = Runs(options)
+    runs = PecSchedRuns(options)
     loads = (0.5, TOP) if options.quick else tuple(SWEEP)
     regimes = [SWEEP[load] for load in loads]
     runs.need([("PecSched", "default")], regimes)
@@ -56,7 +56,7 @@ def run(options: Options) -> Report:
         for metric, words in SHARES.items()
     ]
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"{title}, with ageing",
             x="load of short requests",
             y="seconds",
@@ -68,4 +68,4 @@ def run(options: Options) -> Report:
         )
         for metric, title in (("long_jct_s", "Mean JCT of long requests"), ("delay_s", "P99 queueing of short ones"))
     )
-    return Report(source=runs.source(regimes), rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=runs.source(regimes), rows=tuple(rows), panels=panels)

@@ -18,30 +18,30 @@ from headway.core.request import Request
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
     KvReady,
-    Paused,
-    Placement,
-    Preempt,
-    Prefilled,
-    Progress,
-    Refused,
-    Resume,
+    PlacementPolicy,
+    PreemptRequest,
+    RequestArrived,
+    RequestFinished,
+    RequestPrefilled,
+    ResumeRequest,
     SpanDone,
-    Transfer,
-    Woken,
+    SpanPaused,
+    SpanProgress,
+    TransferKv,
+    WakeupDue,
 )
-from headway.policy.placement.view import ClusterBook, ClusterView
+from headway.policy.placement.view import ClusterSnapshot, ClusterState
 
 _DONE, _SHORT, _NEWS, _TIMER, _ARRIVE = range(5)
 
 
 @dataclass
-class Long:
+class LongRequest:
     """A long request: seconds of its prefill, how many are left, and since when it runs (-1: it does not)."""
 
     request: Request
@@ -54,7 +54,7 @@ class Long:
 
 
 @dataclass
-class Drilled:
+class DrillResult:
     """What came out. short_s, long_s: seconds of each call that placed a short or a long request, by the stopwatch;
     all_s: of all calls. prefilled_s: when each request's first token came. suspensions: pauses of long prefills."""
 
@@ -66,13 +66,13 @@ class Drilled:
     suspensions: int = 0
 
 
-class Drill:
+class PlacementDrill:
     """One run of a policy over requests. `layers`: where long prefills can be paused."""
 
     def __init__(
         self,
-        policy: Placement,
-        book: ClusterBook,
+        policy: PlacementPolicy,
+        book: ClusterState,
         latency: GroupLatency,
         layers: int = 32,
         decode_s: float = 2.0,
@@ -85,17 +85,17 @@ class Drill:
         count = len(book.instances)
         self._queue: list[deque[Request]] = [deque() for _ in range(count)]
         self._busy = [False] * count
-        self._computing: list[Long | None] = [None] * count
-        self._longs: dict[str, Long] = {}
-        self._wanting: dict[str, Long] = {}
+        self._computing: list[LongRequest | None] = [None] * count
+        self._longs: dict[str, LongRequest] = {}
+        self._wanting: dict[str, LongRequest] = {}
         self._requests: dict[str, Request] = {}
         self._heap: list[tuple[float, int, int, Any]] = []
         self._serial = 0
         self._timer_s = float("inf")
         self.now = 0.0
-        self.out = Drilled()
+        self.out = DrillResult()
 
-    def run(self, requests: Sequence[Request], until_s: float = float("inf")) -> Drilled:
+    def run(self, requests: Sequence[Request], until_s: float = float("inf")) -> DrillResult:
         """To the end, or to `until_s`."""
         for request in requests:
             self._push(request.arrival_s, _ARRIVE, request)
@@ -116,29 +116,29 @@ class Drill:
     def _happen(self, kind: int, what: Any) -> None:
         if kind == _ARRIVE:
             self._requests[what.id] = what
-            self._tell(Arrived(what))
+            self._tell(RequestArrived(what))
         elif kind == _SHORT:
             at, request = what
             self._busy[at] = False
             self._queue[at].popleft()
             self._token(request)
             done = request.max_output_tokens <= 1
-            self._tell(Finished(request.id) if done else Prefilled(request.id, (at,)))
+            self._tell(RequestFinished(request.id) if done else RequestPrefilled(request.id, (at,)))
             self._serve(at)
         elif kind == _DONE:
             word, long, serial = what
             if serial == long.serial:
                 self._pause(long) if word == "pause" else self._complete(long)
         elif kind == _NEWS:
-            if isinstance(what, Finished):
+            if isinstance(what, RequestFinished):
                 self._longs.pop(what.request, None)
             self._tell(what)
         elif what == self._timer_s:
             self._timer_s = float("inf")
-            self._tell(Woken())
+            self._tell(WakeupDue())
 
     def _tell(self, event: Event) -> None:
-        view = ClusterView(self._book, self.now)
+        view = ClusterSnapshot(self._book, self.now)
         if self._watch is None:
             actions = self._policy.on_event(event, view)
         else:
@@ -146,10 +146,10 @@ class Drill:
             actions = self._policy.on_event(event, view)
             took = self._watch() - began
             self.out.all_s += took
-            commits = sum(isinstance(action, Commit) for action in actions)
+            commits = sum(isinstance(action, CommitSpans) for action in actions)
             if commits:
                 self.out.long_s.append(took / commits)
-            elif isinstance(event, Arrived):
+            elif isinstance(event, RequestArrived):
                 self.out.short_s.append(took)
         for action in actions:
             if self._keep:
@@ -157,34 +157,34 @@ class Drill:
             self._do(action)
 
     def _do(self, action: Action) -> None:
-        if isinstance(action, Enqueue):
+        if isinstance(action, EnqueueRequest):
             self._enqueue(action)
-        elif isinstance(action, Commit):
+        elif isinstance(action, CommitSpans):
             span = action.spans[0]
             nodes = len({self._book.instances[i].node for i in span.group})
             seconds = self._latency.prefill_s(0, span.end, GroupShape(len(span.group), nodes, span.strategy))
             for i in span.group:
                 if any(i in other.group for other in self._longs.values()):
                     raise InvariantError(f"instance {i} is given to two long requests")
-            long = self._longs[action.request] = Long(span.request, span.group, seconds, seconds)
+            long = self._longs[action.request] = LongRequest(span.request, span.group, seconds, seconds)
             self._wanting[action.request] = long
-        elif isinstance(action, Preempt):
+        elif isinstance(action, PreemptRequest):
             self._preempt(self._longs[action.request])
-        elif isinstance(action, Resume):
+        elif isinstance(action, ResumeRequest):
             long = self._longs[action.request]
             if long.began_s >= 0 or long.wants:
                 raise InvariantError(f"{action.request} is not paused")
             long.wants = True
             self._wanting[action.request] = long
-        elif isinstance(action, Transfer):
+        elif isinstance(action, TransferKv):
             self._push(self.now + 0.001, _NEWS, KvReady(action.request, action.to))
 
     # -- short requests -----------------------------------------------------------------------------------------------
 
-    def _enqueue(self, action: Enqueue) -> None:
+    def _enqueue(self, action: EnqueueRequest) -> None:
         request = self._requests[action.request]
         if action.phase == "decode":
-            self._push(self.now + self._decode_s, _NEWS, Finished(action.request))
+            self._push(self.now + self._decode_s, _NEWS, RequestFinished(action.request))
             return
         if action.phase == "all":
             raise InvariantError("the drill knows disaggregated decodes only")
@@ -217,30 +217,30 @@ class Drill:
                     self._computing[i] = long
                 self._push(self.now + long.left_s, _DONE, ("done", long, long.serial))
 
-    def _preempt(self, long: Long) -> None:
+    def _preempt(self, long: LongRequest) -> None:
         name = long.request.id
         layer_s = long.seconds / self._layers
         if long.began_s < 0:
-            self._push(self.now, _NEWS, Refused(name, "preempt", "it does not run"))
+            self._push(self.now, _NEWS, ActionRefused(name, "preempt", "it does not run"))
             return
         ran_s = self.now - long.began_s
         whole = int((long.seconds - long.left_s + ran_s) / layer_s - 1e-9) + 1
         at_s = long.began_s + whole * layer_s - (long.seconds - long.left_s)
         if whole >= self._layers:
-            self._push(self.now, _NEWS, Refused(name, "preempt", "it is in its last layer"))
+            self._push(self.now, _NEWS, ActionRefused(name, "preempt", "it is in its last layer"))
             return
         long.serial += 1
         self._push(at_s, _DONE, ("pause", long, long.serial))
 
-    def _pause(self, long: Long) -> None:
+    def _pause(self, long: LongRequest) -> None:
         self._let_go(long)
         self.out.suspensions += 1
         done = round((1 - long.left_s / long.seconds) * self._layers)
-        self._tell(Paused(long.request.id, 0, Progress(0, done)))
+        self._tell(SpanPaused(long.request.id, 0, SpanProgress(0, done)))
         for i in long.group:
             self._serve(i)
 
-    def _complete(self, long: Long) -> None:
+    def _complete(self, long: LongRequest) -> None:
         self._let_go(long)
         if abs(long.left_s) > 1e-6:
             raise InvariantError(f"{long.request.id} ended with {long.left_s} s of its prefill left")
@@ -248,11 +248,11 @@ class Drill:
         self._tell(SpanDone(long.request.id, 0, True))
         if long.request.max_output_tokens <= 1:
             del self._longs[long.request.id]
-            self._tell(Finished(long.request.id))
+            self._tell(RequestFinished(long.request.id))
         for i in long.group:
             self._serve(i)
 
-    def _let_go(self, long: Long) -> None:
+    def _let_go(self, long: LongRequest) -> None:
         long.left_s -= self.now - long.began_s
         long.began_s = -1.0
         for i in long.group:

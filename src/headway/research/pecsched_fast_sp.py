@@ -6,8 +6,8 @@ from __future__ import annotations
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
 from headway.perf.latency import fast_sp, fast_sp_printed
-from headway.perf.latency.fast_sp import Group, SpRates
-from headway.research.base import Options, Panel, Report
+from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
+from headway.research.base import ExperimentReport, PlotPanel, RunOptions
 from headway.research.pecsched_setting import MODELS
 from headway.research.verdicts import at_least, band, judge, order
 
@@ -15,10 +15,10 @@ LENGTHS = (8_192, 32_768, 100_000, 250_000, 500_000)
 GPUS = 32
 
 
-def run(options: Options) -> Report:
+def run(options: RunOptions) -> ExperimentReport:
     """All 32 GPUs of the cluster; corrected formulas in default mode, printed ones in paper mode."""
     rates = SpRates.of(accelerator("a100"), 400.0)
-    groups = {name: Group(GPUS // at.tp, GPUS // 8, at.tp) for name, at in MODELS.items()}
+    groups = {name: AcceleratorGroup(GPUS // at.tp, GPUS // 8, at.tp) for name, at in MODELS.items()}
     shapes = {name: model(at.model) for name, at in MODELS.items()}
     saved = {}
     for name, shape in shapes.items():
@@ -62,7 +62,7 @@ def run(options: Options) -> Report:
         ),
     )
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"Prefill on 32 A100, {name}",
             x="tokens",
             y="seconds",
@@ -78,14 +78,14 @@ def run(options: Options) -> Report:
         "seeds": [],
         "window_s": 0.0,
     }
-    return Report(source=source, rows=rows, panels=panels)
+    return ExperimentReport(source=source, rows=rows, panels=panels)
 
 
 def _forms(plan: fast_sp.SpPlan) -> str:
     return f"{plan.attn} + {plan.mlp}"
 
 
-def _lines(name: str, rates: SpRates, group: Group) -> dict[str, list[tuple[float, float]]]:
+def _lines(name: str, rates: SpRates, group: AcceleratorGroup) -> dict[str, list[tuple[float, float]]]:
     shape = model(MODELS[name].model)
     lines: dict[str, list[tuple[float, float]]] = {}
     for tokens in LENGTHS:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.research.base import Options, Report
-from headway.research.pecsched_setting import Regime, Runs
+from headway.research.base import ExperimentReport, RunOptions
+from headway.research.pecsched_setting import PecSchedRuns, Regime
 from headway.research.verdicts import ascending, at_least, band, both, judge, order
-from headway.sim.workload.arrivals import Constant
+from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
 
 REGIMES: tuple[Regime, ...] = ("unsaturated", "busy")
@@ -22,9 +22,11 @@ FIFO_IDLE = {"Mistral-v0.3 7B": 0.0004, "Phi-3 14B": 0.00009, "Yi 34B": 0.0005, 
 STARVED = {"Mistral-v0.3 7B": 0.92, "Phi-3 14B": 0.97, "Yi 34B": 1.0, "Llama-3.1 70B": 1.0}
 
 
-def fig1(options: Options) -> Report:
+def fig1(options: RunOptions) -> ExperimentReport:
     """Azure's lengths: of the conversation service of 2023, which the presets were fitted to."""
-    drawn = preset("azure-conv-like").draw(np.random.default_rng(0), Constant(1.0), 2000 if options.quick else 50_000)
+    drawn = preset("azure-conv-like").draw(
+        np.random.default_rng(0), ConstantArrivals(1.0), 2000 if options.quick else 50_000
+    )
     prompts = np.array([request.prompt_tokens for request in drawn])
     outputs = np.array([request.output_tokens for request in drawn])
     rows = (
@@ -43,26 +45,26 @@ def fig1(options: Options) -> Report:
         ),
     )
     source = {"latency": "none", "scenario": "preset azure-conv-like", "seeds": [0], "window_s": 0.0}
-    return Report(source=source, rows=rows)
+    return ExperimentReport(source=source, rows=rows)
 
 
-def fig2(options: Options) -> Report:
+def fig2(options: RunOptions) -> ExperimentReport:
     """Short requests under FIFO, with long requests and without."""
     why = "Where nothing queues without long requests the ratio has no meaningful size."
     return _beside(options, "FIFO", "FIFO, no longs", "with long ones over without", (FIFO_RATIO, FIFO_RPS), why)
 
 
-def fig3(options: Options) -> Report:
+def fig3(options: RunOptions) -> ExperimentReport:
     """Short requests under reservation and under FIFO."""
     why = "Worse than FIFO only where short requests saturate their part of the cluster."
     return _beside(options, "Reservation", "FIFO", "under reservation over FIFO", (RESERVED_RATIO, RESERVED_RPS), why)
 
 
 def _beside(
-    options: Options, system: str, peer: str, words: str, paper: tuple[dict[str, float], dict[str, float]], why: str
-) -> Report:
+    options: RunOptions, system: str, peer: str, words: str, paper: tuple[dict[str, float], dict[str, float]], why: str
+) -> ExperimentReport:
     """Queueing and throughput of short requests under a system, over those under its peer."""
-    runs = Runs(options)
+    runs = PecSchedRuns(options)
     runs.need([(system, "default"), (peer, "default")], REGIMES)
     rows = []
     for regime in REGIMES:
@@ -81,12 +83,12 @@ def _beside(
                 {"paper": None, "default": runs.ratios(system, peer, "default", regime, "short_rps")},
             ),
         ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def table1(options: Options) -> Report:
+def table1(options: RunOptions) -> ExperimentReport:
     """How much of the cluster is idle under FIFO and under reservation."""
-    runs = Runs(options)
+    runs = PecSchedRuns(options)
     runs.need([("FIFO", "default"), ("Reservation", "default")], REGIMES)
     rows = []
     for regime in REGIMES:
@@ -105,12 +107,12 @@ def table1(options: Options) -> Report:
                 "Replicas that wait for the others of a ring count as idle here.",
             ),
         ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def table3(options: Options) -> Report:
+def table3(options: RunOptions) -> ExperimentReport:
     """How often long prefills are preempted where sequence parallelism is plain ring attention (/FSP)."""
-    runs = Runs(options)
+    runs = PecSchedRuns(options)
     runs.need([("/FSP", "default")], REGIMES)
     rows = [
         judge(
@@ -122,17 +124,17 @@ def table3(options: Options) -> Report:
         )
         for regime in REGIMES
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def _each(runs: Runs, regime: Regime) -> dict[str, float]:
+def _each(runs: PecSchedRuns, regime: Regime) -> dict[str, float]:
     pauses, longs = (runs.values("/FSP", "default", regime, metric) for metric in ("pauses", "longs"))
     return {name: pauses[name] / longs[name] for name in pauses if longs.get(name)}
 
 
-def table2(options: Options) -> Report:
+def table2(options: RunOptions) -> ExperimentReport:
     """Long requests that never run under priority."""
-    runs = Runs(options)
+    runs = PecSchedRuns(options)
     runs.need([("Priority", "default"), ("PecSched", "default"), ("PecSched", "paper")], REGIMES)
     rows = [
         judge(
@@ -153,4 +155,4 @@ def table2(options: Options) -> Report:
         )
         for regime in REGIMES
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))

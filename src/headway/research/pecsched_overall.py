@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from headway.research.base import MODES, Mode, Options, Panel, Report
-from headway.research.pecsched_setting import ABLATIONS, CUTS, PEERS, Regime, Runs
-from headway.research.verdicts import Check, both, judge, order
+from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.pecsched_setting import ABLATIONS, CUTS, PEERS, PecSchedRuns, Regime
+from headway.research.verdicts import VerdictRule, both, judge, order
 
 REGIMES: tuple[Regime, ...] = ("unsaturated", "busy", "trace")
 SUSPENSIONS = {"PecSched": "94,057 to 170,914", "/Dis": "1.15–1.19×", "/CoL": "1.39–1.53×", "/FSP": "1.77–2.22×"}
@@ -19,11 +19,11 @@ DECODERS = (
 )
 
 
-def _all(words: str, low: float = 0.0, high: float = float("inf")) -> Check:
+def _all(words: str, low: float = 0.0, high: float = float("inf")) -> VerdictRule:
     return order(words, lambda found: bool(found) and low <= min(found.values()) and max(found.values()) <= high)
 
 
-def _against(runs: Runs, peer: str, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
+def _against(runs: PecSchedRuns, peer: str, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
     return runs.ratios("PecSched", peer, mode, regime, metric)
 
 
@@ -31,15 +31,15 @@ def _default(found: dict[str, float]) -> dict[Mode, dict[str, float] | None]:
     return {"paper": None, "default": found}
 
 
-def _prepared(options: Options, systems: tuple[str, ...]) -> Runs:
+def _prepared(options: RunOptions, systems: tuple[str, ...]) -> PecSchedRuns:
     """Parts are taken from the default mode only."""
-    runs = Runs(options)
+    runs = PecSchedRuns(options)
     modes: dict[str, tuple[Mode, ...]] = dict.fromkeys(ABLATIONS, ("default",))
     runs.need([(system, mode) for system in systems for mode in modes.get(system, MODES)], REGIMES)
     return runs
 
 
-def fig9(options: Options) -> Report:
+def fig9(options: RunOptions) -> ExperimentReport:
     """Queueing of short requests."""
     runs = _prepared(options, (*PEERS, "PecSched"))
     paper = {"FIFO": "0.42 to 0.13", "Reservation": "0.39 to 0.08", "Priority": "about 1"}
@@ -62,10 +62,10 @@ def fig9(options: Options) -> Report:
         )
         for regime in REGIMES
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows), panels=_panels(runs, (*PEERS, "PecSched")))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows), panels=_panels(runs, (*PEERS, "PecSched")))
 
 
-def fig10(options: Options) -> Report:
+def fig10(options: RunOptions) -> ExperimentReport:
     """Throughput of short requests."""
     runs = _prepared(options, (*PEERS, "PecSched"))
     paper = {"FIFO": "1.42 to 4.18", "Reservation": "2.93 to 6.95", "Priority": "about 1"}
@@ -80,10 +80,10 @@ def fig10(options: Options) -> Report:
         for regime in REGIMES
         for peer in ("FIFO", "Reservation")
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def fig11(options: Options) -> Report:
+def fig11(options: RunOptions) -> ExperimentReport:
     """JCT of long requests."""
     runs = _prepared(options, (*PEERS, "PecSched"))
     paper = {"FIFO": "1.04 to 1.07", "Reservation": "1.06 to 1.13"}
@@ -98,7 +98,7 @@ def fig11(options: Options) -> Report:
         for regime in REGIMES
         for peer in paper
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
 def _left_out(names: Sequence[str], found: Mapping[str, float]) -> str:
@@ -107,7 +107,7 @@ def _left_out(names: Sequence[str], found: Mapping[str, float]) -> str:
     return f"Nothing about {missing}: no long request came in the first half of the window." if missing else ""
 
 
-def _without(runs: Runs, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
+def _without(runs: PecSchedRuns, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
     """Without each part over PecSched, averaged over models."""
     found = {}
     for part in ABLATIONS:
@@ -117,7 +117,7 @@ def _without(runs: Runs, regime: Regime, metric: str, mode: Mode) -> dict[str, f
     return found
 
 
-def fig12(options: Options) -> Report:
+def fig12(options: RunOptions) -> ExperimentReport:
     """Queueing of short requests without each part."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     rows = [
@@ -129,10 +129,12 @@ def fig12(options: Options) -> Report:
         )
         for regime in REGIMES
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows), panels=_panels(runs, ("PecSched", *ABLATIONS)))
+    return ExperimentReport(
+        source=runs.source(REGIMES), rows=tuple(rows), panels=_panels(runs, ("PecSched", *ABLATIONS))
+    )
 
 
-def fig13(options: Options) -> Report:
+def fig13(options: RunOptions) -> ExperimentReport:
     """Throughput of short requests without each part."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     rows = [
@@ -145,14 +147,14 @@ def fig13(options: Options) -> Report:
         )
         for regime in REGIMES
     ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
 def _pe_largest(found: Mapping[str, float]) -> bool:
     return bool(found) and found.get("/PE", 0.0) >= 1.75 and found["/PE"] == max(found.values())
 
 
-def fig14(options: Options) -> Report:
+def fig14(options: RunOptions) -> ExperimentReport:
     """JCT of long requests without each part."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     paper = {"/PE": "0.86 to 0.82", "/Dis": "1.21 to 1.29", "/CoL": "1.23 to 1.26", "/FSP": "1.39 to 1.55"}
@@ -181,14 +183,14 @@ def fig14(options: Options) -> Report:
                     " ".join(filter(None, [*notes, _left_out(runs.names, found)])),
                 )
             )
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def _part(runs: Runs, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
+def _part(runs: PecSchedRuns, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
     return runs.ratios(part, "PecSched", mode, regime, "long_jct_s")
 
 
-def table6(options: Options) -> Report:
+def table6(options: RunOptions) -> ExperimentReport:
     """How often long requests are suspended."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     rows = []
@@ -211,16 +213,16 @@ def table6(options: Options) -> Report:
             )
             for part in ("/Dis", "/CoL", "/FSP")
         ]
-    return Report(source=runs.source(REGIMES), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def _suspended(runs: Runs, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
+def _suspended(runs: PecSchedRuns, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
     return runs.ratios(part, "PecSched", mode, regime, "pauses")
 
 
-def _panels(runs: Runs, systems: tuple[str, ...]) -> tuple[Panel, ...]:
+def _panels(runs: PecSchedRuns, systems: tuple[str, ...]) -> tuple[PlotPanel, ...]:
     return tuple(
-        Panel(
+        PlotPanel(
             title=f"Queueing of short requests, {name}, {regime}",
             x="percentile",
             y="seconds",
@@ -232,6 +234,6 @@ def _panels(runs: Runs, systems: tuple[str, ...]) -> tuple[Panel, ...]:
     )
 
 
-def _delay_s(runs: Runs, name: str, system: str, regime: Regime, cut: int) -> float:
+def _delay_s(runs: PecSchedRuns, name: str, system: str, regime: Regime, cut: int) -> float:
     """At least 0.1 ms, for a logarithmic axis."""
     return max(1e-4, runs.value(name, system, "default", regime, "delay_s", f"p{cut}") or 0.0)

@@ -17,19 +17,18 @@ import numpy as np
 from headway.core.request import Request
 from headway.perf.hardware.models import model
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.pecsched.policy import Options as PecSchedOptions
-from headway.policy.placement.pecsched.policy import PecSched
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import ClusterBook, Instance
-from headway.research.base import MODES, Options, Panel, Report
-from headway.research.pecsched_drill import Drill, Drilled
+from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterInstance, ClusterState
+from headway.research.base import MODES, ExperimentReport, PlotPanel, RunOptions
+from headway.research.pecsched_drill import DrillResult, PlacementDrill
 from headway.research.pecsched_setting import MODELS, scenario, work_s
 from headway.research.verdicts import at_least, at_most, judge, order
 from headway.sim.cluster.build import cluster_of
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import Constant
+from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
 
 SIZES = (32, 128, 512, 2048, 8192)
@@ -39,7 +38,7 @@ LITERAL_SHORTS = 1_500
 DECODE_S = 2.0
 
 
-class Cost(NamedTuple):
+class DecisionCost(NamedTuple):
     """Seconds: 99th percentiles of a decision, and mean JCT; `per_s`: short decisions a second."""
 
     short_s: float
@@ -57,31 +56,33 @@ def _spec(name: str) -> ClusterSpec:
 
 def drill(
     name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]
-) -> tuple[Drilled, list[Request]]:
+) -> tuple[DrillResult, list[Request]]:
     """PecSched on so many GPUs: a share of the replicas is taken by long requests at the start, short ones follow."""
     at, spec = MODELS[name], _spec(name)
     replicas, each = gpus // at.tp, 8 // at.tp
-    prefill = [Instance(id=i, node=i // each, role="prefill", tp=at.tp) for i in range(replicas)]
-    decode = [Instance(id=replicas + i, node=replicas // each + i, role="decode", tp=at.tp) for i in range(4)]
+    prefill = [ClusterInstance(id=i, node=i // each, role="prefill", tp=at.tp) for i in range(replicas)]
+    decode = [ClusterInstance(id=replicas + i, node=replicas // each + i, role="decode", tp=at.tp) for i in range(4)]
     rng = random.Random(0)
     size = min(at.long_sp, replicas)
     work = [
         Request(id=f"l{i}", arrival_s=0.0, prompt_tokens=rng.randint(100_000, 500_000), max_output_tokens=100)
         for i in range(max(1, round(HELD_AT_FIRST * replicas / size)))
     ]
-    drawn = preset("pecsched-short").draw(np.random.default_rng(0), Constant(1.0), count)
+    drawn = preset("pecsched-short").draw(np.random.default_rng(0), ConstantArrivals(1.0), count)
     gap_s, now = work_s(name)[0] / (SHORT_LOAD * replicas), 0.001
     for i, short in enumerate(drawn):
         now += rng.expovariate(1 / gap_s)
         work.append(Request(id=f"s{i}", arrival_s=now, prompt_tokens=short.prompt_tokens, max_output_tokens=100))
     options = PecSchedOptions(long_replicas="fixed", long_sp=size)
     spans: GroupLatency = spec.spans
-    policy = PecSched(Surroundings(latency=spans, shape=model(at.model)), options, literal=literal)
-    run = Drill(policy, ClusterBook([*prefill, *decode], spec.links), spans, spec.shape.layers, DECODE_S, stopwatch)
+    policy = PecSched(PolicyContext(latency=spans, shape=model(at.model)), options, literal=literal)
+    run = PlacementDrill(
+        policy, ClusterState([*prefill, *decode], spec.links), spans, spec.shape.layers, DECODE_S, stopwatch
+    )
     return run.run(work, float("inf") if count <= 200 else now), work
 
 
-def cost(name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]) -> Cost:
+def cost(name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]) -> DecisionCost:
     """Reduce a drill."""
     out, work = drill(name, gpus, count, literal, stopwatch)
     jct: dict[str, list[float]] = {"s": [], "l": []}
@@ -91,10 +92,10 @@ def cost(name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[]
     short_s, long_s = (float(np.quantile(found, 0.99)) for found in (out.short_s, out.long_s))
     alone_s = work_s(name)[1] / min(MODELS[name].long_sp, gpus // MODELS[name].tp) + DECODE_S
     long_jct_s = fmean(jct["l"]) if jct["l"] else alone_s
-    return Cost(short_s, long_s, short_s / fmean(jct["s"]), long_s / long_jct_s, 1 / fmean(out.short_s))
+    return DecisionCost(short_s, long_s, short_s / fmean(jct["s"]), long_s / long_jct_s, 1 / fmean(out.short_s))
 
 
-def table7(options: Options) -> Report:
+def table7(options: RunOptions) -> ExperimentReport:
     """99th percentile of decision time over mean JCT, on 32 GPUs."""
     found = _costs(options, (32,), list(MODELS))
     paper = {
@@ -111,14 +112,14 @@ def table7(options: Options) -> Report:
         )
         for kind in ("short", "long")
     )
-    return Report(source=_source(), rows=rows)
+    return ExperimentReport(source=_source(), rows=rows)
 
 
 def _below(paper: dict[str, float], got: dict[str, float]) -> bool:
     return bool(got) and all(got[name] <= paper[name] for name in got)
 
 
-def fig15(options: Options) -> Report:
+def fig15(options: RunOptions) -> ExperimentReport:
     """To 8,192 GPUs."""
     sizes = (32, 512) if options.quick else SIZES
     found = _costs(options, sizes, list(MODELS))
@@ -166,7 +167,7 @@ def fig15(options: Options) -> Report:
         ),
     )
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"P99 of a short decision over JCT, {'scan' if literal else 'indexed'}",
             x="GPUs",
             y="share of JCT",
@@ -181,10 +182,10 @@ def fig15(options: Options) -> Report:
         )
         for literal in (True, False)
     )
-    return Report(source=_source(), rows=rows, panels=panels)
+    return ExperimentReport(source=_source(), rows=rows, panels=panels)
 
 
-def _costs(options: Options, sizes: tuple[int, ...], names: list[str]) -> dict[tuple[str, int, bool], Cost]:
+def _costs(options: RunOptions, sizes: tuple[int, ...], names: list[str]) -> dict[tuple[str, int, bool], DecisionCost]:
     if options.stopwatch is None:
         return {}
     shorts, scanned = (2000, 300) if options.quick else (SHORTS, LITERAL_SHORTS)
@@ -198,7 +199,9 @@ def _costs(options: Options, sizes: tuple[int, ...], names: list[str]) -> dict[t
     }
 
 
-def _by_model(found: dict[tuple[str, int, bool], Cost], size: int, literal: bool, field: str) -> dict[str, float]:
+def _by_model(
+    found: dict[tuple[str, int, bool], DecisionCost], size: int, literal: bool, field: str
+) -> dict[str, float]:
     return {name: getattr(cost, field) for (name, at, kind), cost in found.items() if at == size and kind == literal}
 
 

@@ -35,12 +35,12 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupShape
-from headway.research.base import Mode, Options
+from headway.research.base import Mode, RunOptions
 from headway.sim.cluster.build import cluster_of, run_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import Constant
+from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
 
 Regime = Literal["unsaturated", "busy", "trace", "short 0.6", "short 0.7", "short 0.8", "short 0.9", "short 1.0"]
@@ -57,7 +57,7 @@ SEEDS = (0,)
 QUICK_S = 20.0
 
 
-class Cluster(NamedTuple):
+class PecSchedCluster(NamedTuple):
     """A model of Table 5 on 32 GPUs: replicas that prefill and decode under PecSched, and those of a long request.
     window_s: of a run; shorter where requests are many."""
 
@@ -69,11 +69,11 @@ class Cluster(NamedTuple):
     window_s: float
 
 
-MODELS: dict[str, Cluster] = {
-    "Mistral-v0.3 7B": Cluster("mistral-7b", 1, 28, 4, 22, 240.0),
-    "Phi-3 14B": Cluster("phi-3-14b", 1, 28, 4, 24, 400.0),
-    "Yi 34B": Cluster("yi-34b", 4, 7, 1, 7, 1200.0),
-    "Llama-3.1 70B": Cluster("llama-3-70b", 4, 7, 1, 7, 1500.0),
+MODELS: dict[str, PecSchedCluster] = {
+    "Mistral-v0.3 7B": PecSchedCluster("mistral-7b", 1, 28, 4, 22, 240.0),
+    "Phi-3 14B": PecSchedCluster("phi-3-14b", 1, 28, 4, 24, 400.0),
+    "Yi 34B": PecSchedCluster("yi-34b", 4, 7, 1, 7, 1200.0),
+    "Llama-3.1 70B": PecSchedCluster("llama-3-70b", 4, 7, 1, 7, 1500.0),
 }
 
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,7 +91,7 @@ PEERS = ("FIFO", "Reservation", "Priority")
 ABLATIONS = ("/PE", "/Dis", "/CoL", "/FSP")
 
 
-class Point(NamedTuple):
+class PecSchedPoint(NamedTuple):
     """One simulation."""
 
     name: str
@@ -103,7 +103,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class PecSchedResult:
     """What is kept of it. delay_s: queueing of short requests, by percentile. short_rps: completed a second of the
     window. long_jct_s: mean. starved, unfinished: shares of long requests. idle: share of replicas' time. pauses: of
     longs."""
@@ -187,7 +187,7 @@ def work_s(name: str) -> tuple[float, float]:
     }
     spans = cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).spans
     rng = np.random.default_rng(0)
-    shorts = preset("pecsched-short").draw(rng, Constant(1.0), 2000)
+    shorts = preset("pecsched-short").draw(rng, ConstantArrivals(1.0), 2000)
     lengths = np.linspace(100_000, 500_000, 33).astype(int).tolist()
     ring = GroupShape(at.long_sp, -(-at.long_sp * at.tp // 8))
     return (
@@ -196,7 +196,7 @@ def work_s(name: str) -> tuple[float, float]:
     )
 
 
-def measure(result: ClusterResult) -> Measured:
+def measure(result: ClusterResult) -> PecSchedResult:
     """Reduce a run."""
     end_s = result.sim.duration_s
     shorts = [record for record in result.sim.records if record.klass == "short"]
@@ -205,7 +205,7 @@ def measure(result: ClusterResult) -> Measured:
     early = [r for r in longs if r.arrival_s < end_s / 2]
     jct = [(r.finish_s if r.finish_s is not None else end_s) - r.arrival_s for r in early]
     due = [r for r in longs if r.arrival_s < end_s * 2 / 3]
-    return Measured(
+    return PecSchedResult(
         delay_s={f"p{cut}": float(np.quantile(delays, cut / 100)) for cut in CUTS},
         short_rps=sum(record.ok for record in shorts) / end_s,
         long_jct_s=fmean(jct) if jct else None,
@@ -217,20 +217,20 @@ def measure(result: ClusterResult) -> Measured:
     )
 
 
-def run_point(point: Point) -> Measured:
+def run_point(point: PecSchedPoint) -> PecSchedResult:
     """Simulate."""
     data = scenario(point.name, point.system, point.mode, point.regime, point.window_s)
     return measure(run_cluster(parse_scenario(data), point.seed))
 
 
-_KNOWN: dict[Point, Measured] = {}
+_KNOWN: dict[PecSchedPoint, PecSchedResult] = {}
 """What this process has simulated: `reproduce all` shares points between figures."""
 
 
-class Runs:
+class PecSchedRuns:
     """All points of a figure."""
 
-    def __init__(self, options: Options, names: Sequence[str] = tuple(MODELS)) -> None:
+    def __init__(self, options: RunOptions, names: Sequence[str] = tuple(MODELS)) -> None:
         self.names = names[-1:] if options.quick else names
         self.seeds = options.seeds or SEEDS
         self._options = options
@@ -239,10 +239,10 @@ class Runs:
         """Of one model's runs."""
         return self._options.window_s or (QUICK_S if self._options.quick else MODELS[name].window_s)
 
-    def _point(self, name: str, system: str, mode: Mode, regime: Regime, seed: int) -> Point:
+    def _point(self, name: str, system: str, mode: Mode, regime: Regime, seed: int) -> PecSchedPoint:
         """Modes are PecSched's: one run of its peers stands for both."""
         own: Mode = mode if SYSTEMS[system][0] == "pecsched" else "default"
-        return Point(name, system, own, regime, self.window_s(name), seed)
+        return PecSchedPoint(name, system, own, regime, self.window_s(name), seed)
 
     def need(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
         """Simulate what is not there yet, in `jobs` processes."""

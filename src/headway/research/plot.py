@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.research.base import Panel
+from headway.research.base import PlotPanel
 
 
-def draw(panels: Sequence[Panel], file: Path) -> list[Path]:
+def draw(panels: Sequence[PlotPanel], file: Path) -> list[Path]:
     """Write the picture (`.png`, `.svg`, or both without a suffix)."""
     from headway.sim.report.style import COLOURS, MARKERS, house_style, new_figure, save
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from headway.core.errors import ConfigError
-from headway.research.base import Options, Report
+from headway.research.base import ExperimentReport, RunOptions
 
 EXPERIMENTS: dict[str, tuple[str, str]] = {
     "medha.worked-example": ("medha_worked_example:run", "§4.1: three requests under every policy"),
@@ -89,12 +89,12 @@ def names() -> list[str]:
     return list(EXPERIMENTS)
 
 
-def experiment(name: str) -> Callable[[Options], Report]:
+def experiment(name: str) -> Callable[[RunOptions], ExperimentReport]:
     """The function behind an id; ConfigError names close ids."""
     if name not in EXPERIMENTS:
         close = difflib.get_close_matches(name, EXPERIMENTS, n=4, cutoff=0.4)
         hint = f"did you mean {', '.join(close)}?" if close else "`headway reproduce --list` shows all"
         raise ConfigError(f"no experiment {name!r}; {hint}")
     module, _, function = EXPERIMENTS[name][0].partition(":")
-    found: Callable[[Options], Report] = getattr(import_module(f"headway.research.{module}"), function)
+    found: Callable[[RunOptions], ExperimentReport] = getattr(import_module(f"headway.research.{module}"), function)
     return found

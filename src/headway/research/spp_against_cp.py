@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
 from headway.research.arithmetic import latency_source, machine, static_prefill
-from headway.research.base import Mode, Options, Panel, Report, Row
+from headway.research.base import ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import at_least, at_most, band, both, descending, judge
 
 PROMPT = 1_000_000
@@ -39,7 +39,7 @@ def striped_s(nodes: int, mode: Mode) -> float:
     return rows + layers * nodes * max(step_s, pass_s)
 
 
-def _rows(full: bool) -> list[Row]:
+def _rows(full: bool) -> list[ClaimRow]:
     def ratio(mode: Mode) -> float:
         return striped_s(NODES[-1], mode) / spp_s(NODES[-1], mode)
 
@@ -66,8 +66,8 @@ def _rows(full: bool) -> list[Row]:
     return rows
 
 
-def _report(rows: list[Row]) -> Report:
-    panel = Panel(
+def _report(rows: list[ClaimRow]) -> ExperimentReport:
+    panel = PlotPanel(
         title="Prefill of 1M tokens, paper mode",
         x="nodes of 8 H100s",
         y="TTFT, s",
@@ -80,15 +80,15 @@ def _report(rows: list[Row]) -> Report:
     )
     machines = [machine("h100", "llama-3-8b", 8, n, "paper") for n in (1, 16)]
     scenario = "Llama-3 8B, 1 to 16 nodes of 8 H100s, 1M tokens, SPP chunks of 4096; the CP side is arithmetic"
-    return Report(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))
+    return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))
 
 
-def medha(options: Options) -> Report:
+def medha(options: RunOptions) -> ExperimentReport:
     """Fig. 5b."""
     return _report(_rows(False))
 
 
-def mnemosyne(options: Options) -> Report:
+def mnemosyne(options: RunOptions) -> ExperimentReport:
     """Fig. 14: latency, and how long others wait."""
     rows = _rows(True)
 

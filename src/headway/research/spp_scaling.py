@@ -11,7 +11,7 @@ from functools import partial
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.research.arithmetic import latency_source, machine, static_prefill
-from headway.research.base import MODES, Mode, Options, Panel, Report, Row
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.kvp_served import served_tbt_s
 from headway.research.verdicts import at_least, at_most, band, both, judge, order
 from headway.sim.memory import InfeasibleError, plan_memory
@@ -59,7 +59,7 @@ def decode_growth(name: str, stages: int, mode: Mode) -> float:
     return tbt(stages) / tbt(1) - 1.0
 
 
-def _scaling_rows() -> list[Row]:
+def _scaling_rows() -> list[ClaimRow]:
     def worst(name: str, mode: Mode) -> float:
         found = [efficiency(name, context, 16, mode) for context in CONTEXTS]
         return min(value for value in found if value is not None)
@@ -93,7 +93,7 @@ def _scaling_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def _decode_rows() -> list[Row]:
+def _decode_rows() -> list[ClaimRow]:
     return [
         judge(
             f"{name}: TBT at 2M tokens grows by so much with 8 stages",
@@ -114,9 +114,9 @@ def _decode_rows() -> list[Row]:
     ]
 
 
-def _report(rows: list[Row]) -> Report:
+def _report(rows: list[ClaimRow]) -> ExperimentReport:
     panels = tuple(
-        Panel(
+        PlotPanel(
             title=f"{name}, paper mode",
             x="nodes of 8 H100s",
             y="TTFT, s",
@@ -133,10 +133,10 @@ def _report(rows: list[Row]) -> Report:
     )
     machines = [machine("h100", name, 8, n, mode) for name in NAMES for n in (1, 16) for mode in MODES]
     scenario = f"1 to 16 nodes of 8 H100s (TP8, a stage a node), chunks of {CHUNK}, {UTILISATION:.0%} of memory"
-    return Report(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=panels)
+    return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=panels)
 
 
-def prefill(options: Options) -> Report:
+def prefill(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 17, Mnemosyne Fig. 15."""
     rows = _scaling_rows()
     rows.append(
@@ -150,12 +150,12 @@ def prefill(options: Options) -> Report:
     return _report(rows)
 
 
-def decode(options: Options) -> Report:
+def decode(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 18, Mnemosyne Fig. 16."""
     return _report(_decode_rows())
 
 
-def overview(options: Options) -> Report:
+def overview(options: RunOptions) -> ExperimentReport:
     """Mnemosyne Fig. 1: up to 10M tokens on 128 H100s."""
 
     def times(mode: Mode) -> dict[str, float | None]:

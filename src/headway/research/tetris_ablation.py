@@ -5,26 +5,26 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from headway.research.base import Options, Panel, Report
-from headway.research.tetris_setting import Runs
+from headway.research.base import ExperimentReport, PlotPanel, RunOptions
+from headway.research.tetris_setting import TetrisRuns
 from headway.research.verdicts import at_least, at_most, judge_same, order
 
 FIXED = (0.1, 0.3, 0.5, 0.7)
 STEP = 0.1
 
 
-def fig11(options: Options) -> Report:
+def fig11(options: RunOptions) -> ExperimentReport:
     """Llama-3 8B."""
     return _rates(options, "8b")
 
 
-def fig12(options: Options) -> Report:
+def fig12(options: RunOptions) -> ExperimentReport:
     """Llama-3 70B."""
     return _rates(options, "70b")
 
 
-def _rates(options: Options, cluster: str) -> Report:
-    runs = Runs(options, cluster)
+def _rates(options: RunOptions, cluster: str) -> ExperimentReport:
+    runs = TetrisRuns(options, cluster)
     fixed = [f"Tetris, rate {rate}" for rate in FIXED]
     runs.need(["Tetris", *fixed])
     rows, panels = [], []
@@ -61,16 +61,16 @@ def _rates(options: Options, cluster: str) -> Report:
                 max(max(y for _, y in line) for line in over.values()),
             )
         )
-        panels.append(Panel(title=workload, x="requests/s", y="mean TTFT over dynamic rates", lines=over))
-    return Report(source=runs.source(), rows=tuple(rows), panels=tuple(panels))
+        panels.append(PlotPanel(title=workload, x="requests/s", y="mean TTFT over dynamic rates", lines=over))
+    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=tuple(panels))
 
 
-def fig13(options: Options) -> Report:
+def fig13(options: RunOptions) -> ExperimentReport:
     """Single-chunk plans under the same rates."""
     rows, panels = [], []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
-        runs = Runs(options, cluster)
+        runs = TetrisRuns(options, cluster)
         runs.need(["Tetris", "Tetris, single chunk"])
         source = source or runs.source()
         p50, p99 = ("2.33-4.17×", "2.64-3.58×") if cluster == "8b" else ("2.71-4.77×", "2.43-3.23×")
@@ -105,11 +105,11 @@ def fig13(options: Options) -> Report:
                     share,
                 )
             )
-            panels.append(Panel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="slowdown", lines=lines))
-    return Report(source=source, rows=tuple(rows), panels=tuple(panels))
+            panels.append(PlotPanel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="slowdown", lines=lines))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 
-def _limit(runs: Runs, workload: str) -> float:
+def _limit(runs: TetrisRuns, workload: str) -> float:
     return 25 * runs.light(workload, "p50")
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.research.base import Options, Panel, Report, Row
-from headway.research.tetris_setting import Runs
+from headway.research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
+from headway.research.tetris_setting import TetrisRuns
 from headway.research.verdicts import band, judge_same, order
 from headway.sim.build import run_scenario
 from headway.sim.metrics import definitions
@@ -35,13 +35,13 @@ def systems(cluster: str) -> list[str]:
     return names if cluster == "8b" else names[1:]
 
 
-def fig8(options: Options) -> Report:
+def fig8(options: RunOptions) -> ExperimentReport:
     """Capacity."""
-    rows: list[Row] = []
-    panels: list[Panel] = []
+    rows: list[ClaimRow] = []
+    panels: list[PlotPanel] = []
     sources = {}
     for cluster in ("8b", "70b"):
-        runs, names = Runs(options, cluster), systems(cluster)
+        runs, names = TetrisRuns(options, cluster), systems(cluster)
         runs.need(names)
         sources[cluster] = runs.source()
         for workload in runs.workloads:
@@ -49,10 +49,10 @@ def fig8(options: Options) -> Report:
                 rows += _capacity(runs, names, cluster, workload, times)
             panels.append(_panel(runs, names, cluster, workload))
     source = sources["8b"] | {"latency_70b": sources["70b"]["latency"]}
-    return Report(source=source, rows=tuple(rows), panels=tuple(panels))
+    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 
-def _capacity(runs: Runs, names: list[str], cluster: str, workload: str, times: float) -> list[Row]:
+def _capacity(runs: TetrisRuns, names: list[str], cluster: str, workload: str, times: float) -> list[ClaimRow]:
     at = {name: runs.crossing(name, workload, times) for name in names}
     found = {name: rps for name, rps in at.items() if rps is not None}
     what = f"{cluster.upper()}, {workload}"
@@ -77,12 +77,12 @@ def _capacity(runs: Runs, names: list[str], cluster: str, workload: str, times: 
     return rows
 
 
-def fig9(options: Options) -> Report:
+def fig9(options: RunOptions) -> ExperimentReport:
     """TTFT at the highest load that the best baseline carries within 5×."""
-    rows: list[Row] = []
+    rows: list[ClaimRow] = []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
-        runs, names = Runs(options, cluster), systems(cluster)
+        runs, names = TetrisRuns(options, cluster), systems(cluster)
         runs.need(names)
         source = source or runs.source()
         p50, p99 = ("1.64-2.78×", "1.52-3.13×") if cluster == "8b" else ("2.86-4.17×", "2.27-4.35×")
@@ -103,15 +103,15 @@ def fig9(options: Options) -> Report:
                         "How large depends on where critical is put.",
                     )
                 )
-    return Report(source=source, rows=tuple(rows))
+    return ExperimentReport(source=source, rows=tuple(rows))
 
 
-def fig10(options: Options) -> Report:
+def fig10(options: RunOptions) -> ExperimentReport:
     """Requests within 5× of light load: the highest load of each system, in prompt tokens a second."""
-    rows: list[Row] = []
+    rows: list[ClaimRow] = []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
-        runs, names = Runs(options, cluster), systems(cluster)
+        runs, names = TetrisRuns(options, cluster), systems(cluster)
         runs.need(names)
         source = source or runs.source()
         claim = "1.24-3.38×" if cluster == "8b" else "1.15-1.81×"
@@ -121,12 +121,12 @@ def fig10(options: Options) -> Report:
             above = order("above 1 for each", lambda v: bool(v) and min(v.values()) > 1)
             what = f"{cluster.upper()}, {workload}: Tetris's tokens/s over others', each at its critical rate"
             rows.append(judge_same(what, claim, above, ratios))
-    return Report(source=source, rows=tuple(rows))
+    return ExperimentReport(source=source, rows=tuple(rows))
 
 
-def noise(options: Options) -> Report:
+def noise(options: RunOptions) -> ExperimentReport:
     """30% execution noise: what anchoring the time line at every completion is worth, and a profiler that knows it."""
-    runs, rows = Runs(options, "8b"), []
+    runs, rows = TetrisRuns(options, "8b"), []
     loads = {workload: NOISY_LOADS[workload] for workload in runs.workloads}
     knowing = "Tetris, rates under noise"
     names = ["Fixed-SP8", "Tetris", "Tetris, open loop", knowing]
@@ -150,12 +150,12 @@ def noise(options: Options) -> Report:
                     {name: found[name] for name in (names[0], knowing)},
                 ),
             ]
-    return Report(source=runs.source(noise="lognormal, 0.3"), rows=tuple(rows))
+    return ExperimentReport(source=runs.source(noise="lognormal, 0.3"), rows=tuple(rows))
 
 
-def loongserve(options: Options) -> Report:
+def loongserve(options: RunOptions) -> ExperimentReport:
     """LoongServe three ways beside fixed sizes and Tetris; and the one whose instances decode too."""
-    runs, rows = Runs(options, "8b", VARIANT_REQUESTS, every=2), []
+    runs, rows = TetrisRuns(options, "8b", VARIANT_REQUESTS, every=2), []
     runs.seeds = runs.seeds[:1]
     runs.need(VARIANTS)
     for workload in runs.workloads:
@@ -169,7 +169,7 @@ def loongserve(options: Options) -> Report:
                 rows.append(judge_same(f"{what} ({name})", "SP16 < LoongServe < SP8 < Tetris", rising, mine))
     rows += _unified(options)
     panels = tuple(_panel(runs, list(VARIANTS), "8b", workload) for workload in runs.workloads)
-    return Report(
+    return ExperimentReport(
         source=runs.source(decodes="fitted A100 profiles", as_scenario_file=unified("pool")),
         rows=tuple(rows),
         panels=panels,
@@ -197,7 +197,7 @@ def unified(which: str, requests: int = 300) -> dict[str, Any]:
     }
 
 
-def _unified(options: Options) -> list[Row]:
+def _unified(options: RunOptions) -> list[ClaimRow]:
     found: dict[str, tuple[float, float]] = {}
     for which in ("pool", "apart"):
         records = run_scenario(parse_scenario(unified(which, 30 if options.quick else 300)), 0).records
@@ -224,23 +224,23 @@ def _unified(options: Options) -> list[Row]:
     ]
 
 
-def _critical(runs: Runs, workload: str) -> float:
+def _critical(runs: TetrisRuns, workload: str) -> float:
     """The highest load of the grid at which Fixed-SP8 stays within 5× of light load."""
     limit = 5 * runs.light(workload, "p50")
     within = [rps for rps in runs.loads(workload) if runs.value("Fixed-SP8", workload, rps, "p50") <= limit]
     return max(within, default=runs.loads(workload)[0])
 
 
-def _throughput(runs: Runs, system: str, workload: str) -> float | None:
+def _throughput(runs: TetrisRuns, system: str, workload: str) -> float | None:
     limit = 5 * runs.light(workload, "p50")
     within = [rps for rps in runs.loads(workload) if runs.value(system, workload, rps, "p50") <= limit]
     return runs.value(system, workload, max(within), "tokens_per_s") if within else None
 
 
-def _panel(runs: Runs, names: list[str], cluster: str, workload: str) -> Panel:
+def _panel(runs: TetrisRuns, names: list[str], cluster: str, workload: str) -> PlotPanel:
     loads = runs.loads(workload)
     knees = {name: runs.crossing(name, workload, 5.0) for name in names}
     lines = {name: [(rps, runs.value(name, workload, rps, "p50")) for rps in loads] for name in names}
     at = 5.0 * runs.light(workload, "p50")
     lines["5× light load"] = [(rps, at) for rps in knees.values() if rps is not None]
-    return Panel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="P50 TTFT, s", lines=lines, log_y=True)
+    return PlotPanel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="P50 TTFT, s", lines=lines, log_y=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.cdsp_literal import Allocation, LiteralPlanner
-from headway.research.base import Options, Panel, Report
+from headway.policy.placement.cdsp_literal import ChunkAllocation, LiteralPlanner
+from headway.research.base import ExperimentReport, PlotPanel, RunOptions
 from headway.research.verdicts import at_most, band, exact, judge_same, order
 
 K = 1024
@@ -36,7 +36,7 @@ def cell(sp: int, thousands: int) -> float:
     return CELLS.prefill_s(0, thousands * K, GroupShape(sp))
 
 
-def worked(options: Options) -> Report:
+def worked(options: RunOptions) -> ExperimentReport:
     """See the module. The numbers are the paper's cells, rounded as it rounds them."""
     greedy, careful = (LiteralPlanner(CELLS, SIZES, NODES, rate) for rate in (GREEDY, CAREFUL))
 
@@ -92,15 +92,15 @@ def worked(options: Options) -> Report:
             "The second chunk pays SP 16's constant, so the gain is a few per cent; the paper gives none.",
         ),
     ]
-    return Report(source=_source(), rows=tuple(rows))
+    return ExperimentReport(source=_source(), rows=tuple(rows))
 
 
-def _gap(chunked: Allocation, gap_s: float) -> dict[str, float]:
+def _gap(chunked: ChunkAllocation, gap_s: float) -> dict[str, float]:
     alone = gap_s + cell(16, 128)
     return {"chunks": len(chunked.chunks), "first tokens": chunked.chunks[0].tokens, "TTFT": chunked.ttft_s / alone}
 
 
-def table1(options: Options) -> Report:
+def table1(options: RunOptions) -> ExperimentReport:
     """The fit, relative weights against none, and what c = 2d means."""
     model, samples = eq1.tetris_table1(), eq1.table1_samples()
     found = eq1.errors(model, samples)
@@ -150,8 +150,8 @@ def table1(options: Options) -> Report:
         f"SP {sp}, Eq. (1)": [(n * K, model.prefill_s(0, n * K, GroupShape(sp))) for n in (4, 8, 16, 32, 64, 128, 256)]
         for sp in model.sizes
     }
-    panel = Panel(title="Table 1 and its fit", x="tokens", y="seconds", lines=lines, log_x=True, log_y=True)
-    return Report(source=_source(), rows=tuple(rows), panels=(panel,))
+    panel = PlotPanel(title="Table 1 and its fit", x="tokens", y="seconds", lines=lines, log_x=True, log_y=True)
+    return ExperimentReport(source=_source(), rows=tuple(rows), panels=(panel,))
 
 
 def _rises(found: dict[str, int]) -> bool:

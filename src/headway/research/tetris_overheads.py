@@ -16,15 +16,15 @@ from headway.core.span import Span, Strategy
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
-from headway.perf.latency.base import Load, load_s
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import GroupShape
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.sharded_decode import ShardedDecode
-from headway.policy.placement.base import Action, Arrived, Commit, Event, KvReady, Transfer
+from headway.policy.placement.base import Action, CommitSpans, Event, KvReady, RequestArrived, TransferKv
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.view import ClusterView, Instance
-from headway.research.base import Options, Report, Row
+from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
+from headway.research.base import ClaimRow, ExperimentReport, RunOptions
 from headway.research.tetris_setting import prefill_cluster
 from headway.research.verdicts import at_most, band, judge_same, order
 from headway.sim.cluster.balance import exposed_s
@@ -38,11 +38,11 @@ PLANS = 1000
 TABLE2 = {8: 22.8, 16: 25.8, 32: 22.9, 64: 24.9, 128: 30.6}
 
 
-def fig2(options: Options) -> Report:
+def fig2(options: RunOptions) -> ExperimentReport:
     """Decode steps of Llama-3 8B by TP, and by SP × TP on eight GPUs."""
     device, shape = accelerator("a100"), model("llama-3-8b")
-    steps = {tp: fitted("a100", "llama-3-8b", Layout(tp=tp)) for tp in (1, 2, 4, 8)}
-    loads = [Load(n, n, n * context) for n in BATCHES for context in CONTEXTS]
+    steps = {tp: fitted("a100", "llama-3-8b", ParallelLayout(tp=tp)) for tp in (1, 2, 4, 8)}
+    loads = [BatchLoad(n, n, n * context) for n in BATCHES for context in CONTEXTS]
     over = {f"TP{tp}": max(load_s(steps[tp], x) / load_s(steps[8], x) for x in loads) for tp in (1, 2, 4)}
     rings = {tp: ShardedDecode(steps[tp], 8 // tp, shape.layers, device.inside) for tp in (1, 2, 4)}
     shared = {
@@ -63,12 +63,12 @@ def fig2(options: Options) -> Report:
         "seeds": [],
         "window_s": None,
     }
-    return Report(source=source, rows=tuple(rows))
+    return ExperimentReport(source=source, rows=tuple(rows))
 
 
-def fig14(options: Options) -> Report:
+def fig14(options: RunOptions) -> ExperimentReport:
     """What balancing and transfers add."""
-    rows: list[Row] = []
+    rows: list[ClaimRow] = []
     for cluster, tokens, sizes in (("8b", 128 * K, (8, 16)), ("70b", 64 * K, (4, 8))):
         spec = prefill_cluster(cluster)
         before, after = sizes
@@ -100,7 +100,7 @@ def fig14(options: Options) -> Report:
             )
         )
     source = prefill_cluster("8b").spans.source
-    return Report(
+    return ExperimentReport(
         source={"latency": source, "scenario": "A100s, NVLink 3, 200 Gb/s a card", "seeds": [], "window_s": None},
         rows=tuple(rows),
     )
@@ -109,16 +109,16 @@ def fig14(options: Options) -> Report:
 def transfer_share(tokens: int, backends: int) -> float:
     """Seconds from the end of a lone prefill on all instances to its KV being there, over the prefill's."""
     base = prefill_cluster("8b")
-    decode = Instance(id=16, node=9, role="decode", tp=8, capacity=1 << 20)
+    decode = ClusterInstance(id=16, node=9, role="decode", tp=8, capacity=1 << 20)
     spec = replace(base, instances=(*base.instances, decode), backends=backends)
     heard: list[float] = []
 
-    class One:
-        def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
-            if isinstance(event, Arrived):
+    class OverheadSample:
+        def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+            if isinstance(event, RequestArrived):
                 span = Span(request=event.request, start=0, end=tokens, group=tuple(range(16)),
                             strategy=Strategy(attn="striped"))  # fmt: skip
-                return [Commit(event.request.id, (span,), view.version), Transfer(event.request.id, 16, 0)]
+                return [CommitSpans(event.request.id, (span,), view.version), TransferKv(event.request.id, 16, 0)]
             if isinstance(event, KvReady):
                 heard.append(view.now_s)
             return []
@@ -126,12 +126,12 @@ def transfer_share(tokens: int, backends: int) -> float:
         def next_wakeup(self, now: float) -> float | None:
             return None
 
-    result = simulate_cluster(spec, One(), [TraceRequest(0.0, tokens, 2)])
+    result = simulate_cluster(spec, OverheadSample(), [TraceRequest(0.0, tokens, 2)])
     first = result.sim.records[0].token_s[0]
     return (heard[0] - first) / first
 
 
-def table2(options: Options) -> Report:
+def table2(options: RunOptions) -> ExperimentReport:
     """Planning time by the largest SP size, 1,000 random states as the paper's."""
     rows = []
     watch = options.stopwatch
@@ -141,7 +141,7 @@ def table2(options: Options) -> Report:
         note = "" if watch is not None else "Nothing was timed: no clock was given."
         value = None if found is None else found["mean"]
         rows.append(judge_same(f"largest SP {most}: mean planning time, µs", paper, at_most(limit), value, note))
-    return Report(
+    return ExperimentReport(
         source={
             "latency": eq1.extended(eq1.tetris_table1(), 128).source,
             "scenario": "4k to 190k tokens, queues of 0 to 5 s, nodes of eight, improvement rates 0 and 0.3 in turn",

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headway.research.base import Options
-from headway.research.tetris_setting import LOADS, Point, measured
+from headway.research.base import RunOptions
+from headway.research.tetris_setting import LOADS, TetrisPoint, measured
 from headway.sim.build import run_scenario
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
@@ -31,7 +31,7 @@ def best_rates(
     return tuple((load, min(candidates, key=lambda rate: (mean_ttft_s(load, rate), rate))) for load in loads)
 
 
-def profiled(cluster: str, workload: str, options: Options, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
+def profiled(cluster: str, workload: str, options: RunOptions, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
     """The table of a cluster and workload of the setting, made once a process. noise: of the profiler's own runs."""
     key = (cluster, workload, options.quick, noise)
     if key not in _KNOWN:
@@ -40,8 +40,10 @@ def profiled(cluster: str, workload: str, options: Options, noise: float = 0.0) 
         candidates = (0.1, 0.4) if options.quick else CANDIDATES
         count, seeds = (40, SEEDS[:1]) if options.quick else (REQUESTS, SEEDS)
 
-        def points(load: float, rate: float) -> list[Point]:
-            return [Point(cluster, workload, "Tetris", load, count, seed, noise, ((0.0, rate),)) for seed in seeds]
+        def points(load: float, rate: float) -> list[TetrisPoint]:
+            return [
+                TetrisPoint(cluster, workload, "Tetris", load, count, seed, noise, ((0.0, rate),)) for seed in seeds
+            ]
 
         found = measured((p for load in loads for rate in candidates for p in points(load, rate)), options.jobs)
         _KNOWN[key] = best_rates(

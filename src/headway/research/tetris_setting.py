@@ -29,19 +29,19 @@ from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
 from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.ring import RingLatency
 from headway.policy.placement.registry import make_placement
-from headway.policy.placement.view import Instance, Links
-from headway.research.base import Options
+from headway.policy.placement.view import ClusterInstance, ClusterLinks
+from headway.research.base import RunOptions
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.metrics.definitions import ttft_s
-from headway.sim.noise import Noise
+from headway.sim.noise import NoiseSpec
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import Poisson
+from headway.sim.workload.arrivals import PoissonArrivals
 from headway.sim.workload.presets import preset
 
 WORKLOADS = ("short", "medium", "long")
@@ -60,7 +60,7 @@ LOADS: dict[tuple[str, str], tuple[float, ...]] = {
 Fields = tuple[tuple[str, Any], ...]
 
 
-class System(NamedTuple):
+class TetrisSystem(NamedTuple):
     """A policy and its options. `profiled`: its improvement rates come from the profiler; `noisy`: whose runs then have
     the execution noise of the point, of which it knows nothing otherwise."""
 
@@ -70,21 +70,21 @@ class System(NamedTuple):
     noisy: bool = False
 
 
-SYSTEMS: dict[str, System] = {
-    "Fixed-SP16": System("fixed-sp", (("sp", 16),)),
-    "Fixed-SP8": System("fixed-sp", (("sp", 8),)),
-    "LoongServe disaggregated": System("loongserve", (("prefill", "greedy"),)),
-    "LoongServe, rounds": System("loongserve", (("prefill", "single"),)),
-    "LoongServe, batches": System("loongserve"),
-    "Tetris": System("tetris", (), True),
-    "Tetris, single chunk": System("tetris", (("single_chunk", True),), True),
-    "Tetris, open loop": System("tetris", (("anchored", False),), True),
-    "Tetris, rates under noise": System("tetris", (), True, True),
-    **{f"Tetris, rate {rate}": System("tetris", (("rate", rate),)) for rate in (0.1, 0.3, 0.5, 0.7)},
+SYSTEMS: dict[str, TetrisSystem] = {
+    "Fixed-SP16": TetrisSystem("fixed-sp", (("sp", 16),)),
+    "Fixed-SP8": TetrisSystem("fixed-sp", (("sp", 8),)),
+    "LoongServe disaggregated": TetrisSystem("loongserve", (("prefill", "greedy"),)),
+    "LoongServe, rounds": TetrisSystem("loongserve", (("prefill", "single"),)),
+    "LoongServe, batches": TetrisSystem("loongserve"),
+    "Tetris": TetrisSystem("tetris", (), True),
+    "Tetris, single chunk": TetrisSystem("tetris", (("single_chunk", True),), True),
+    "Tetris, open loop": TetrisSystem("tetris", (("anchored", False),), True),
+    "Tetris, rates under noise": TetrisSystem("tetris", (), True, True),
+    **{f"Tetris, rate {rate}": TetrisSystem("tetris", (("rate", rate),)) for rate in (0.1, 0.3, 0.5, 0.7)},
 }
 
 
-class Point(NamedTuple):
+class TetrisPoint(NamedTuple):
     """One simulation. noise: standard deviation of ln of what spans take over what was predicted."""
 
     cluster: str
@@ -97,7 +97,7 @@ class Point(NamedTuple):
     rates: tuple[tuple[float, float], ...] = ()
 
 
-class Measured(NamedTuple):
+class TetrisResult(NamedTuple):
     """Seconds; throughput in prompt tokens a second from the first arrival to the last first token."""
 
     p50: float
@@ -108,14 +108,14 @@ class Measured(NamedTuple):
 
 
 @cache
-def spans_of(cluster: str) -> tuple[Any, Any, Links]:
+def spans_of(cluster: str) -> tuple[Any, Any, ClusterLinks]:
     """(times of spans, model shape, links) of a cluster by name."""
     device = accelerator("a100-80gb")
-    links = Links(inside=device.inside, across=device.across)
+    links = ClusterLinks(inside=device.inside, across=device.across)
     if cluster == "8b":
         return eq1.tetris_table1(), model("llama-3-8b"), links
     shape = model("llama-3-70b")
-    ring = RingLatency(fitted(device, "llama-3-70b", Layout(tp=4)), shape, links.inside, links.across, tp=4)
+    ring = RingLatency(fitted(device, "llama-3-70b", ParallelLayout(tp=4)), shape, links.inside, links.across, tp=4)
     return eq1.fit_to(ring, (1, 2, 4, 8), node=2), shape, links
 
 
@@ -128,7 +128,7 @@ def prefill_cluster(cluster: str) -> ClusterSpec:
         raise NotImplementedError("nothing decodes here")
 
     return ClusterSpec(
-        instances=tuple(Instance(id=i, node=i // per_node, role="prefill", tp=tp) for i in range(count)),
+        instances=tuple(ClusterInstance(id=i, node=i // per_node, role="prefill", tp=tp) for i in range(count)),
         engine=engine,
         spans=spans,
         shape=shape,
@@ -138,37 +138,37 @@ def prefill_cluster(cluster: str) -> ClusterSpec:
 
 def requests_of(workload: str, rps: float, count: int, seed: int) -> list[TraceRequest]:
     """Prompts of a trace, each with one token of output."""
-    drawn = preset(f"tetris-{workload}").draw(np.random.default_rng([seed, 1]), Poisson(rps), count)
+    drawn = preset(f"tetris-{workload}").draw(np.random.default_rng([seed, 1]), PoissonArrivals(rps), count)
     return [TraceRequest(r.arrival_s, r.prompt_tokens, 1) for r in drawn]
 
 
-def simulate_point(point: Point) -> ClusterResult:
+def simulate_point(point: TetrisPoint) -> ClusterResult:
     """Run it."""
     spec, system = prefill_cluster(point.cluster), SYSTEMS[point.system]
     options = dict(system.options) | ({"rates": point.rates} if point.rates else {})
-    noise = Noise("lognormal", point.noise) if point.noise else Noise()
+    noise = NoiseSpec("lognormal", point.noise) if point.noise else NoiseSpec()
     workload = requests_of(point.workload, point.rps, point.requests, point.seed)
     placement = make_placement(system.policy, spec.surroundings, options)
     return simulate_cluster(spec, placement, workload, RunSpec(seed=point.seed, noise=noise))
 
 
-def run_point(point: Point) -> Measured:
+def run_point(point: TetrisPoint) -> TetrisResult:
     """Run it, and keep what figures need. The first tenth of the requests is left out of latencies."""
     result = simulate_point(point)
     records = result.sim.records
     waits = np.array([ttft_s(record) for record in records[len(records) // 10 :]])
     p50, p99 = np.percentile(waits, (50, 99))
     tokens = sum(record.prompt_tokens for record in records)
-    return Measured(
+    return TetrisResult(
         float(p50), float(p99), float(waits.mean()), tokens / result.sim.duration_s, result.chunked / len(records)
     )
 
 
-_KNOWN: dict[Point, Measured] = {}
+_KNOWN: dict[TetrisPoint, TetrisResult] = {}
 """What this process has simulated: figures share points."""
 
 
-def measured(points: Iterable[Point], jobs: int) -> dict[Point, Measured]:
+def measured(points: Iterable[TetrisPoint], jobs: int) -> dict[TetrisPoint, TetrisResult]:
     """All of these, in `jobs` processes."""
     wanted = list(dict.fromkeys(points))
     missing = [point for point in wanted if point not in _KNOWN]
@@ -181,10 +181,10 @@ def measured(points: Iterable[Point], jobs: int) -> dict[Point, Measured]:
     return {point: _KNOWN[point] for point in wanted}
 
 
-class Runs:
+class TetrisRuns:
     """Points of the setting, medians over seeds."""
 
-    def __init__(self, options: Options, cluster: str, requests: int = REQUESTS, every: int = 1) -> None:
+    def __init__(self, options: RunOptions, cluster: str, requests: int = REQUESTS, every: int = 1) -> None:
         """`every`: which rates of the grid."""
         self.cluster, self.options, self._every = cluster, options, every
         self.requests = 60 if options.quick else requests
@@ -202,10 +202,10 @@ class Runs:
 
         return profiled(self.cluster, workload, self.options, noise)
 
-    def point(self, system: str, workload: str, rps: float, seed: int, noise: float = 0.0) -> Point:
+    def point(self, system: str, workload: str, rps: float, seed: int, noise: float = 0.0) -> TetrisPoint:
         of = SYSTEMS[system]
         rates = self.rates(workload, noise if of.noisy else 0.0) if of.profiled else ()
-        return Point(self.cluster, workload, system, rps, self.requests, seed, noise, rates)
+        return TetrisPoint(self.cluster, workload, system, rps, self.requests, seed, noise, rates)
 
     def need(
         self, systems: Iterable[str], loads: Mapping[str, Iterable[float]] | None = None, noise: float = 0.0
@@ -221,7 +221,7 @@ class Runs:
         measured(points, self.options.jobs)
 
     def value(self, system: str, workload: str, rps: float, what: str, noise: float = 0.0) -> float:
-        """Median over seeds; what: a field of `Measured`."""
+        """Median over seeds; what: a field of `TetrisResult`."""
         points = [self.point(system, workload, rps, seed, noise) for seed in self.seeds]
         return float(median(getattr(m, what) for m in measured(points, self.options.jobs).values()))
 

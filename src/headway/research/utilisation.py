@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from headway.research.arithmetic import latency_source, machine, prefill_flops, static_prefill
-from headway.research.base import Mode, Options, Panel, Report, Row
+from headway.research.base import ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.verdicts import at_least, band, both, judge
 
 CONTEXTS = (1_000_000, 2_000_000, 4_000_000)
@@ -34,7 +34,7 @@ def mbu(name: str, context: int, groups: int, mode: Mode) -> float:
     return read / (m.tbt_s(context, groups=groups) * m.device.bandwidth * m.layout.accelerators * groups)
 
 
-def prefill(options: Options) -> Report:
+def prefill(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 15."""
     claims = [
         ("llama-3-70b", n, c)
@@ -65,11 +65,11 @@ def prefill(options: Options) -> Report:
         for name in ("llama-3-8b", "llama-3-70b")
         for c in CONTEXTS[:2]
     }
-    panel = Panel(title="MFU of a prefill, causal count", x="H100s", y="MFU", lines=lines, log_x=True)
+    panel = PlotPanel(title="MFU of a prefill, causal count", x="H100s", y="MFU", lines=lines, log_x=True)
     return _report(rows, panel)
 
 
-def decode(options: Options) -> Report:
+def decode(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 16."""
     groups = (1, 2, 4)
     lines = {
@@ -91,10 +91,10 @@ def decode(options: Options) -> Report:
             both(lambda mode: mbu("llama-3-8b", 1_000_000, 1, mode) / mbu("llama-3-8b", 1_000_000, 4, mode)),
         ),
     ]
-    return _report(rows, Panel(title="MBU of a decode", x="H100s", y="MBU", lines=lines))
+    return _report(rows, PlotPanel(title="MBU of a decode", x="H100s", y="MBU", lines=lines))
 
 
-def _report(rows: list[Row], panel: Panel) -> Report:
+def _report(rows: list[ClaimRow], panel: PlotPanel) -> ExperimentReport:
     machines = [machine("h100", "llama-3-70b", 8, n, "default") for n in NODES]
     scenario = f"H100, TP8, 1 to 16 stages; lone prefill in chunks of {CHUNK}, lone decode"
-    return Report(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))
+    return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))

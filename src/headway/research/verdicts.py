@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from headway.research.base import MODES, Mode, Row, plain
+from headway.research.base import MODES, ClaimRow, Mode, plain
 
 Kind = Literal["exact", "within band", "ordering holds"]
 PLAIN = ("exact", "within band", "ordering holds", "illustrative")
@@ -25,7 +25,7 @@ def allowed(verdict: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Check:
+class VerdictRule:
     """A rule: what it grants, in words, and whether a value meets it. Missing values never do."""
 
     kind: Kind
@@ -36,7 +36,7 @@ class Check:
         return value is not None and bool(self.test(value))
 
 
-def exact(value: Any, tolerance: float = 1e-9) -> Check:
+def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
     """This value, numbers (also in mappings) within an absolute tolerance."""
 
     def same(found: Any, wanted: Any) -> bool:
@@ -46,39 +46,39 @@ def exact(value: Any, tolerance: float = 1e-9) -> Check:
             return bool(found == wanted)
         return abs(float(found) - float(wanted)) <= tolerance
 
-    return Check("exact", f"equal to {_show(value)}" + (f" ± {tolerance:g}" if tolerance > 1e-6 else ""),
+    return VerdictRule("exact", f"equal to {_show(value)}" + (f" ± {tolerance:g}" if tolerance > 1e-6 else ""),
                  lambda found: same(found, value))  # fmt: skip
 
 
-def band(low: float, high: float) -> Check:
+def band(low: float, high: float) -> VerdictRule:
     """From low to high, both included."""
     words = f"{low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
     if low == -math.inf:
         words = f"at most {high:g}"
-    return Check("within band", words, lambda value: low <= float(value) <= high)
+    return VerdictRule("within band", words, lambda value: low <= float(value) <= high)
 
 
-def at_least(low: float) -> Check:
+def at_least(low: float) -> VerdictRule:
     """One-sided."""
     return band(low, math.inf)
 
 
-def at_most(high: float) -> Check:
+def at_most(high: float) -> VerdictRule:
     """One-sided."""
     return band(-math.inf, high)
 
 
-def order(words: str, test: Callable[[Any], bool]) -> Check:
+def order(words: str, test: Callable[[Any], bool]) -> VerdictRule:
     """An ordering or a trend, in words."""
-    return Check("ordering holds", words, test)
+    return VerdictRule("ordering holds", words, test)
 
 
-def ascending(words: str) -> Check:
+def ascending(words: str) -> VerdictRule:
     """The values of a mapping rise, in its order."""
     return order(words, lambda found: _sorted(list(found.values())))
 
 
-def descending(words: str) -> Check:
+def descending(words: str) -> VerdictRule:
     """The values of a mapping fall, in its order."""
     return order(words, lambda found: _sorted([-value for value in found.values()]))
 
@@ -86,12 +86,12 @@ def descending(words: str) -> Check:
 def judge(
     claim: str,
     paper: Any,
-    check: Check,
+    check: VerdictRule,
     ours: Mapping[Mode, Any],
     note: str = "",
     *,
     approximate: bool = False,
-) -> Row:
+) -> ClaimRow:
     """A row; `ours` holds a value a mode. The rule holds if it does in either mode, and the row says where.
     `approximate`: it claims no more than an illustration."""
     held = [mode for mode in MODES if check(ours[mode])]
@@ -103,7 +103,7 @@ def judge(
         why = f"{check.words}: holds {where}"
     else:
         verdict, why = f"{MISSED}{_found(ours)}, not {check.words}", f"expected {check.words}"
-    return Row(
+    return ClaimRow(
         claim=claim,
         paper=paper,
         paper_mode=ours["paper"],
@@ -113,7 +113,9 @@ def judge(
     )
 
 
-def judge_same(claim: str, paper: Any, check: Check, value: Any, note: str = "", *, approximate: bool = False) -> Row:
+def judge_same(
+    claim: str, paper: Any, check: VerdictRule, value: Any, note: str = "", *, approximate: bool = False
+) -> ClaimRow:
     """A row of something that does not differ between the modes."""
     return judge(claim, paper, check, {"paper": value, "default": value}, note, approximate=approximate)
 

@@ -16,7 +16,7 @@ def cut_off() -> UnavailableError:
     return UnavailableError("the server is ending; send the request again later", 5.0)
 
 
-class Ongoing:
+class ActiveTasks:
     """The tasks that make answers. Once `cut` was called they end, and so does each that begins later: whoever waits
     for one that was cancelled answers with `cut_off`. On the event loop only."""
 

@@ -13,32 +13,32 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.serving.active_tasks import Ongoing, cut_off
-from headway.serving.body_fields import Fields
-from headway.serving.context import Context, context
+from headway.serving.active_tasks import ActiveTasks, cut_off
+from headway.serving.body_fields import BodyFields
+from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, json_response
-from headway.serving.generation import Piece, generate
-from headway.serving.generation_job import Asker, Job
+from headway.serving.generation import TextPiece, generate
+from headway.serving.generation_job import GenerationJob, RequestContext
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.identity import engine_id
-from headway.serving.journaled_request import Kind, Ticket
-from headway.serving.logprobs import Scored
+from headway.serving.journaled_request import JournaledRequest, Kind
+from headway.serving.logprobs import ScoredToken
 from headway.serving.merge import cancel_all, merged
 from headway.serving.prompts import PromptReader
 from headway.serving.sse import DONE, SseResponse, client_gone, event
 
 
 @dataclass(slots=True)
-class Answer:
+class ChoiceAnswer:
     """One choice, complete."""
 
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
     finish: str = "stop"
     stop_reason: str | int | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         """Append the next piece."""
         self.text.append(piece.text)
         self.tokens.extend(piece.tokens)
@@ -47,24 +47,24 @@ class Answer:
             self.finish, self.stop_reason = piece.finish, piece.stop_reason
 
 
-class Format(Protocol):
+class AnswerFormat(Protocol):
     """How one endpoint words its answers. One object per request."""
 
-    job: Job
+    job: GenerationJob
     kind: Kind
 
-    def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+    def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """The stream's objects for one piece of choice `index`."""
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last object of a stream that reports usage."""
 
-    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
         """The whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class AnswerHeader:
     """What every object of an answer repeats."""
 
     id: str
@@ -72,7 +72,7 @@ class Header:
     model: str
 
     @classmethod
-    def of(cls, prefix: str, request_id: str, model: str) -> Header:
+    def of(cls, prefix: str, request_id: str, model: str) -> AnswerHeader:
         """Stamped now."""
         return cls(f"{prefix}-{request_id}", int(time.time()), model)
 
@@ -83,8 +83,8 @@ class Header:
         }  # fmt: skip
 
 
-Parser = Callable[[Fields, Asker, PromptReader], Job]
-MakeFormat = Callable[[Job, Context, str], Format]
+Parser = Callable[[BodyFields, RequestContext, PromptReader], GenerationJob]
+MakeFormat = Callable[[GenerationJob, ServerContext, str], AnswerFormat]
 
 
 async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Response:
@@ -101,7 +101,7 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
         form = make_format(job, server, request_id)
-        ticket = None if server.journal is None else Ticket.of(server.journal, request_id, form.kind, job)
+        ticket = None if server.journal is None else JournaledRequest.of(server.journal, request_id, form.kind, job)
         if ticket is not None:
             held.callback(_end, server, ticket, records)
         pieces = run_job(server, job, request_id, records, ticket)
@@ -119,13 +119,13 @@ async def _close(held: ExitStack) -> None:
     held.close()
 
 
-def _end(server: Context, ticket: Ticket, records: Sequence[GenerationRecord]) -> None:
+def _end(server: ServerContext, ticket: JournaledRequest, records: Sequence[GenerationRecord]) -> None:
     """The client has its answer, or has left; unless the next server shall answer."""
     if not is_left(server, records):
         ticket.end()
 
 
-def is_left(server: Context, records: Sequence[GenerationRecord]) -> bool:
+def is_left(server: ServerContext, records: Sequence[GenerationRecord]) -> bool:
     """Whether the engine was given up before every prompt had its answer: the request is left to the next server.
 
     An engine that ends after it was drained has answered all, though not all of that may have been sent yet.
@@ -133,7 +133,7 @@ def is_left(server: Context, records: Sequence[GenerationRecord]) -> bool:
     return server.engine.state == "lost" and any(record.reason not in ("stop", "length") for record in records)
 
 
-def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:
+def usage(job: GenerationJob, records: Sequence[GenerationRecord]) -> dict[str, int]:
     """Token counts over all choices."""
     output = sum(record.output_tokens for record in records)
     prompt = job.prompt_tokens
@@ -141,8 +141,12 @@ def usage(job: Job, records: Sequence[GenerationRecord]) -> dict[str, int]:
 
 
 def run_job(
-    server: Context, job: Job, request_id: str, records: Sequence[GenerationRecord], ticket: Ticket | None
-) -> AsyncGenerator[tuple[int, Piece], None]:
+    server: ServerContext,
+    job: GenerationJob,
+    request_id: str,
+    records: Sequence[GenerationRecord],
+    ticket: JournaledRequest | None,
+) -> AsyncGenerator[tuple[int, TextPiece], None]:
     """The pieces of all prompts, as they come, each with its prompt's index."""
     return merged(
         [
@@ -153,7 +157,7 @@ def run_job(
 
 
 async def _events(
-    form: Format, pieces: AsyncGenerator[tuple[int, Piece], None], records: Sequence[GenerationRecord]
+    form: AnswerFormat, pieces: AsyncGenerator[tuple[int, TextPiece], None], records: Sequence[GenerationRecord]
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         async for index, piece in pieces:
@@ -163,8 +167,8 @@ async def _events(
     yield DONE
 
 
-async def _collect(pieces: AsyncGenerator[tuple[int, Piece], None], count: int) -> list[Answer]:
-    answers = [Answer() for _ in range(count)]
+async def _collect(pieces: AsyncGenerator[tuple[int, TextPiece], None], count: int) -> list[ChoiceAnswer]:
+    answers = [ChoiceAnswer() for _ in range(count)]
     async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].add(piece)
@@ -172,8 +176,8 @@ async def _collect(pieces: AsyncGenerator[tuple[int, Piece], None], count: int) 
 
 
 async def _unless_client_leaves(
-    request: Request, work: Coroutine[Any, Any, list[Answer]], ongoing: Ongoing
-) -> list[Answer]:
+    request: Request, work: Coroutine[Any, Any, list[ChoiceAnswer]], ongoing: ActiveTasks
+) -> list[ChoiceAnswer]:
     """Run `work`; when the client leaves first, cancel it (which aborts in the engine)."""
     task = ongoing.begin(work)
     watcher = asyncio.create_task(client_gone(request.receive))

@@ -16,18 +16,18 @@ from headway.runtime.engine.protocol import EngineClient
 from headway.serving import instances, operations, tokens
 from headway.serving import recovered_requests as resumed
 from headway.serving.answer import answer
-from headway.serving.auth_middleware import Gate
+from headway.serving.auth_middleware import AuthMiddleware
 from headway.serving.body import BodyReader
 from headway.serving.chat import ChatFormat, parse_chat
 from headway.serving.completions import CompletionFormat, parse_completion
-from headway.serving.context import Context
+from headway.serving.context import ServerContext
 from headway.serving.docs_page import DOCS_HEADERS, docs_page
 from headway.serving.errors import ApiError, as_api_error, error_response
-from headway.serving.journal import Journal
-from headway.serving.metrics import Metrics
+from headway.serving.journal import RequestJournal
+from headway.serving.metrics import ServerMetrics
 from headway.serving.schema import body_schema
 from headway.serving.settings import ServerSettings
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 router = APIRouter()
 
@@ -44,16 +44,16 @@ async def chat_completions(request: Request) -> Response:
     return await answer(request, parse_chat, ChatFormat)
 
 
-def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: ServerSettings) -> FastAPI:
     """The ASGI application. Its lifespan starts the engine (if `settings.start_engine`) and closes it at the end.
 
     An engine that cannot start makes the lifespan fail with its own ConfigError. The parts are in `app.state.headway`
-    (a `Context`), for `run.serve` and for tests.
+    (a `ServerContext`), for `run.serve` and for tests.
     """
     served_as = settings.served_model_name[0] if settings.served_model_name else None
-    server = Context(engine, tokenizer, settings, BodyReader(settings), Metrics(engine, served_as))
+    server = ServerContext(engine, tokenizer, settings, BodyReader(settings), ServerMetrics(engine, served_as))
     if settings.journal is not None:
-        server.journal = Journal(Path(settings.journal))
+        server.journal = RequestJournal(Path(settings.journal))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +74,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         title="Headway", version=operations.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.headway = server
-    app.add_middleware(Gate, api_key=settings.api_key)
+    app.add_middleware(AuthMiddleware, api_key=settings.api_key)
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for each in (router, operations.router, tokens.router, resumed.router, instances.router):

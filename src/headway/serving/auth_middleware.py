@@ -23,7 +23,7 @@ log = logging.getLogger("headway.server")
 PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
 
-class Gate:
+class AuthMiddleware:
     """Wraps the application. Without `api_key` everybody may pass; health and metrics are always open."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:

@@ -22,14 +22,14 @@ _POSITION = re.compile(r"\(byte (\d+)\)")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
-class Fields:
+class BodyFields:
     """The top-level fields of one JSON object."""
 
     def __init__(self, raw: dict[str, msgspec.Raw]) -> None:
         self._raw = raw
 
     @classmethod
-    def parse(cls, body: bytes | bytearray) -> Fields:
+    def parse(cls, body: bytes | bytearray) -> BodyFields:
         """Raises RequestError when the body is not one JSON object."""
         try:
             return cls(_ENVELOPE.decode(body))

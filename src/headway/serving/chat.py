@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.core.errors import RequestError
-from headway.serving.answer import Answer, Header
-from headway.serving.body_fields import Fields
-from headway.serving.context import Context
-from headway.serving.generation import Piece
-from headway.serving.generation_job import Asker, Job, build_job, read_model, refuse_unsupported
+from headway.serving.answer import AnswerHeader, ChoiceAnswer
+from headway.serving.body_fields import BodyFields
+from headway.serving.context import ServerContext
+from headway.serving.generation import TextPiece
+from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model, refuse_unsupported
 from headway.serving.journaled_request import Kind
-from headway.serving.logprobs import Scored, chat_logprobs
+from headway.serving.logprobs import ScoredToken, chat_logprobs
 from headway.serving.messages import read_messages
-from headway.serving.prompts import Prompt, PromptReader
+from headway.serving.prompts import PromptReader, TokenPrompt
 from headway.serving.sampling_fields import MAX_LOGPROBS, read_sampling
 
 
-def parse_chat(fields: Fields, asker: Asker, prompts: PromptReader) -> Job:
+def parse_chat(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> GenerationJob:
     """Raises RequestError or ApiError that names the field at fault. No output limit means: what is left."""
     model = read_model(fields, asker.models)
     refuse_unsupported(fields)
@@ -35,7 +35,7 @@ def parse_chat(fields: Fields, asker: Asker, prompts: PromptReader) -> Job:
     return build_job(fields, asker, model, (render_prompt(fields, prompts),), params, length_field)
 
 
-def render_prompt(fields: Fields, prompts: PromptReader) -> Prompt:
+def render_prompt(fields: BodyFields, prompts: PromptReader) -> TokenPrompt:
     """The messages through the chat template and the tokenizer; the template writes special tokens itself."""
     variables = fields.get("chat_template_kwargs")
     if variables is not None and not isinstance(variables, dict):
@@ -47,7 +47,7 @@ def render_prompt(fields: Fields, prompts: PromptReader) -> Prompt:
     )
 
 
-def _max_tokens(fields: Fields) -> tuple[int | None, str | None]:
+def _max_tokens(fields: BodyFields) -> tuple[int | None, str | None]:
     """The newer spelling wins; None when the client left it open."""
     for name in ("max_completion_tokens", "max_tokens"):
         value = fields.integer(name, 1, 2**31 - 1)
@@ -56,7 +56,7 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str | None]:
     return None, None
 
 
-def _logprobs(fields: Fields) -> int | None:
+def _logprobs(fields: BodyFields) -> int | None:
     wanted = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top and not wanted:
@@ -69,14 +69,14 @@ class ChatFormat:
 
     kind: Kind = "chat"
 
-    def __init__(self, job: Job, server: Context, request_id: str) -> None:
+    def __init__(self, job: GenerationJob, server: ServerContext, request_id: str) -> None:
         self.job = job
         self._tokenizer = server.tokenizer
-        self._header = Header.of("chatcmpl", request_id, job.model)
+        self._header = AnswerHeader.of("chatcmpl", request_id, job.model)
         self._null_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
         self._begun = False
 
-    def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+    def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """One object a piece; before the first, one that names the role."""
         first = () if self._begun else (self._chunk(self._opening(index)),)
         self._begun = True
@@ -95,7 +95,7 @@ class ChatFormat:
         """No choices, only usage."""
         return self._header.object("chat.completion.chunk", [], usage=usage)
 
-    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
         """The one choice."""
         choices = []
         for index, one in enumerate(answers):
@@ -117,5 +117,5 @@ class ChatFormat:
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._header.object("chat.completion.chunk", [choice], **self._null_usage)
 
-    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
         return None if self.job.params.logprobs is None else chat_logprobs(scored, self._tokenizer)

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headway.core.errors import ConfigError, RequestError
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's part for training; when serving it renders as if it were not there."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception

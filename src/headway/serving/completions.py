@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headway.serving.answer import Answer, Header
-from headway.serving.body_fields import Fields
-from headway.serving.context import Context
-from headway.serving.generation import Piece
-from headway.serving.generation_job import Asker, Job, build_job, read_model, refuse_unsupported
+from headway.serving.answer import AnswerHeader, ChoiceAnswer
+from headway.serving.body_fields import BodyFields
+from headway.serving.context import ServerContext
+from headway.serving.generation import TextPiece
+from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model, refuse_unsupported
 from headway.serving.journaled_request import Kind
-from headway.serving.logprobs import Scored, completion_logprobs
+from headway.serving.logprobs import ScoredToken, completion_logprobs
 from headway.serving.prompts import PromptReader
 from headway.serving.sampling_fields import MAX_LOGPROBS, read_sampling
 
 DEFAULT_MAX_TOKENS = 16
 
 
-def parse_completion(fields: Fields, asker: Asker, prompts: PromptReader) -> Job:
+def parse_completion(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> GenerationJob:
     """Raises RequestError or ApiError that names the field at fault."""
     model = read_model(fields, asker.models)
     refuse_unsupported(fields)
@@ -38,13 +38,13 @@ class CompletionFormat:
 
     kind: Kind = "completion"
 
-    def __init__(self, job: Job, server: Context, request_id: str) -> None:
+    def __init__(self, job: GenerationJob, server: ServerContext, request_id: str) -> None:
         self.job = job
         self._tokenizer = server.tokenizer
-        self._header = Header.of("cmpl", request_id, job.model)
+        self._header = AnswerHeader.of("cmpl", request_id, job.model)
         self._null_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
 
-    def chunks(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+    def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """One object a piece."""
         choice = self._choice(index, piece.text, piece.scored, piece.finish, piece.stop_reason, piece.tokens)
         return (self._header.object("text_completion", [choice], **self._null_usage),)
@@ -53,7 +53,7 @@ class CompletionFormat:
         """No choices, only usage."""
         return self._header.object("text_completion", [], usage=usage)
 
-    def whole(self, answers: Sequence[Answer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
         """All choices in order."""
         choices = [
             self._choice(index, "".join(one.text), one.scored, one.finish, one.stop_reason, one.tokens)
@@ -62,7 +62,7 @@ class CompletionFormat:
         return self._header.object("text_completion", choices, usage=usage)
 
     def _choice(
-        self, index: int, text: str, scored: Sequence[Scored], finish: str | None, reason: str | int | None,
+        self, index: int, text: str, scored: Sequence[ScoredToken], finish: str | None, reason: str | int | None,
         tokens: Sequence[int],
     ) -> dict[str, Any]:  # fmt: skip
         wanted = self.job.params.logprobs is not None

@@ -12,39 +12,39 @@ from starlette.requests import Request
 
 from headway.core.errors import HeadwayError, OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
-from headway.serving.active_tasks import Ongoing
+from headway.serving.active_tasks import ActiveTasks
 from headway.serving.body import BodyReader
-from headway.serving.body_fields import Fields
-from headway.serving.generation_job import Asker
-from headway.serving.journal import Journal
-from headway.serving.metrics import Metrics
+from headway.serving.body_fields import BodyFields
+from headway.serving.generation_job import RequestContext
+from headway.serving.journal import RequestJournal
+from headway.serving.metrics import ServerMetrics
 from headway.serving.prompts import PromptReader
 from headway.serving.settings import ServerSettings
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
-    from headway.serving.recovered_requests import Resumed
+    from headway.serving.recovered_requests import RecoveredRequests
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Context:
+class ServerContext:
     """The server's parts. `in_flight` counts generation requests from acceptance to their last byte.
 
     `failure` is why the engine did not start, once that is known. `resumed`: requests of the journal, by id.
     """
 
     engine: EngineClient
-    tokenizer: Tokenizer
+    tokenizer: ModelTokenizer
     settings: ServerSettings
     bodies: BodyReader
-    metrics: Metrics
+    metrics: ServerMetrics
     in_flight: int = 0
     failure: HeadwayError | None = None
-    journal: Journal | None = None
-    resumed: dict[str, Resumed] = field(default_factory=dict)
-    ongoing: Ongoing = field(default_factory=Ongoing)
+    journal: RequestJournal | None = None
+    resumed: dict[str, RecoveredRequests] = field(default_factory=dict)
+    ongoing: ActiveTasks = field(default_factory=ActiveTasks)
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 
@@ -101,15 +101,15 @@ class Context:
             self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts)
         return self._reader
 
-    async def parse(self, request: Request, parse: Callable[[Fields, Asker, PromptReader], T]) -> T:
+    async def parse(self, request: Request, parse: Callable[[BodyFields, RequestContext, PromptReader], T]) -> T:
         """Read the body and parse it, in a worker thread when it is large. 503 before a byte is read, if it must be."""
         info = self.info()
         reader = self.prompts(info)
         models = self.models()
 
         def work(body: bytearray, received_s: float) -> T:
-            asker = Asker(request.headers, received_s, info, self.settings, models)
-            return parse(Fields.parse(body), asker, reader)
+            asker = RequestContext(request.headers, received_s, info, self.settings, models)
+            return parse(BodyFields.parse(body), asker, reader)
 
         return await self.ongoing.begin(self.bodies.parse(request, work))
 
@@ -128,8 +128,8 @@ class Context:
             self.in_flight -= 1
 
 
-def context(request: Request) -> Context:
+def context(request: Request) -> ServerContext:
     """The context of the server that answers `request`."""
     found = request.app.state.headway
-    assert isinstance(found, Context)
+    assert isinstance(found, ServerContext)
     return found

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 
 
-class Detokeniser(Protocol):
+class IncrementalDetokenizer(Protocol):
     """The incremental decoder of one answer. The pieces joined equal the text of all tokens."""
 
     def feed(self, token: int) -> str:
@@ -23,7 +23,7 @@ class Detokeniser(Protocol):
         """What is left at the end: a character that never became whole shows as U+FFFD."""
 
 
-class SilentDetokeniser:
+class SilentDetokenizer:
     """For models without a tokenizer: the text is empty."""
 
     def feed(self, token: int) -> str:
@@ -35,7 +35,7 @@ class SilentDetokeniser:
         return ""
 
 
-class ByteLevelDetokeniser:
+class ByteLevelDetokenizer:
     """For byte-level BPE: every token is a fixed byte string, so a streaming UTF-8 decoder is exact and O(1).
 
     `table` maps ids to bytes; unknown ids and those in `skip` show nothing.
@@ -55,7 +55,7 @@ class ByteLevelDetokeniser:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDetokeniser:
+class WindowDetokenizer:
     """For all other tokenizers: decode the newest few tokens with and without the new one, and show the difference.
 
     The tokens shown last give the context (a word's leading space depends on it). Text that ends in U+FFFD may be a

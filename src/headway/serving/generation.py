@@ -9,45 +9,45 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from headway.core.errors import OverloadedError, UnavailableError
-from headway.runtime.engine.protocol import Delta, EngineClient, Submit
+from headway.runtime.engine.protocol import EngineClient, OutputDelta, SubmitRequest
 from headway.serving.errors import ApiError, as_api_error
-from headway.serving.generation_job import Job, TextOptions
+from headway.serving.generation_job import GenerationJob, TextOptions
 from headway.serving.generation_record import GenerationRecord
-from headway.serving.journaled_request import Ticket
-from headway.serving.logprobs import Scored
-from headway.serving.prompts import Prompt
+from headway.serving.journaled_request import JournaledRequest
+from headway.serving.logprobs import ScoredToken
+from headway.serving.prompts import TokenPrompt
 from headway.serving.stops import StopMatcher
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What one delta adds to the answer. `finish` is set on the last one; `stop_reason` is the string or token id."""
 
     text: str
     tokens: tuple[int, ...]
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
     finish: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
 
 
 async def generate(
     engine: EngineClient,
-    tokenizer: Tokenizer,
-    job: Job,
-    prompt: Prompt,
+    tokenizer: ModelTokenizer,
+    job: GenerationJob,
+    prompt: TokenPrompt,
     engine_id: str,
     record: GenerationRecord,
-    ticket: Ticket | None = None,
+    ticket: JournaledRequest | None = None,
     index: int = 0,
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[TextPiece, None]:
     """Run one prompt and yield its pieces; the last has `finish`. With a `ticket` (and the prompt's `index` in it),
     what was told before a restart comes first, and what follows is written down before it is told.
 
     Closing this generator early aborts the request in the engine, and so does a stop string that matches. Raises
     ApiError when the engine ends the request for a reason of its own.
     """
-    assembler = Assembler(tokenizer, job.text)
+    assembler = AnswerAssembler(tokenizer, job.text)
     before = () if ticket is None else ticket.before(index)
     for delta in before:
         piece = assembler.feed(delta)
@@ -57,7 +57,7 @@ async def generate(
         if piece.finish is not None:
             record.finish(piece.finish)
             return
-    submit = Submit(
+    submit = SubmitRequest(
         id=engine_id,
         prompt_tokens=prompt.tokens,
         params=job.params,
@@ -69,7 +69,7 @@ async def generate(
         output=tuple(token for delta in before for token in delta.tokens),
     )
     # The protocol promises an iterator that can be closed early; closing is what tells the engine to abort.
-    deltas = cast("AsyncGenerator[Delta, None]", engine.generate(submit, prompt.data))
+    deltas = cast("AsyncGenerator[OutputDelta, None]", engine.generate(submit, prompt.data))
     try:
         async with aclosing(deltas):
             async for delta in deltas:
@@ -99,10 +99,10 @@ async def generate(
         record.finish("abort")  # the first reason given stays: this one is for a client that left
 
 
-class Assembler:
+class AnswerAssembler:
     """The state of one answer: detokeniser, stop strings, and log-probabilities that wait for their text to show."""
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, options: TextOptions) -> None:
         self._detokeniser = tokenizer.detokeniser(skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
         self._min_tokens = options.min_tokens
@@ -110,9 +110,9 @@ class Assembler:
         self._tokens = 0
         self._raw = 0
         self._shown = 0
-        self._waiting: deque[Scored] = deque()
+        self._waiting: deque[ScoredToken] = deque()
 
-    def feed(self, delta: Delta) -> Piece:
+    def feed(self, delta: OutputDelta) -> TextPiece:
         """The piece that this delta adds; tokens after the end of a stop string are dropped."""
         parts: list[str] = []
         used = 0
@@ -120,7 +120,7 @@ class Assembler:
             used += 1
             self._tokens += 1
             if delta.logprobs is not None and place < len(delta.logprobs):
-                self._waiting.append(Scored(token, delta.logprobs[place], self._raw))
+                self._waiting.append(ScoredToken(token, delta.logprobs[place], self._raw))
             parts.append(self._show(self._detokeniser.feed(token)))
             if self._matcher.matched is not None:
                 break
@@ -137,20 +137,20 @@ class Assembler:
         complete = finish is not None and self._matcher.matched is None
         scored = self._release(everything=complete or not self._stops)
         reason = self._matcher.matched if self._matcher.matched is not None else delta.stop_token
-        return Piece(text, delta.tokens[:used], scored, finish, reason if finish == "stop" else None)
+        return TextPiece(text, delta.tokens[:used], scored, finish, reason if finish == "stop" else None)
 
     def _show(self, text: str) -> str:
         self._raw += len(text)
         return self._matcher.feed(text) if self._tokens >= self._min_tokens else text
 
-    def _release(self, everything: bool) -> tuple[Scored, ...]:
+    def _release(self, everything: bool) -> tuple[ScoredToken, ...]:
         ready = []
         while self._waiting and (everything or self._waiting[0].offset < self._shown):
             ready.append(self._waiting.popleft())
         return tuple(ready)
 
 
-def _failure(delta: Delta, job: Job) -> ApiError:
+def _failure(delta: OutputDelta, job: GenerationJob) -> ApiError:
     if delta.finish == "timeout":
         limit = f" within {job.timeout_s:g} s" if job.timeout_s is not None else " in time"
         return ApiError(504, f"the request was not finished{limit}; {delta.error or 'ask for less or allow more time'}")

@@ -11,9 +11,9 @@ from headway.core.errors import RequestError
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import EngineInfo
-from headway.serving.body_fields import Fields
+from headway.serving.body_fields import BodyFields
 from headway.serving.errors import ApiError
-from headway.serving.prompts import Prompt
+from headway.serving.prompts import TokenPrompt
 from headway.serving.sampling_fields import read_stops
 from headway.serving.settings import ServerSettings
 from headway.serving.slo import read_slo
@@ -31,11 +31,11 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """One HTTP request: one engine request for each prompt. `timeout_s` counts from `received_s` (monotonic)."""
 
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TokenPrompt, ...]
     params: SamplingParams
     text: TextOptions
     slo: Slo
@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class RequestContext:
     """Where a request came from: what its parser needs to know besides the body."""
 
     headers: Mapping[str, str]
@@ -63,19 +63,19 @@ class Asker:
 
 
 def build_job(
-    fields: Fields,
-    asker: Asker,
+    fields: BodyFields,
+    asker: RequestContext,
     model: str,
-    prompts: tuple[Prompt, ...],
+    prompts: tuple[TokenPrompt, ...],
     params: SamplingParams,
     length_field: str | None,
-) -> Job:
+) -> GenerationJob:
     """The part that both endpoints share. `length_field` is how the client spelt its output limit, for errors."""
     stream = fields.flag("stream")
     settings = asker.settings
     timeout_s = fields.number("timeout_s", 0, 1e9, above_low=True)
     limits = [limit for limit in (timeout_s, settings.request_timeout_s) if limit is not None]
-    return Job(
+    return GenerationJob(
         model=model,
         prompts=prompts,
         params=fit_length(prompts, params, asker.info, length_field),
@@ -95,7 +95,7 @@ def build_job(
     )
 
 
-def read_model(fields: Fields, models: tuple[str, ...]) -> str:
+def read_model(fields: BodyFields, models: tuple[str, ...]) -> str:
     """The name the client asked for: 400 when missing, 404 when nobody here has it."""
     name = fields.text("model")
     if name is None:
@@ -106,7 +106,7 @@ def read_model(fields: Fields, models: tuple[str, ...]) -> str:
 
 
 def fit_length(
-    prompts: tuple[Prompt, ...], params: SamplingParams, info: EngineInfo, length_field: str | None
+    prompts: tuple[TokenPrompt, ...], params: SamplingParams, info: EngineInfo, length_field: str | None
 ) -> SamplingParams:
     """Refuse what can never fit into the model's context or the KV pool; settle an open `max_tokens`.
 
@@ -134,7 +134,7 @@ def fit_length(
     return params
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(fields: BodyFields) -> None:
     """Features that neither endpoint has, refused by name; asking for nothing is allowed."""
     fields.refuse("n", (1,), "one choice for each prompt; send the request several times with different seeds")
     fields.refuse("best_of", (1,), "one choice for each prompt")
@@ -149,7 +149,7 @@ def refuse_unsupported(fields: Fields) -> None:
     fields.refuse("response_format", ({"type": "text"},), "only plain text")
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _include_usage(fields: BodyFields, stream: bool) -> bool:
     options = fields.get("stream_options")
     if options is None:
         return False

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.runtime.engine.protocol import Delta, FinishReason
+from headway.runtime.engine.protocol import FinishReason, OutputDelta
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class GenerationRecord:
     finished_s: float | None = None
     reason: FinishReason | None = field(default=None)
 
-    def observe(self, delta: Delta) -> None:
+    def observe(self, delta: OutputDelta) -> None:
         """Called with every delta, in order."""
         if self.first_scheduled_s is None:
             self.first_scheduled_s = delta.first_scheduled_s
@@ -45,7 +45,7 @@ class GenerationRecord:
             self.on_gap(max(0.0, now - self.last_token_s), len(delta.tokens))
         self.last_token_s = now
 
-    def resume(self, delta: Delta) -> None:
+    def resume(self, delta: OutputDelta) -> None:
         """Called with what an earlier server has said, in order: counted, and no time is taken."""
         self.output_tokens += len(delta.tokens)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headway.runtime.cluster.cluster_report import InstanceReport, Instances
+from headway.runtime.cluster.cluster_report import InstanceAdmin, InstanceReport
 
 _LABELS = ("instance", "role", "node")
 _PREFIX = "headway_instance_"
@@ -29,7 +29,7 @@ _COUNTERS = {
 class InstanceCollector:
     """Asks the router at each scrape."""
 
-    def __init__(self, cluster: Instances) -> None:
+    def __init__(self, cluster: InstanceAdmin) -> None:
         self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:

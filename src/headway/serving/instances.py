@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.runtime.cluster.cluster_report import Instances
+from headway.runtime.cluster.cluster_report import InstanceAdmin
 from headway.serving.context import context
 from headway.serving.errors import ApiError, json_response
 
@@ -18,7 +18,7 @@ router = APIRouter()
 _LARGEST_BODY = 4096
 
 
-class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _JoinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: int = 0
 
 
@@ -48,7 +48,7 @@ async def join(request: Request) -> Response:
         if len(body) > _LARGEST_BODY:
             raise ApiError(413, f"a body of more than {_LARGEST_BODY} bytes names no pool")
     try:
-        asked = msgspec.json.decode(body or b"{}", type=_Join)
+        asked = msgspec.json.decode(body or b"{}", type=_JoinBody)
     except msgspec.DecodeError as error:
         raise ApiError(400, f'{error}: send {{"pool": 0}}', "pool") from None
     return json_response(cluster.join(asked.pool), 202)
@@ -63,9 +63,9 @@ async def leave(request: Request) -> Response:
     return json_response(cluster.leave(number), 202)
 
 
-def _cluster(request: Request) -> Instances:
+def _cluster(request: Request) -> InstanceAdmin:
     engine: Any = context(request).engine
-    if not isinstance(engine, Instances):
+    if not isinstance(engine, InstanceAdmin):
         raise ApiError(404, "this server has one engine and no cluster: `headway cluster` has")
     return engine
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.engine.protocol import OutputDelta
 
 log = logging.getLogger("headway.server")
 
@@ -33,14 +33,14 @@ _SYNC_S = 1.0
 _SCHEMA = 1
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, tag="o"):
+class JournalOpened(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     """The first record. `model` is whose token ids these are; empty until that is known."""
 
     schema: int
     model: str = ""
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """Request `id` of a client was accepted at `at_s` (Unix time). prompts: token ids, int32, little-endian. `job`:
     what the server needs besides, in its own words."""
 
@@ -51,35 +51,35 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     prompts: tuple[bytes, ...]
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+class OutputRecorded(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     """What the engine said to prompt `index` of a request."""
 
     number: int
     index: int
-    delta: Delta
+    delta: OutputDelta
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
     """Nobody will ask for this request again."""
 
     number: int
 
 
-Record = Opened | Accepted | Told | Ended
+Record = JournalOpened | RequestAccepted | OutputRecorded | RequestEnded
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 @dataclass(slots=True)
-class Entry:
+class JournalEntry:
     """A request that has not ended, and all that was said to each of its prompts."""
 
-    accepted: Accepted
-    told: list[list[Delta]] = field(default_factory=list)
+    accepted: RequestAccepted
+    told: list[list[OutputDelta]] = field(default_factory=list)
 
 
-class Journal:
+class RequestJournal:
     """The journal in `folder`, made if need be; `left` is what an earlier process has not ended, by number.
 
     Raises ConfigError when another server writes to it. Not safe between threads, but for its own.
@@ -98,8 +98,8 @@ class Journal:
             os.close(self._lock)
             raise ConfigError(f"--journal {folder}: another server writes to it; give each its own folder") from None
         self._path = folder / _FILE
-        self._opened = Opened(_SCHEMA)
-        self.left: dict[int, Entry] = {}
+        self._opened = JournalOpened(_SCHEMA)
+        self.left: dict[int, JournalEntry] = {}
         self._live: dict[int, int] = {}
         self._size = 0
         self._next = 1
@@ -123,25 +123,25 @@ class Journal:
                 f"{model}: serve that model, or give another --journal"
             )
         if self._opened.model != model:
-            self._opened = Opened(_SCHEMA, model)
+            self._opened = JournalOpened(_SCHEMA, model)
             self._rewrite()
 
     def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview]) -> int:
         """A request is taken on; its number."""
         number, self._next = self._next, self._next + 1
-        self._append(number, Accepted(number, request_id, time.time(), job, tuple(map(bytes, prompts))))
+        self._append(number, RequestAccepted(number, request_id, time.time(), job, tuple(map(bytes, prompts))))
         return number
 
-    def told(self, number: int, index: int, delta: Delta) -> None:
+    def told(self, number: int, index: int, delta: OutputDelta) -> None:
         """Before the client is told. Raises OSError when it cannot be written; what was written before stays good."""
         if number in self._live:
-            self._append(number, Told(number, index, delta))
+            self._append(number, OutputRecorded(number, index, delta))
 
     def end(self, number: int) -> None:
         """The client has its answer, or none will come. Harmless when repeated."""
         if number not in self._live or self._closed:
             return
-        self._append(number, Ended(number))
+        self._append(number, RequestEnded(number))
         del self._live[number]
         self.left.pop(number, None)
         if self._size - sum(self._live.values()) > self._allowed_bytes:
@@ -183,14 +183,14 @@ class Journal:
         good = 0
         for end, record in _records(data):
             good = end
-            if isinstance(record, Opened):
+            if isinstance(record, JournalOpened):
                 self._opened = record
                 if record.schema != _SCHEMA:
                     raise ConfigError(f"{self._path} is of schema {record.schema}; this version reads {_SCHEMA}")
-            elif isinstance(record, Accepted):
-                self.left[record.number] = Entry(record, [[] for _ in record.prompts])
+            elif isinstance(record, RequestAccepted):
+                self.left[record.number] = JournalEntry(record, [[] for _ in record.prompts])
                 self._next = max(self._next, record.number + 1)
-            elif isinstance(record, Ended):
+            elif isinstance(record, RequestEnded):
                 self.left.pop(record.number, None)
             elif record.number in self.left:
                 self.left[record.number].told[record.index].append(record.delta)
@@ -221,7 +221,7 @@ class Journal:
             _write(file, frame)
             size = len(frame)
             for _, record in _records(data):
-                if not isinstance(record, Opened) and record.number in live:
+                if not isinstance(record, JournalOpened) and record.number in live:
                     frame = _framed(record)
                     _write(file, frame)
                     size += len(frame)

@@ -10,15 +10,15 @@ import msgspec
 
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.protocol import Delta
-from headway.serving.generation_job import Job, TextOptions
-from headway.serving.journal import Entry, Journal
-from headway.serving.prompts import Prompt
+from headway.runtime.engine.protocol import OutputDelta
+from headway.serving.generation_job import GenerationJob, TextOptions
+from headway.serving.journal import JournalEntry, RequestJournal
+from headway.serving.prompts import TokenPrompt
 
 Kind = Literal["completion", "chat"]
 
 
-class _KeptJob(msgspec.Struct, frozen=True):
+class _JournaledJob(msgspec.Struct, frozen=True):
     """A job without its prompts, as the journal has it."""
 
     kind: Kind
@@ -33,23 +33,23 @@ class _KeptJob(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Ticket:
+class JournaledRequest:
     """One HTTP request's place in the journal. `said`: what was told to each prompt before a restart."""
 
-    journal: Journal
+    journal: RequestJournal
     number: int
-    said: Sequence[Sequence[Delta]] | None = None
+    said: Sequence[Sequence[OutputDelta]] | None = None
 
     @classmethod
-    def of(cls, journal: Journal, request_id: str, kind: Kind, job: Job) -> Ticket:
+    def of(cls, journal: RequestJournal, request_id: str, kind: Kind, job: GenerationJob) -> JournaledRequest:
         """The request is accepted."""
-        kept = _KeptJob(
+        kept = _JournaledJob(
             kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage
         )
         prompts = [prompt.data for prompt in job.prompts]
         return cls(journal, journal.accept(request_id, msgspec.msgpack.encode(kept), prompts))
 
-    def before(self, index: int) -> Sequence[Delta]:
+    def before(self, index: int) -> Sequence[OutputDelta]:
         """What prompt `index` was told before a restart."""
         return self.said[index] if self.said is not None else ()
 
@@ -58,7 +58,7 @@ class Ticket:
         """Whether an earlier server accepted it."""
         return self.said is not None
 
-    def tell(self, index: int, delta: Delta) -> None:
+    def tell(self, index: int, delta: OutputDelta) -> None:
         """Before the client hears it."""
         self.journal.told(self.number, index, delta)
 
@@ -67,13 +67,13 @@ class Ticket:
         self.journal.end(self.number)
 
 
-def job_of(entry: Entry, now_s: float, unix_s: float) -> tuple[Kind, Job]:
+def job_of(entry: JournalEntry, now_s: float, unix_s: float) -> tuple[Kind, GenerationJob]:
     """The job of a request that an earlier server accepted. It queues from when it came; a time limit begins anew."""
-    kept = msgspec.msgpack.decode(entry.accepted.job, type=_KeptJob)
+    kept = msgspec.msgpack.decode(entry.accepted.job, type=_JournaledJob)
     age_s = max(0.0, unix_s - entry.accepted.at_s)
-    job = Job(
+    job = GenerationJob(
         model=kept.model,
-        prompts=tuple(Prompt(memoryview(data), len(data) // 4) for data in entry.accepted.prompts),
+        prompts=tuple(TokenPrompt(memoryview(data), len(data) // 4) for data in entry.accepted.prompts),
         params=kept.params,
         text=kept.text,
         slo=kept.slo,

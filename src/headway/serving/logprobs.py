@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.sampling import TokenLogprobs
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 _LOWEST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredToken:
     """One shown token: its log-probabilities, and where its text begins in the answer (characters)."""
 
     token: int
@@ -21,7 +21,7 @@ class Scored:
     offset: int
 
 
-def completion_logprobs(scored: Sequence[Scored], tokenizer: Tokenizer) -> dict[str, Any]:
+def completion_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[str, Any]:
     """Completions: parallel arrays; the alternatives as an object of token text to log-probability."""
     return {
         "tokens": [_label(item.token, tokenizer) for item in scored],
@@ -33,7 +33,7 @@ def completion_logprobs(scored: Sequence[Scored], tokenizer: Tokenizer) -> dict[
     }
 
 
-def chat_logprobs(scored: Sequence[Scored], tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[str, Any]:
     """Chat: one entry a token with its bytes, alternatives likewise."""
     content = []
     for item in scored:
@@ -43,7 +43,7 @@ def chat_logprobs(scored: Sequence[Scored], tokenizer: Tokenizer) -> dict[str, A
     return {"content": content}
 
 
-def _entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+def _entry(token: int, logprob: float, tokenizer: ModelTokenizer) -> dict[str, Any]:
     return {
         "token": _label(token, tokenizer),
         "logprob": _finite(logprob),
@@ -51,7 +51,7 @@ def _entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _label(token: int, tokenizer: Tokenizer) -> str:
+def _label(token: int, tokenizer: ModelTokenizer) -> str:
     """The token's text; without a tokenizer its id. Bytes that are no text alone are shown escaped, never lost."""
     if not tokenizer.has_text:
         return f"token_id:{token}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import Fields, kind
+from headway.serving.body_fields import BodyFields, kind
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def read_messages(fields: Fields) -> list[dict[str, Any]]:
+def read_messages(fields: BodyFields) -> list[dict[str, Any]]:
     """`messages` as {"role", "content": text}; `developer` is another word for `system`. Only text is supported."""
     value = fields.get("messages")
     if not isinstance(value, list) or not value:

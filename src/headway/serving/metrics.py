@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.cluster_report import Instances
+from headway.runtime.cluster.cluster_report import InstanceAdmin
 from headway.runtime.engine.protocol import EngineClient
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.instance_metrics import InstanceCollector
@@ -64,7 +64,7 @@ _ENGINE_GAUGES = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """One server's metrics. `record` makes the per-request hooks; `render` is the body of /metrics."""
 
     def __init__(self, engine: EngineClient, served_as: str | None) -> None:
@@ -87,9 +87,9 @@ class Metrics:
             ("status",), registry=inner,
         )  # fmt: skip
         inner.register(_EngineCollector(engine))
-        if isinstance(engine, Instances):
+        if isinstance(engine, InstanceAdmin):
             inner.register(InstanceCollector(engine))
-        self._registry.register(_Aliased(inner, engine, served_as))
+        self._registry.register(_AliasedRegistry(inner, engine, served_as))
 
     def record(self, received_s: float, prompt_tokens: int) -> GenerationRecord:
         """A record that reports into these metrics."""
@@ -177,7 +177,7 @@ class _EngineCollector:
         return gauge
 
 
-class _Aliased:
+class _AliasedRegistry:
     """Every family under its own name, and those in `ALIASES` under the alias prefix too, all with the same labels."""
 
     def __init__(self, inner: CollectorRegistry, engine: EngineClient, served_as: str | None) -> None:

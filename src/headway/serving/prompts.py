@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import Fields
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.body_fields import BodyFields
+from headway.serving.tokenizer import ModelTokenizer
 
 PIECE_BYTES = 32 << 10
 """JSON of token ids is decoded in pieces of this size. A decoder holds the interpreter's lock from first byte to last,
@@ -20,14 +20,14 @@ so that a million ids at once would stall every other thread, the event loop's a
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenPrompt:
     """Token ids as little-endian int32. `data` is handed to the engine without another copy."""
 
     data: memoryview
     tokens: int
 
     @classmethod
-    def of(cls, ids: Sequence[int]) -> Prompt:
+    def of(cls, ids: Sequence[int]) -> TokenPrompt:
         """From ids that have been checked already."""
         buffer = ids if isinstance(ids, array) else array("i", ids)
         if sys.byteorder == "big":
@@ -38,7 +38,7 @@ class Prompt:
 class PromptReader:
     """Turns the `prompt` field into prompts. `vocab_size` bounds the token ids."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_prompts: int) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, vocab_size: int, max_prompts: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_prompts = max_prompts
@@ -46,7 +46,7 @@ class PromptReader:
         self._ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[token])
         self._many: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 
-    def read(self, fields: Fields, name: str = "prompt") -> tuple[Prompt, ...]:
+    def read(self, fields: BodyFields, name: str = "prompt") -> tuple[TokenPrompt, ...]:
         """Text, token ids, or an array of either, as one or several prompts; none of them is empty."""
         raw = fields.raw(name)
         if raw is None:
@@ -62,25 +62,25 @@ class PromptReader:
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
-    ) -> Prompt:
+    ) -> TokenPrompt:
         """Messages as one prompt, by the model's chat template, which writes special tokens itself."""
         text = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise RequestError("the chat template makes an empty prompt of 'messages'", "messages")
-        return Prompt.of(ids)
+        return TokenPrompt.of(ids)
 
-    def token_ids(self, fields: Fields, name: str) -> list[int]:
+    def token_ids(self, fields: BodyFields, name: str) -> list[int]:
         """A required array of token ids."""
         raw = fields.raw(name)
         if raw is None or not _starts(raw, b"["):
             raise RequestError(f"'{name}' is required: an array of token ids", name)
         return self._decode_ids(raw, name, name).tolist()
 
-    def _one(self, raw: msgspec.Raw, fields: Fields, name: str, label: str) -> Prompt:
+    def _one(self, raw: msgspec.Raw, fields: BodyFields, name: str, label: str) -> TokenPrompt:
         if _starts(raw, b"["):
             return self._token_ids(raw, name, label)
-        text = Fields({name: raw}).get(name)
+        text = BodyFields({name: raw}).get(name)
         if not isinstance(text, str):
             raise RequestError(f"'{label}' must be text or an array of token ids", name)
         if not text:
@@ -88,13 +88,13 @@ class PromptReader:
         ids = self._tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", True))
         if not ids:
             raise RequestError(f"'{label}' is empty: the text has no tokens", name)
-        return Prompt.of(ids)
+        return TokenPrompt.of(ids)
 
-    def _token_ids(self, raw: msgspec.Raw, name: str, label: str) -> Prompt:
+    def _token_ids(self, raw: msgspec.Raw, name: str, label: str) -> TokenPrompt:
         ids = self._decode_ids(raw, name, label)
         if not ids:
             raise RequestError(f"'{label}' is empty", name)
-        return Prompt.of(ids)
+        return TokenPrompt.of(ids)
 
     def _decode_ids(self, raw: msgspec.Raw, name: str, label: str) -> array[int]:
         found = self._in_pieces(bytes(raw))

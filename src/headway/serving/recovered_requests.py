@@ -16,14 +16,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.serving.answer import Answer, Format, MakeFormat, is_left, run_job, usage
+from headway.serving.answer import AnswerFormat, ChoiceAnswer, MakeFormat, is_left, run_job, usage
 from headway.serving.chat import ChatFormat
 from headway.serving.completions import CompletionFormat
-from headway.serving.context import Context, context
+from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, error_response, json_response
-from headway.serving.generation import Piece
+from headway.serving.generation import TextPiece
 from headway.serving.generation_record import GenerationRecord
-from headway.serving.journaled_request import Kind, Ticket, job_of
+from headway.serving.journaled_request import JournaledRequest, Kind, job_of
 from headway.serving.sse import DONE, SseResponse, event
 
 log = logging.getLogger("headway.server")
@@ -33,22 +33,22 @@ _FORMATS: dict[Kind, MakeFormat] = {"completion": CompletionFormat, "chat": Chat
 
 
 @dataclass(slots=True)
-class Resumed:
+class RecoveredRequests:
     """One such request and its answer. `over`: all of it is there."""
 
-    form: Format
-    ticket: Ticket
+    form: AnswerFormat
+    ticket: JournaledRequest
     records: Sequence[GenerationRecord]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ChoiceAnswer] = field(default_factory=list)
     events: list[bytes] = field(default_factory=list)
     error: ApiError | None = None
     over: bool = False
     task: asyncio.Task[None] | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
+    async def run(self, pieces: AsyncGenerator[tuple[int, TextPiece], None]) -> None:
         """Take in all pieces. An error is kept as the answer; cancelled, it tells those who follow the stream."""
-        self.answers = [Answer() for _ in self.form.job.prompts]
+        self.answers = [ChoiceAnswer() for _ in self.form.job.prompts]
         try:
             async with aclosing(pieces):
                 async for index, piece in pieces:
@@ -96,15 +96,15 @@ class Resumed:
         self._news.set()
 
 
-def take_up(server: Context) -> None:
+def take_up(server: ServerContext) -> None:
     """Go on with all that the journal has left. Called once, when the engine is ready."""
     assert server.journal is not None
     for number, entry in list(server.journal.left.items()):  # what is dropped leaves it
         request_id = entry.accepted.id
         kind, job = job_of(entry, time.monotonic(), time.time())
-        ticket = Ticket(server.journal, number, entry.told)
+        ticket = JournaledRequest(server.journal, number, entry.told)
         records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
-        resumed = Resumed(_FORMATS[kind](job, server, request_id), ticket, records)
+        resumed = RecoveredRequests(_FORMATS[kind](job, server, request_id), ticket, records)
         _drop(server, request_id)  # of two with one id, nobody could ask for the older one
         server.resumed[request_id] = resumed
         resumed.task = asyncio.create_task(_see_through(server, request_id, resumed))
@@ -112,7 +112,7 @@ def take_up(server: Context) -> None:
         log.warning("took up %d unfinished requests of the journal", len(server.resumed))
 
 
-def let_go(server: Context) -> None:
+def let_go(server: ServerContext) -> None:
     """The server ends: what is unfinished stays in the journal."""
     for resumed in server.resumed.values():
         if resumed.task is not None:
@@ -136,7 +136,7 @@ async def forget(request: Request) -> Response:
     return json_response({"object": "request", "status": "deleted"})
 
 
-def _find(request: Request) -> Resumed:
+def _find(request: Request) -> RecoveredRequests:
     name = request.path_params["name"]
     found = context(request).resumed.get(name)
     if found is None:
@@ -146,7 +146,7 @@ def _find(request: Request) -> Resumed:
     return found
 
 
-async def _see_through(server: Context, request_id: str, resumed: Resumed) -> None:
+async def _see_through(server: ServerContext, request_id: str, resumed: RecoveredRequests) -> None:
     """Compute the answer, then keep it for a while; in the journal for the next server, if the engine was given up."""
     server.in_flight += 1
     try:
@@ -159,7 +159,7 @@ async def _see_through(server: Context, request_id: str, resumed: Resumed) -> No
     _drop(server, request_id)
 
 
-def _drop(server: Context, request_id: str) -> None:
+def _drop(server: ServerContext, request_id: str) -> None:
     resumed = server.resumed.pop(request_id, None)
     if resumed is not None:
         resumed.ticket.end()

@@ -1,7 +1,8 @@
 """Running the application with uvicorn: one process, one event loop, and an orderly end.
 
 First SIGTERM or SIGINT: nothing new is taken, what was accepted is finished (for at most `drain_timeout_s`), then the
-server ends. A second signal ends it at once. Either way, who has no answer by then is told so (`Context.cut_off`) and
+server ends. A second signal ends it at once. Either way, who has no answer by then is told so
+(`ServerContext.cut_off`) and
 has a few seconds to read it; a third signal does not wait for that.
 """
 
@@ -18,7 +19,7 @@ from fastapi import FastAPI
 
 from headway.core.structured_log import setup
 from headway.serving.binding import bind, cannot_listen, check_binding, release, url
-from headway.serving.context import Context
+from headway.serving.context import ServerContext
 from headway.serving.settings import ServerSettings
 
 log = logging.getLogger("headway.server")
@@ -27,7 +28,7 @@ _PATIENCE_S, _AT_ONCE_S = 5, 1
 """How long clients have to read their last bytes: after a drain, and after a second signal."""
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """uvicorn's server with draining. Use `serve`; tests start this one in a thread and set `should_exit`."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
@@ -50,7 +51,7 @@ class Server(uvicorn.Server):
         """Whether there was a second signal."""
         self._loop: asyncio.AbstractEventLoop | None = None
         context = app.state.headway
-        assert isinstance(context, Context)
+        assert isinstance(context, ServerContext)
         self._context = context
         logging.getLogger("uvicorn.error").addFilter(self._worth_logging)
 
@@ -127,7 +128,7 @@ def serve(
     if sockets is None:
         sockets = bind(settings.host, settings.port)
     setup(settings.log_level, settings.log_format)
-    server = Server(app, settings)
+    server = DrainingServer(app, settings)
     try:
         server.run(sockets)
     except SystemExit:  # uvicorn's way to say that it could not start: a failed lifespan

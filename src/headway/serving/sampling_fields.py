@@ -6,7 +6,7 @@ import secrets
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
-from headway.serving.body_fields import Fields, check_integer, check_number, kind
+from headway.serving.body_fields import BodyFields, check_integer, check_number, kind
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -15,7 +15,9 @@ _HUGE = 2**31 - 1
 _INT64 = 2**63
 
 
-def read_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int) -> SamplingParams:
+def read_sampling(
+    fields: BodyFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
+) -> SamplingParams:
     """Everything that the engine's sampler needs. `max_tokens` None: as many as the model allows, settled later.
 
     Without a seed one is drawn, so that a request that has to be computed again continues its own stream.
@@ -46,7 +48,7 @@ def read_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | Non
     )
 
 
-def read_stops(fields: Fields) -> tuple[str, ...]:
+def read_stops(fields: BodyFields) -> tuple[str, ...]:
     """`stop`: one string or up to 16, none of them empty."""
     value = fields.get("stop")
     items = [] if value is None else [value] if isinstance(value, str) else value
@@ -60,7 +62,7 @@ def read_stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(items))
 
 
-def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+def _stop_token_ids(fields: BodyFields, vocab_size: int) -> tuple[int, ...]:
     name = "stop_token_ids"
     value = fields.get(name)
     if value is None:
@@ -72,7 +74,7 @@ def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(check_integer(item, name, 0, vocab_size - 1) for item in value)
 
 
-def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+def _logit_bias(fields: BodyFields, vocab_size: int) -> dict[int, float]:
     name = "logit_bias"
     value = fields.get(name)
     if value is None:

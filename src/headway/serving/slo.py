@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from headway.core.errors import RequestError
 from headway.core.request import Slo
-from headway.serving.body_fields import Fields, check_number
+from headway.serving.body_fields import BodyFields, check_number
 from headway.serving.settings import ServerSettings
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -19,7 +19,7 @@ TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 _LONGEST_MS = 1e12
 
 
-def read_slo(headers: Mapping[str, str], fields: Fields, settings: ServerSettings) -> Slo:
+def read_slo(headers: Mapping[str, str], fields: BodyFields, settings: ServerSettings) -> Slo:
     """Seconds, within the settings' limits; None where the client asks for nothing. Raises RequestError by name."""
     body = fields.get("slo")
     if body is None:

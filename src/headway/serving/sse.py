@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headway.serving.active_tasks import Ongoing, cut_off
+from headway.serving.active_tasks import ActiveTasks, cut_off
 from headway.serving.errors import ApiError, as_api_error, error_object, error_response
 from headway.serving.merge import cancel_all
 from headway.serving.settings import ServerSettings
@@ -50,7 +50,7 @@ class SseResponse(Response):
         self,
         source: AsyncGenerator[bytes, None],
         settings: ServerSettings,
-        ongoing: Ongoing,
+        ongoing: ActiveTasks,
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from headway.core.errors import CheckpointError, RequestError
 from headway.serving.chat_template import ChatTemplate
 from headway.serving.detokenizer import (
-    ByteLevelDetokeniser,
-    Detokeniser,
-    SilentDetokeniser,
-    WindowDetokeniser,
+    ByteLevelDetokenizer,
+    IncrementalDetokenizer,
+    SilentDetokenizer,
+    WindowDetokenizer,
     byte_level_bytes,
 )
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-class Tokenizer:
+class ModelTokenizer:
     """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Tokenizer:
         self._bytes = _byte_table(backend) if backend is not None else None
 
     @classmethod
-    def load(cls, folder: Path, *, chat_template: Path | None = None) -> Tokenizer:
+    def load(cls, folder: Path, *, chat_template: Path | None = None) -> ModelTokenizer:
         """From a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
         `chat_template` overrides the folder's own. Raises CheckpointError for a file that is there but unreadable.
@@ -59,7 +59,7 @@ class Tokenizer:
         return cls(backend, chat_template=template, special_tokens=_special_tokens(config))
 
     @classmethod
-    def none(cls) -> Tokenizer:
+    def none(cls) -> ModelTokenizer:
         """No tokenizer: prompts must be token ids, and answers' text is empty."""
         return cls(None)
 
@@ -80,14 +80,14 @@ class Tokenizer:
             return ""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def detokeniser(self, *, skip_special_tokens: bool) -> Detokeniser:
+    def detokeniser(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer:
         """A fresh incremental decoder for one answer."""
         if self._backend is None:
-            return SilentDetokeniser()
+            return SilentDetokenizer()
         skip = self._special if skip_special_tokens else frozenset()
         if self._bytes is not None:
-            return ByteLevelDetokeniser(self._bytes, skip)
-        return WindowDetokeniser(self._backend, skip)
+            return ByteLevelDetokenizer(self._bytes, skip)
+        return WindowDetokenizer(self._backend, skip)
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for alone, for log-probability reports; may be a part of a UTF-8 character."""

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import Fields
+from headway.serving.body_fields import BodyFields
 from headway.serving.chat import render_prompt
 from headway.serving.context import context
 from headway.serving.errors import json_response
-from headway.serving.generation_job import Asker, read_model
+from headway.serving.generation_job import RequestContext, read_model
 from headway.serving.prompts import PromptReader
 from headway.serving.schema import body_schema
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 router = APIRouter()
 
@@ -27,7 +27,7 @@ async def tokenize(request: Request) -> Response:
     """`prompt` (text, with the special tokens that completions add) or `messages` (through the chat template)."""
     server = context(request)
 
-    def work(fields: Fields, asker: Asker, prompts: PromptReader) -> dict[str, Any]:
+    def work(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> dict[str, Any]:
         _check_model(fields, asker)
         if fields.raw("messages") is not None:
             prompt = render_prompt(fields, prompts)
@@ -49,7 +49,7 @@ async def detokenize(request: Request) -> Response:
     """`tokens` as text, special tokens included."""
     server = context(request)
 
-    def work(fields: Fields, asker: Asker, prompts: PromptReader) -> dict[str, Any]:
+    def work(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> dict[str, Any]:
         _check_model(fields, asker)
         ids = prompts.token_ids(fields, "tokens")
         if not server.tokenizer.has_text:
@@ -59,11 +59,11 @@ async def detokenize(request: Request) -> Response:
     return json_response(await server.parse(request, work))
 
 
-def _check_model(fields: Fields, asker: Asker) -> None:
+def _check_model(fields: BodyFields, asker: RequestContext) -> None:
     """Here the model may be left out: there is only one."""
     if fields.raw("model") is not None:
         read_model(fields, asker.models)
 
 
-def _shown(tokenizer: Tokenizer, token: int) -> str:
+def _shown(tokenizer: ModelTokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -8,9 +8,18 @@ Deterministic: the same arguments give the same result, bit by bit, on any machi
 """
 
 from headway.sim.event_loop import simulate
-from headway.sim.noise import Noise
-from headway.sim.pipeline import Link
-from headway.sim.result import Iteration, ReplicaUse, SimResult
+from headway.sim.noise import NoiseSpec
+from headway.sim.pipeline import StageLink
+from headway.sim.result import IterationRecord, ReplicaUse, SimResult
 from headway.sim.spec import InstanceSpec, RunSpec
 
-__all__ = ["InstanceSpec", "Iteration", "Link", "Noise", "ReplicaUse", "RunSpec", "SimResult", "simulate"]
+__all__ = [
+    "InstanceSpec",
+    "IterationRecord",
+    "NoiseSpec",
+    "ReplicaUse",
+    "RunSpec",
+    "SimResult",
+    "StageLink",
+    "simulate",
+]

@@ -10,26 +10,26 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.links import link
 from headway.perf.hardware.models import model
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency import store
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.layout import Layout, cut
+from headway.perf.latency.layout import ParallelLayout, cut
 from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.shard_exchange import Exchange, between_groups
+from headway.perf.latency.shard_exchange import ShardExchangeCost, between_groups
 from headway.perf.latency.tables import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.event_loop import Told, simulate
 from headway.sim.memory import plan_memory
 from headway.sim.metrics import SloTargets
-from headway.sim.noise import Noise
-from headway.sim.pipeline import Link
+from headway.sim.noise import NoiseSpec
+from headway.sim.pipeline import StageLink
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
-from headway.sim.scenario import LatencySection, Scenario, Shape
-from headway.sim.spec import InstanceSpec, RunSpec, Yardstick
+from headway.sim.scenario import LatencySection, ModelSection, Scenario
+from headway.sim.spec import InstanceSpec, RunSpec, UtilisationBase
 from headway.sim.workload import TraceRequest
 
 
@@ -68,7 +68,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
     """One instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
     config = config_of(scenario)
     device, shape = named(scenario)
-    layout = Layout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
+    layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
     kv_tokens = scenario.memory.kv_tokens
     if kv_tokens is None:
         longest = (max(r.prompt_tokens for r in requests), max(r.prompt_tokens + r.output_tokens for r in requests))
@@ -80,13 +80,15 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         latency=latency_of(scenario.latency, device, shape, layout),
         kv_tokens=kv_tokens,
         block_tokens=scenario.memory.block_tokens,
-        link=Link(
+        link=StageLink(
             between.latency_s,
             shape.hidden * shape.dtype_bytes / layout.tp / (between.bytes_per_s * between.efficiency),
         ),
-        exchange=between_groups(device, shape, layout) if layout.kvp > 1 else Exchange(),
+        exchange=between_groups(device, shape, layout) if layout.kvp > 1 else ShardExchangeCost(),
         learns=scenario.latency.learns,
-        yardstick=Yardstick(shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices),
+        yardstick=UtilisationBase(
+            shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices
+        ),
     )
 
 
@@ -99,7 +101,7 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
         told=run.slo_told,
         deadline_is_target=run.deadline_is_target,
         max_output=run.max_output,
-        noise=Noise(run.noise.kind, run.noise.amount, run.noise.bias),
+        noise=NoiseSpec(run.noise.kind, run.noise.amount, run.noise.bias),
         window_s=run.window_s,
         timeout_s=run.timeout_s,
         patience_s=run.patience_s,
@@ -108,7 +110,9 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
     )
 
 
-def latency_of(section: LatencySection, device: Accelerator, shape: ModelShape, layout: Layout) -> LatencyModel:
+def latency_of(
+    section: LatencySection, device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout
+) -> LatencyModel:
     """The latency model of one stage."""
     if section.source == "table":
         return TableLatency(store.load(Path(str(section.file)), None))
@@ -119,7 +123,9 @@ def latency_of(section: LatencySection, device: Accelerator, shape: ModelShape, 
     return stage_roofline(section, device, shape, layout)
 
 
-def stage_roofline(section: LatencySection, device: Accelerator, shape: ModelShape, layout: Layout) -> TableLatency:
+def stage_roofline(
+    section: LatencySection, device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout
+) -> TableLatency:
     """The roofline of the slowest stage's rank, with two all-reduces a layer where tensors are cut (ring: each rank
     sends and receives 2 (tp - 1) / tp of the activations)."""
     rank, rates = cut(shape, layout, layout.stages - 1), section.roofline
@@ -156,12 +162,12 @@ def stage_roofline(section: LatencySection, device: Accelerator, shape: ModelSha
     return TableLatency(source)
 
 
-def named(scenario: Scenario) -> tuple[Accelerator, ModelShape]:
+def named(scenario: Scenario) -> tuple[AcceleratorSpec, ModelShape]:
     try:
         device = accelerator(scenario.cluster.accelerator)
     except ConfigError as error:
         raise ConfigError(f"cluster.accelerator: {error}") from None
-    if isinstance(scenario.model, Shape):
+    if isinstance(scenario.model, ModelSection):
         return device, ModelShape(**scenario.model.model_dump())
     try:
         return device, model(scenario.model)

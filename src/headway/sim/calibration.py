@@ -12,7 +12,7 @@ from headway.perf.latency.base import LatencyModel, Seconds
 from headway.sim.event_loop import simulate
 from headway.sim.metrics import RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
-from headway.sim.replay import Replayed
+from headway.sim.replay import ReplayedRun
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
@@ -20,7 +20,7 @@ SCHEMA = "headway.calibration/1"
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationReport:
     """Errors are |predicted / measured - 1|: `running` of the scheduler as it corrected itself, `profile` of the
     profile that it started from."""
 
@@ -61,7 +61,7 @@ class _WithHost(LatencyModel):
         """Never learns: it is the truth."""
 
 
-def calibrate(run: Replayed, corrected: bool = False) -> Calibration:
+def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
     """Simulate the requests of a recorded run on its own profile, and compare.
 
     The engine's own time between two batches (`host_s`, the median of the run) is added to every iteration; nothing
@@ -81,7 +81,7 @@ def calibrate(run: Replayed, corrected: bool = False) -> Calibration:
         block_tokens=run.block_tokens,
     )
     simulated = simulate(spec, workload, RunSpec(told=False))
-    return Calibration(
+    return CalibrationReport(
         iterations=len(run.batches),
         running=_errors([(batch.predicted_s, batch.elapsed_s) for batch in run.batches]),
         profile=_errors([(batch.profile_s, batch.elapsed_s) for batch in run.batches]),

@@ -13,7 +13,7 @@ from headway.core.request import Request
 from headway.sim.workload import TraceRequest
 
 
-class Track:
+class DecodeTrack:
     """One request on its way. `left` is how many output tokens are missing, as of step `since` of its cohort."""
 
     __slots__ = ("cohort", "deadline_s", "due_s", "ended_s", "error", "left", "replica", "request", "scheduled_s",
@@ -24,7 +24,7 @@ class Track:
         self.source = source
         self.left = max(1, source.output_tokens)
         self.times: list[float] = []
-        self.cohort: Cohort | None = None
+        self.cohort: DecodeCohort | None = None
         self.since = 0
         self.replica = -1
         self.scheduled_s: float | None = None
@@ -42,7 +42,7 @@ class Track:
             self.since = len(cohort.times)
 
 
-class Cohort:
+class DecodeCohort:
     """A decode group over time."""
 
     __slots__ = ("due", "epoch", "size", "times")
@@ -54,20 +54,20 @@ class Cohort:
         self.size = 0
 
 
-class Cohorts:
+class DecodeCohorts:
     """All decode groups of one replica, by (KV group, epoch). `tracks` maps ids to the requests that are in it."""
 
-    def __init__(self, tracks: dict[str, Track]) -> None:
+    def __init__(self, tracks: dict[str, DecodeTrack]) -> None:
         self._tracks = tracks
-        self._by_epoch: dict[tuple[int, int], Cohort] = {}
+        self._by_epoch: dict[tuple[int, int], DecodeCohort] = {}
 
-    def of(self, group: DecodeGroup, where: int = 0) -> Cohort:
+    def of(self, group: DecodeGroup, where: int = 0) -> DecodeCohort:
         """The cohort of a group that is about to run in KV group `where`, brought to the group's epoch."""
         epoch = (where, group.epoch)
         cohort = self._by_epoch.get(epoch)
         if cohort is not None:
             return cohort
-        cohort = self._by_epoch.pop((where, group.base), None) or Cohort()
+        cohort = self._by_epoch.pop((where, group.base), None) or DecodeCohort()
         for name in group.left:
             track = self._tracks.get(name)
             if track is not None and track.cohort is cohort:
@@ -83,7 +83,7 @@ class Cohorts:
         self._by_epoch[epoch] = cohort
         return cohort
 
-    def leave(self, track: Track) -> None:
+    def leave(self, track: DecodeTrack) -> None:
         """The request decodes no longer, or elsewhere."""
         cohort = track.cohort
         if cohort is None:
@@ -96,12 +96,12 @@ class Cohorts:
             cohort.due.clear()
             self._by_epoch.pop(cohort.epoch, None)
 
-    def steps_left(self, cohort: Cohort) -> int:
+    def steps_left(self, cohort: DecodeCohort) -> int:
         """Steps until the first member has all of its tokens."""
         self._drop_stale(cohort)
         return cohort.due[0][0] - len(cohort.times) if cohort.due else 1 << 30
 
-    def finished(self, cohort: Cohort) -> list[str]:
+    def finished(self, cohort: DecodeCohort) -> list[str]:
         """Members that have all of their tokens after the last step; they leave."""
         ended: list[str] = []
         if not cohort.due or cohort.due[0][0] > len(cohort.times):
@@ -112,7 +112,7 @@ class Cohorts:
             ended.append(name)
         return ended
 
-    def _drop_stale(self, cohort: Cohort) -> None:
+    def _drop_stale(self, cohort: DecodeCohort) -> None:
         due = cohort.due
         while due:
             at, name = due[0]

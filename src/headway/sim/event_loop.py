@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from headway.core.errors import RequestError
 from headway.core.request import Request, Slo
-from headway.sim.decode_cohorts import Track
+from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.noise import NoiseSource
 from headway.sim.records import record_of
-from headway.sim.replica import Replica
-from headway.sim.result import Iteration, SimResult
+from headway.sim.replica import SimulatedEngine
+from headway.sim.result import IterationRecord, SimResult
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
@@ -42,10 +42,10 @@ def simulate(
     `stopwatch` (such as time.perf_counter) is read around every decision, for `ReplicaUse.scheduling_s`; it changes
     nothing else.
     """
-    return _World(instance, sorted(workload, key=lambda r: r.arrival_s), run, told, stopwatch).run()
+    return _EventLoop(instance, sorted(workload, key=lambda r: r.arrival_s), run, told, stopwatch).run()
 
 
-class _World:
+class _EventLoop:
     """One run."""
 
     def __init__(
@@ -57,9 +57,9 @@ class _World:
         stopwatch: Callable[[], float] | None,
     ) -> None:
         self.instance, self.spec, self.told = instance, spec, told
-        self.rows: list[Iteration] | None = [] if spec.keep_iterations else None
+        self.rows: list[IterationRecord] | None = [] if spec.keep_iterations else None
         self.replicas = [
-            Replica(
+            SimulatedEngine(
                 index,
                 instance,
                 NoiseSource(spec.noise, f"noise {spec.seed} {index}"),
@@ -71,7 +71,7 @@ class _World:
         ]
         self.end_s = spec.window_s if spec.window_s is not None else NEVER
         self.arrivals = [request for request in workload if request.arrival_s < self.end_s]
-        self.tracks: list[Track] = []
+        self.tracks: list[DecodeTrack] = []
         self.inside: list[tuple[float, int, int, int]] = []  # (time, priority, batch, replica)
         self.outside: list[tuple[float, int]] = []  # (time, arrival number) of clients that leave
         self.last_s = 0.0
@@ -122,7 +122,7 @@ class _World:
             cached_tokens=max(0, min(source.cached_tokens, source.prompt_tokens - 1)),
             slo=Slo(ttft_s=targets.ttft_s, tbt_s=targets.tbt_s) if spec.told else Slo(),
         )
-        track = Track(request, source)
+        track = DecodeTrack(request, source)
         self.tracks.append(track)
         replica = self.replicas[0]
         if len(self.replicas) > 1:
@@ -162,7 +162,7 @@ class _World:
             groups=self.instance.config.kv_parallel,
         )
 
-    def _record(self, track: Track) -> RequestRecord:
+    def _record(self, track: DecodeTrack) -> RequestRecord:
         if track.ended_s is None:
             track.settle()
         targets = self.spec.targets.get(track.source.klass, NO_TARGETS)

@@ -13,17 +13,17 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from headway.core.batch import Batch, Part
+from headway.core.batch import Batch, GroupBatch
 from headway.core.errors import InvariantError
 from headway.core.request import Request, Slo
 from headway.kv.block_allocator import BlockTables
-from headway.perf.latency.shard_exchange import Exchange
+from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.perf.latency.tables import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.decode_cohorts import Track
-from headway.sim.noise import Noise, NoiseSource
-from headway.sim.pipeline import Link
-from headway.sim.replica import Carried, Replica
+from headway.sim.decode_cohorts import DecodeTrack
+from headway.sim.noise import NoiseSource, NoiseSpec
+from headway.sim.pipeline import StageLink
+from headway.sim.replica import RunningBatch, SimulatedEngine
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 
@@ -78,17 +78,17 @@ def random_spec(rng: random.Random) -> InstanceSpec:
         latency=small_machine(),
         kv_tokens=rng.choice((640, 960, 1600)),
         block_tokens=BLOCK,
-        link=Link(rng.choice((0.0, 2e-4)), 1e-6),
+        link=StageLink(rng.choice((0.0, 2e-4)), 1e-6),
         learns=rng.random() < 0.25,
     )
     groups = rng.choice((1, 1, 2, 3))
     if groups == 1:
         return spec
     config = replace(config, kv_parallel=groups, kv_shard_tokens=rng.choice((64, 160, None)))
-    return replace(spec, config=config, kv_tokens=spec.kv_tokens // groups, exchange=Exchange(1e-4, 1e-6))
+    return replace(spec, config=config, kv_tokens=spec.kv_tokens // groups, exchange=ShardExchangeCost(1e-4, 1e-6))
 
 
-class _Book:
+class _RequestAudit:
     """What one request has been seen to do in this life; `base` is where its last shard begins."""
 
     __slots__ = ("base", "cursor")
@@ -97,10 +97,10 @@ class _Book:
         self.cursor = self.base = 0
 
 
-class _Watched(Replica):
+class _AuditedReplica(SimulatedEngine):
     """A replica whose batches are checked before they are carried out."""
 
-    def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
+    def _start(self, batch: Batch, now: float, quiet_s: float) -> RunningBatch:
         self.scheduler.check()
         for part in batch.parts:
             self.replay(part)
@@ -114,14 +114,14 @@ class _Watched(Replica):
         return run
 
     def begin(self) -> None:
-        self.books: dict[str, _Book] = {}
+        self.books: dict[str, _RequestAudit] = {}
         self.forget()
 
     def forget(self) -> None:
         """Block tables as after a loss."""
         self.tables = [BlockTables(ledger.n_blocks) for ledger in self.ledgers]
 
-    def replay(self, part: Part) -> None:
+    def replay(self, part: GroupBatch) -> None:
         """A part's KV operations. A reservation of token 0 begins a life, any other one a shard."""
         tables = self.tables[part.group]
         for op in part.kv_ops:
@@ -129,14 +129,14 @@ class _Watched(Replica):
                 tables.free(op.request)
                 continue
             tables.add(op.request, op.blocks)
-            book = self.books.get(op.request, _Book())
+            book = self.books.get(op.request, _RequestAudit())
             if op.verb == "reserve":
                 book.base = op.start
                 book.cursor = book.cursor if op.start else 0
                 need(op.start == book.cursor, op.request, f"has a shard from {op.start}, and {book.cursor} tokens")
         tables.check()
 
-    def watch(self, part: Part) -> None:
+    def watch(self, part: GroupBatch) -> None:
         """Raises InvariantError when a part contradicts the books."""
         tables = self.tables[part.group]
         for name in part.decodes.members:
@@ -183,8 +183,8 @@ class FaultWorld:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         spec = random_spec(rng)
-        noise = NoiseSource(Noise("uniform", 0.5), f"faults {seed}")
-        self.replica = _Watched(0, spec, noise, rng.random() < 0.5, None)
+        noise = NoiseSource(NoiseSpec("uniform", 0.5), f"faults {seed}")
+        self.replica = _AuditedReplica(0, spec, noise, rng.random() < 0.5, None)
         self.replica.begin()
         self.aborts, self.losses, self.jumps = (rng.choice((0.0, 0.01, 0.1)) for _ in range(3))
         self.tracks = self._plan(spec)
@@ -209,7 +209,7 @@ class FaultWorld:
                     replica.scheduler.check()
             while coming and coming[-1].request.arrival_s <= now:
                 track = coming.pop()
-                replica.books[track.request.id] = _Book()
+                replica.books[track.request.id] = _RequestAudit()
                 replica.add(track, now)
             live = [track for track in replica.tracks.values() if track.ended_s is None]
             if live and rng.random() < self.aborts:
@@ -240,7 +240,7 @@ class FaultWorld:
             need(track.times == sorted(track.times), name, "got tokens out of order")
         return steps
 
-    def _plan(self, spec: InstanceSpec) -> list[Track]:
+    def _plan(self, spec: InstanceSpec) -> list[DecodeTrack]:
         rng, at, tracks, room = self.rng, 0.0, [], spec.kv_tokens // BLOCK * BLOCK * spec.config.kv_parallel
         for number in range(rng.randint(4, 18)):
             at += rng.expovariate(1 / rng.choice((0.002, 0.02, 0.1)))
@@ -254,5 +254,5 @@ class FaultWorld:
                 slo=Slo(ttft_s=rng.choice((None, 0.05, 0.5)), tbt_s=None),
                 priority=rng.choice((0, 0, 0, -1, 3)),
             )
-            tracks.append(Track(request, TraceRequest(at, prompt, output)))
+            tracks.append(DecodeTrack(request, TraceRequest(at, prompt, output)))
         return tracks

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.layout import Layout, cut
+from headway.perf.latency.layout import ParallelLayout, cut
 from headway.policy.iteration.config import SchedulerConfig
 
 
@@ -36,9 +36,9 @@ class InfeasibleError(ConfigError):
 
 
 def plan_memory(
-    device: Accelerator,
+    device: AcceleratorSpec,
     shape: ModelShape,
-    layout: Layout,
+    layout: ParallelLayout,
     config: SchedulerConfig,
     longest: tuple[int, int],
     utilisation: float,

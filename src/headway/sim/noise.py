@@ -9,7 +9,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseSpec:
     """An iteration takes predicted × bias × a random factor of mean 1.
 
     lognormal: ln of the factor has standard deviation `amount`. uniform: the factor lies in [1 - amount, 1 + amount].
@@ -23,7 +23,7 @@ class Noise:
 class NoiseSource:
     """The factors of one replica, in order of its iterations."""
 
-    def __init__(self, noise: Noise, seed: str) -> None:
+    def __init__(self, noise: NoiseSpec, seed: str) -> None:
         self._noise = noise
         self._seed = seed
         self._random = random.Random(seed)

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """From stage to stage: seconds a message, and seconds a row of activations."""
 
     latency_s: float = 0.0
     row_s: float = 0.0
 
 
-class Pipeline:
+class StagePipeline:
     """`stages` stages, one after another."""
 
-    def __init__(self, stages: int, link: Link) -> None:
+    def __init__(self, stages: int, link: StageLink) -> None:
         self._free_s = [0.0] * stages
         self._link = link
 
@@ -47,7 +47,9 @@ class Pipeline:
             at = end + cross_s
         return spans
 
-    def lockstep(self, others: Sequence[Pipeline], now: float, stage_s: float, rows: int) -> list[tuple[float, float]]:
+    def lockstep(
+        self, others: Sequence[StagePipeline], now: float, stage_s: float, rows: int
+    ) -> list[tuple[float, float]]:
         """A batch that enters these pipelines and this one together: each stage begins when it is free in all."""
         all_free = [self._free_s, *(other._free_s for other in others)]
         cross_s = self._link.latency_s + rows * self._link.row_s

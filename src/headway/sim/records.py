@@ -9,7 +9,7 @@ from headway.sim.metrics import RequestRecord, SloTargets
 from headway.sim.workload import TraceRequest
 
 
-class Simulated(Protocol):
+class SimulatedRequest(Protocol):
     """How far a request has come: `times` of its tokens; `error`: why it ended without all of them."""
 
     request: Request
@@ -20,7 +20,7 @@ class Simulated(Protocol):
     error: str | None
 
 
-def record_of(one: Simulated, targets: SloTargets) -> RequestRecord:
+def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
     """Its record. What has not ended is unfinished, which is an error too."""
     request, done = one.request, one.ended_s is not None and one.error is None
     return RequestRecord(

@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from headway.core.batch import Batch, Progress
+from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
 from headway.core.request import Request, Slo
 from headway.core.span import Span
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.parts import parts_s
 from headway.perf.latency.recorded import restore
-from headway.perf.latency.shard_exchange import Exchange, exchange_of
+from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
 from headway.perf.latency.tables import TableLatency
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.config import SchedulerConfig
@@ -45,7 +45,7 @@ class BatchTimes:
 
 
 @dataclass
-class Replayed:
+class ReplayedRun:
     """`differences` are empty when every decision came out as recorded. Records are of the engine's boundary."""
 
     config: SchedulerConfig
@@ -72,7 +72,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}:{number}: not an event ({error})") from error
 
 
-def replay(events: Events) -> Replayed:
+def replay(events: Events) -> ReplayedRun:
     """Run a log through a fresh scheduler. ConfigError when it is not a log that can be replayed."""
     stream = iter(events)
     start = next(stream, None)
@@ -80,10 +80,10 @@ def replay(events: Events) -> Replayed:
         raise ConfigError("not an event log of this version: it does not begin with a start event")
     table, model = restore(start["latency"])
     config = SchedulerConfig(**start["config"])
-    told = Replayed(config, table, model, start["kv_tokens"], start["block_tokens"])
-    ledgers = [Ledger(told.kv_tokens, told.block_tokens) for _ in range(config.kv_parallel)]
-    exchange = Exchange(*start["exchange"]) if "exchange" in start else exchange_of(table.source)
-    run = _Run(told, make_scheduler(config, model, ledgers, exchange), model, exchange)
+    told = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
+    ledgers = [BlockManager(told.kv_tokens, told.block_tokens) for _ in range(config.kv_parallel)]
+    exchange = ShardExchangeCost(*start["exchange"]) if "exchange" in start else exchange_of(table.source)
+    run = _ReplayState(told, make_scheduler(config, model, ledgers, exchange), model, exchange)
     for event in stream:
         try:
             getattr(run, f"on_{event['event']}")(event)
@@ -95,10 +95,12 @@ def replay(events: Events) -> Replayed:
     return told
 
 
-class _Run:
+class _ReplayState:
     """The state of one replay; one method an event."""
 
-    def __init__(self, told: Replayed, scheduler: InstanceScheduler, model: LatencyModel, exchange: Exchange) -> None:
+    def __init__(
+        self, told: ReplayedRun, scheduler: InstanceScheduler, model: LatencyModel, exchange: ShardExchangeCost
+    ) -> None:
         self.told, self.scheduler, self.model, self.exchange = told, scheduler, model, exchange
         self.batches: dict[int, tuple[Batch, float]] = {}
         self.requests: dict[str, tuple[Request, list[float], list[float]]] = {}
@@ -159,7 +161,7 @@ class _Run:
                 self.requests[name][2].append(event["at_s"])
                 if name in ended:
                     self._record(name, event["at_s"], None)
-        results = [Progress(name, 1, True) for name in event["ended"]]
+        results = [RequestProgress(name, 1, True) for name in event["ended"]]
         self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"])
 
     def on_lost(self, event: Mapping[str, Any]) -> None:

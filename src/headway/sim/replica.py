@@ -10,40 +10,40 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from headway.core.batch import Batch, Chunk, Part, Progress
-from headway.core.events import Event
+from headway.core.batch import Batch, Chunk, GroupBatch, RequestProgress
+from headway.core.events import RequestEvent
 from headway.core.span import Span
-from headway.kv.block_manager import Ledger
-from headway.perf.latency.base import LatencyModel, Load, load_s
+from headway.kv.block_manager import BlockManager
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.parts import batch_loads, parts_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.sim.decode_cohorts import Cohort, Cohorts, Track
+from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack
 from headway.sim.noise import NoiseSource
-from headway.sim.pipeline import Pipeline
-from headway.sim.result import Iteration, Join, ReplicaUse
+from headway.sim.pipeline import StagePipeline
+from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec
 
 AHEAD = 1 << 20
 ONLY = (0,)
 
 
-class Carried:
+class RunningBatch:
     """A batch between its start and its end: the time of its last step, and what it began with."""
 
     __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
 
-    def __init__(self, batch: Batch, cohorts: list[Cohort], end_s: float, elapsed_s: float, repeats: int) -> None:
+    def __init__(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, elapsed_s: float, repeats: int) -> None:
         self.batch, self.cohorts, self.end_s = batch, cohorts, end_s
         self.elapsed_s, self.repeats = elapsed_s, repeats
 
     @property
-    def cohort(self) -> Cohort:
+    def cohort(self) -> DecodeCohort:
         """The first part's."""
         return self.cohorts[0]
 
 
-class Replica:
+class SimulatedEngine:
     """Calls are made in order of time. `pump` starts batches and gives the events to come back at."""
 
     def __init__(
@@ -52,21 +52,21 @@ class Replica:
         spec: InstanceSpec,
         noise: NoiseSource,
         fast_forward: bool,
-        iterations: list[Iteration] | None,
+        iterations: list[IterationRecord] | None,
         stopwatch: Callable[[], float] | None = None,
     ) -> None:
         self.index = index
         self.spec = spec
-        self.tracks: dict[str, Track] = {}
+        self.tracks: dict[str, DecodeTrack] = {}
         self.latency: LatencyModel = CorrectedLatency(spec.latency) if spec.learns else spec.latency
         groups = range(spec.config.kv_parallel)
-        self.ledgers = [Ledger(spec.kv_tokens, spec.block_tokens) for _ in groups]
+        self.ledgers = [BlockManager(spec.kv_tokens, spec.block_tokens) for _ in groups]
         self.ledger = self.ledgers[0]
         self.scheduler = make_scheduler(spec.config, self.latency, self.ledgers, spec.exchange)
-        self.pipelines = [Pipeline(spec.config.stages, spec.link) for _ in groups]
+        self.pipelines = [StagePipeline(spec.config.stages, spec.link) for _ in groups]
         self.pipeline = self.pipelines[0]
-        self._cohorts = Cohorts(self.tracks)
-        self._runs: dict[int, Carried] = {}
+        self._cohorts = DecodeCohorts(self.tracks)
+        self._runs: dict[int, RunningBatch] = {}
         self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
         self._truth = spec.truth
         self._exact = noise.exact and spec.truth is None
@@ -75,12 +75,12 @@ class Replica:
         self._stopwatch = stopwatch
         self._batches = self._iterations = self._prefill = self._decoded = self._kv_read = 0
         self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
-        self._joins: list[Join] = []
+        self._joins: list[GroupJoin] = []
         self._pairs = self._busy_s = self._scheduling_s = 0.0
 
     # -- what may happen to it ------------------------------------------------------------------------------------
 
-    def add(self, track: Track, now: float) -> None:
+    def add(self, track: DecodeTrack, now: float) -> None:
         """Raises RequestError when the request could never be served."""
         name = track.request.id
         self.scheduler.add(Span.whole(track.request), now)
@@ -88,7 +88,7 @@ class Replica:
         track.replica = self.index
         track.deadline_s = self.scheduler.deadline_s(name)
 
-    def abort(self, track: Track, now: float, error: str) -> None:
+    def abort(self, track: DecodeTrack, now: float, error: str) -> None:
         """The client has left; the scheduler drops the request at once or when its batch is done."""
         self._cohorts.leave(track)
         self._end(track, now, error)
@@ -137,19 +137,19 @@ class Replica:
             return ONLY if self.pipeline.free_s <= now else ()
         return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
 
-    def complete(self, batch_id: int, now: float) -> list[Track]:
+    def complete(self, batch_id: int, now: float) -> list[DecodeTrack]:
         """The batch has left the last stage; the tracks that have ended with it. Ids of lost batches are ignored."""
         run = self._runs.pop(batch_id, None)
         if run is None:
             return []
         batch = run.batch
-        results: list[Progress] = []
-        ended: list[Track] = []
+        results: list[RequestProgress] = []
+        ended: list[DecodeTrack] = []
         for part, cohort in zip(batch.parts, run.cohorts, strict=True):
             if part.decodes.members:
                 cohort.times.append(now)
                 for name in self._cohorts.finished(cohort):
-                    results.append(Progress(name, 1, True))
+                    results.append(RequestProgress(name, 1, True))
                     ended.append(self.tracks[name])
             for chunk in part.prefills:
                 if chunk.last:
@@ -198,7 +198,7 @@ class Replica:
 
     # -- carrying out -----------------------------------------------------------------------------------------------
 
-    def _start(self, batch: Batch, now: float, quiet_s: float) -> Carried:
+    def _start(self, batch: Batch, now: float, quiet_s: float) -> RunningBatch:
         parts = batch.parts
         cohorts = [self._cohorts.of(part.decodes, part.group) for part in parts]
         for part in parts:
@@ -212,7 +212,7 @@ class Replica:
             end_s, repeats = self._repeat(batch, cohorts, end_s, quiet_s)
         if self._rows is not None:
             chunks = tuple((chunk.request, chunk.start, chunk.tokens) for part in parts for chunk in part.prefills)
-            row = Iteration(
+            row = IterationRecord(
                 self.index, batch.id, tuple(spans), end_s, sum(part.decodes.count for part in parts),
                 sum(part.decodes.kv_sum for part in parts), chunks, batch.predicted_s, repeats,
                 tuple(part.group for part in parts),
@@ -228,9 +228,9 @@ class Replica:
             self._pairs += read
         if len(parts) > 1:
             self._count_assists(batch, repeats)
-        return Carried(batch, cohorts, end_s, stage_s, repeats)
+        return RunningBatch(batch, cohorts, end_s, stage_s, repeats)
 
-    def _count_chunks(self, part: Part, now: float) -> None:
+    def _count_chunks(self, part: GroupBatch, now: float) -> None:
         for chunk in part.prefills:
             track = self.tracks[chunk.request]
             if track.scheduled_s is None:
@@ -241,7 +241,7 @@ class Replica:
         for op in part.kv_ops:
             if op.start and op.request in self.tracks:
                 earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
-                self._joins.append(Join(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
+                self._joins.append(GroupJoin(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
         if part.kv_ops:
             self._kv_peak = max(self._kv_peak, sum(ledger.used_tokens for ledger in self.ledgers))
 
@@ -261,7 +261,7 @@ class Replica:
             return first.enter(at_s, stage_s, rows)
         return first.lockstep([self.pipelines[part.group] for part in parts[1:]], at_s, stage_s, rows)
 
-    def _repeat(self, batch: Batch, cohorts: list[Cohort], end_s: float, quiet_s: float) -> tuple[float, int]:
+    def _repeat(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, quiet_s: float) -> tuple[float, int]:
         """Go on with the same decodes while nothing can interfere: (end, iterations).
 
         With one stage whatever comes during a step waits for its end, so a step may be the last that begins in the
@@ -277,7 +277,7 @@ class Replica:
         decoding = [cohort.times for cohort, count in zip(cohorts, counts, strict=True) if count]
         while repeats < most and end_s < quiet_s:
             loads = [
-                Load(load.tokens, load.decodes, load.decode_kv + count, load.chunk_s, load.chunk_past)
+                BatchLoad(load.tokens, load.decodes, load.decode_kv + count, load.chunk_s, load.chunk_past)
                 for load, count in zip(loads, counts, strict=True)
             ]
             factor = noise.factor()
@@ -301,7 +301,7 @@ class Replica:
         model = self._truth or self.spec.latency
         return parts_s(model, batch.parts, self.spec.exchange) * factor
 
-    def _first(self, chunk: Chunk, now: float, results: list[Progress], ended: list[Track]) -> None:
+    def _first(self, chunk: Chunk, now: float, results: list[RequestProgress], ended: list[DecodeTrack]) -> None:
         """A prompt is complete, or complete again: its next token is there."""
         track = self.tracks.get(chunk.request)
         if track is None or track.ended_s is not None:
@@ -310,13 +310,13 @@ class Replica:
         track.times.append(now)
         track.left -= 1
         if track.left <= 0:
-            results.append(Progress(chunk.request, 1, True))
+            results.append(RequestProgress(chunk.request, 1, True))
             ended.append(track)
 
-    def _end(self, track: Track, now: float, error: str | None) -> None:
+    def _end(self, track: DecodeTrack, now: float, error: str | None) -> None:
         track.ended_s, track.error = now, error
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[RequestEvent]) -> None:
         for event in events:
             if event.kind == "preempted":
                 self._preemptions += 1

@@ -7,8 +7,8 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.sim.scenario import WorkloadSection
 from headway.sim.workload import TraceRequest, transforms
-from headway.sim.workload.arrivals import Arrivals, arrivals
-from headway.sim.workload.presets import Part, Preset, preset
+from headway.sim.workload.arrivals import ArrivalProcess, arrivals
+from headway.sim.workload.presets import MixPart, WorkloadPreset, preset
 from headway.sim.workload.readers import read_trace
 from headway.sim.workload.rewriting import rewrite
 from headway.sim.workload.specs import parse_lengths
@@ -42,12 +42,12 @@ def _drawn(section: WorkloadSection, window_s: float | None, rng: np.random.Gene
     return mix.draw(rng, _arrivals(section, rate), count)
 
 
-def _mix(section: WorkloadSection) -> Preset:
+def _mix(section: WorkloadSection) -> WorkloadPreset:
     parts = tuple(
-        Part(part.share, part.klass, parse_lengths(part.prompt), parse_lengths(part.output, "output"))
+        MixPart(part.share, part.klass, parse_lengths(part.prompt), parse_lengths(part.output, "output"))
         for part in section.mix or ()
     )
-    return Preset("given", "given", parts)
+    return WorkloadPreset("given", "given", parts)
 
 
 class _AtOnce:
@@ -57,7 +57,7 @@ class _AtOnce:
         return np.zeros(count)
 
 
-def _arrivals(section: WorkloadSection, rate: float) -> Arrivals:
+def _arrivals(section: WorkloadSection, rate: float) -> ArrivalProcess:
     if section.arrivals == "at-once":
         return _AtOnce()
     return arrivals(section.arrivals or "poisson", rate, section.cv)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import PERCENTILES
-from headway.sim.spec import Yardstick
+from headway.sim.spec import UtilisationBase
 
 
-class Iteration(NamedTuple):
+class IterationRecord(NamedTuple):
     """A batch, as carried out. `stages`: (start, end) seconds in each pipeline stage, of its first repetition.
     `groups`: the KV groups that had a part in it; decode_kv is what they read together."""
 
@@ -27,7 +27,7 @@ class Iteration(NamedTuple):
     groups: tuple[int, ...] = (0,)
 
 
-class Join(NamedTuple):
+class GroupJoin(NamedTuple):
     """A KV group joins a request: from token `start` on it holds and computes it, as one of `groups`."""
 
     at_s: float
@@ -56,7 +56,7 @@ class ReplicaUse:
     kv_peak_tokens: int
     scheduling_s: float = 0.0
     more_passes: int = 0
-    joins: tuple[Join, ...] = ()
+    joins: tuple[GroupJoin, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class SimResult:
     records: tuple[RequestRecord, ...]
     replicas: tuple[ReplicaUse, ...]
     duration_s: float
-    iterations: tuple[Iteration, ...] = ()
-    yardstick: Yardstick | None = None
+    iterations: tuple[IterationRecord, ...] = ()
+    yardstick: UtilisationBase | None = None
     stages: int = 1
     groups: int = 1
 

@@ -15,16 +15,16 @@ from headway.policy.iteration.config import SchedulerConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-SomeSection = TypeVar("SomeSection", bound="Section")
+SomeSection = TypeVar("SomeSection", bound="ScenarioSection")
 
 
-class Section(BaseModel):
+class ScenarioSection(BaseModel):
     """Unknown fields are errors; what was validated stays as it is."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Shape(Section):
+class ModelSection(ScenarioSection):
     """A decoder that has no name here. `mlp_matrices` is 3 for gated MLPs; `dtype_bytes` is of weights and KV."""
 
     layers: Count
@@ -39,7 +39,7 @@ class Shape(Section):
     mlp_matrices: Literal[2, 3] = 3
 
 
-class PoolSection(Section):
+class PoolSection(ScenarioSection):
     """Instances of one kind."""
 
     role: Literal["prefill", "decode", "mixed"] = "mixed"
@@ -50,7 +50,7 @@ class PoolSection(Section):
     kv_tokens: Count | None = Field(default=None, description="tokens of each one's KV cache; null: what memory leaves")
 
 
-class SpansSection(Section):
+class SpansSection(ScenarioSection):
     """Where the times of spans on groups come from."""
 
     source: Literal["ring", "fast-sp", "tetris-table1", "eq1"] = Field(
@@ -74,7 +74,7 @@ class SpansSection(Section):
         return self
 
 
-class ClusterSection(Section):
+class ClusterSection(ScenarioSection):
     placement: str | None = Field(
         default=None,
         description="a cluster policy (headway.policy.placement.registry); null: one queue before `replicas`",
@@ -116,7 +116,7 @@ class ClusterSection(Section):
         return self
 
 
-class LayoutSection(Section):
+class LayoutSection(ScenarioSection):
     """How one instance is cut."""
 
     tp: Count = Field(default=1, description="tensor-parallel ranks")
@@ -130,7 +130,7 @@ class LayoutSection(Section):
     )
 
 
-class RooflineSection(Section):
+class RooflineSection(ScenarioSection):
     """What of the data sheet is reached, and what is fixed."""
 
     linear: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -145,7 +145,7 @@ class RooflineSection(Section):
     )
 
 
-class LatencySection(Section):
+class LatencySection(ScenarioSection):
     source: Literal["roofline", "fitted", "table"] = Field(
         default="roofline",
         description="roofline: data sheet and efficiencies; fitted: constants that ship with Headway; "
@@ -164,7 +164,7 @@ class LatencySection(Section):
         return self
 
 
-class MemorySection(Section):
+class MemorySection(ScenarioSection):
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="share of device memory that may be used"
     )
@@ -174,7 +174,7 @@ class MemorySection(Section):
     block_tokens: Count = Field(default=64, description="tokens a KV block")
 
 
-class MixSection(Section):
+class MixSection(ScenarioSection):
     """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
 
     share: Positive = 1.0
@@ -185,7 +185,7 @@ class MixSection(Section):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class WorkloadSection(Section):
+class WorkloadSection(ScenarioSection):
     """Exactly one of preset, trace and mix."""
 
     preset: str | None = Field(default=None, description="a named mix (headway.sim.workload.presets)")
@@ -228,7 +228,7 @@ class WorkloadSection(Section):
         return self
 
 
-class SloSection(Section):
+class SloSection(ScenarioSection):
     """What requests of a class are judged by, in seconds. tbt_s bounds every gap, tpot_s their mean."""
 
     ttft_s: Positive | None = None
@@ -237,7 +237,7 @@ class SloSection(Section):
     e2e_s: Positive | None = None
 
 
-class NoiseSection(Section):
+class NoiseSection(ScenarioSection):
     kind: Literal["none", "lognormal", "uniform"] = "none"
     amount: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="standard deviation of ln, or half width"
@@ -245,7 +245,7 @@ class NoiseSection(Section):
     bias: Positive = Field(default=1.0, description="iterations take so many times what was predicted")
 
 
-class RunSection(Section):
+class RunSection(ScenarioSection):
     window_s: Positive | None = Field(
         default=None, description="observe for so long; null: until the last request ends"
     )
@@ -269,7 +269,7 @@ class RunSection(Section):
     )
 
 
-def _policy_section() -> type[Section]:
+def _policy_section() -> type[ScenarioSection]:
     """Every field of `SchedulerConfig`, optional; the stages and KV groups are the layout's."""
     given: dict[str, Any] = {
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
@@ -277,7 +277,7 @@ def _policy_section() -> type[Section]:
         if f.name not in ("stages", "kv_parallel", "kv_shard_tokens")
     }
     return create_model(
-        "PolicySection", __base__=Section, __doc__="Settings of the scheduler that differ from its mode's.",
+        "PolicySection", __base__=ScenarioSection, __doc__="Settings of the scheduler that differ from its mode's.",
         __module__="headway.policy.iteration.config", **given,
     )  # fmt: skip
 
@@ -285,13 +285,13 @@ def _policy_section() -> type[Section]:
 PolicySection: Any = _policy_section()
 
 
-class Scenario(Section):
+class Scenario(ScenarioSection):
     """One simulation."""
 
     name: str = Field(default="", description="what it is called in reports")
     about: str = Field(default="", description="what it stands for, and where its latencies come from")
     cluster: ClusterSection = ClusterSection()
-    model: str | Shape = Field(
+    model: str | ModelSection = Field(
         default="llama-3-8b", description="a named model (headway.perf.hardware.models), or its shape"
     )
     layout: LayoutSection = LayoutSection()
@@ -317,7 +317,7 @@ def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
         raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
 
 
-def _fault(item: dict[str, Any], root: type[Section]) -> str:
+def _fault(item: dict[str, Any], root: type[ScenarioSection]) -> str:
     path = [str(part) for part in item["loc"] if str(part) not in ("Shape", "str")]
     name = ".".join(path) or "the file"
     if item["type"] == "extra_forbidden":
@@ -329,11 +329,11 @@ def _fault(item: dict[str, Any], root: type[Section]) -> str:
     return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
 
 
-def _allowed(path: list[str], root: type[Section]) -> list[str]:
+def _allowed(path: list[str], root: type[ScenarioSection]) -> list[str]:
     model: type[BaseModel] = root
     for part in path:
         if part == "model":
-            model = Shape
+            model = ModelSection
         elif model is Scenario and part == "slo":
             model = SloSection
         elif part == "mix":

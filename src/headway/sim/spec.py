@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.shard_exchange import Exchange
+from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import SloTargets
-from headway.sim.noise import Noise
-from headway.sim.pipeline import Link
+from headway.sim.noise import NoiseSpec
+from headway.sim.pipeline import StageLink
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class UtilisationBase:
     """What utilisation is measured against: all devices of one instance together.
 
     MFU: model FLOPs (matrix products and causal attention) over peak. MBU: bytes of weights (once an iteration) and of
@@ -40,11 +40,11 @@ class InstanceSpec:
     latency: LatencyModel
     kv_tokens: int
     block_tokens: int = 64
-    link: Link = field(default_factory=Link)
-    exchange: Exchange = Exchange()  # noqa: RUF009 - frozen
+    link: StageLink = field(default_factory=StageLink)
+    exchange: ShardExchangeCost = ShardExchangeCost()  # noqa: RUF009 - frozen
     truth: LatencyModel | None = None
     learns: bool = False
-    yardstick: Yardstick | None = None
+    yardstick: UtilisationBase | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class RunSpec:
     told: bool = True
     deadline_is_target: bool = False
     max_output: int | None = None
-    noise: Noise = field(default_factory=Noise)
+    noise: NoiseSpec = field(default_factory=NoiseSpec)
     window_s: float | None = None
     timeout_s: float | None = None
     patience_s: float | None = None

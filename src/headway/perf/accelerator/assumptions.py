@@ -16,7 +16,7 @@ from headway.core.errors import ConfigError
 Unit = Literal["vector", "array", "fastest"]
 
 
-class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+class AcceleratorAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     """See the words of each field in `WORDS`, which `docs/accel.md` and errors repeat."""
 
     preset: str = "default"
@@ -65,9 +65,9 @@ WORDS: dict[str, str] = {
     "elementwise_ops": "vector operations an element of norms, rotations, activations and residuals",
 }
 
-PRESETS: dict[str, Assumptions] = {
-    "default": Assumptions(),
-    "paper": Assumptions(
+PRESETS: dict[str, AcceleratorAssumptions] = {
+    "default": AcceleratorAssumptions(),
+    "paper": AcceleratorAssumptions(
         preset="paper",
         ffn_matrices=2,
         lm_head=False,
@@ -87,7 +87,7 @@ PRESETS: dict[str, Assumptions] = {
 }
 
 
-def assumptions(preset: str = "default", **changes: Any) -> Assumptions:
+def assumptions(preset: str = "default", **changes: Any) -> AcceleratorAssumptions:
     """A preset with some fields changed; ConfigError names presets and fields that exist."""
     if preset not in PRESETS:
         raise ConfigError(f"assumptions.preset must be one of {', '.join(PRESETS)}, not {preset!r}")

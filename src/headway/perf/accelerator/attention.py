@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.perf.accelerator.assumptions import Assumptions
+from headway.perf.accelerator.assumptions import AcceleratorAssumptions
 from headway.perf.accelerator.cost import OpCost, none
-from headway.perf.accelerator.iteration_work import Techniques, Work
-from headway.perf.accelerator.machine_model import Machine
-from headway.perf.accelerator.precision import Precision
+from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
+from headway.perf.accelerator.machine_model import MachineModel
+from headway.perf.accelerator.precision import OperandTypes
 from headway.perf.hardware.shapes import ModelShape
 
 
-def kv_bytes(shape: ModelShape, precision: Precision) -> float:
+def kv_bytes(shape: ModelShape, precision: OperandTypes) -> float:
     """Bytes of keys and values that one token leaves in one layer."""
     return 2.0 * shape.kv_heads * shape.head_dim * precision.kv_bytes
 
@@ -44,10 +44,10 @@ class ChunkNumbers(NamedTuple):
 
 def chunk_numbers(
     shape: ModelShape,
-    machine: Machine,
-    precision: Precision,
-    assumed: Assumptions,
-    techniques: Techniques,
+    machine: MachineModel,
+    precision: OperandTypes,
+    assumed: AcceleratorAssumptions,
+    techniques: TechniqueSet,
     tokens: Any,
     past: int,
     own: Any,
@@ -81,11 +81,11 @@ def chunk_numbers(
 
 def chunk_attention(
     shape: ModelShape,
-    machine: Machine,
-    precision: Precision,
-    assumed: Assumptions,
-    techniques: Techniques,
-    work: Work,
+    machine: MachineModel,
+    precision: OperandTypes,
+    assumed: AcceleratorAssumptions,
+    techniques: TechniqueSet,
+    work: IterationWork,
     fused: bool,
 ) -> OpCost:
     """A prefill chunk over what is cached, in one layer."""
@@ -107,7 +107,11 @@ def chunk_attention(
 
 
 def decode_attention(
-    shape: ModelShape, machine: Machine, precision: Precision, assumed: Assumptions, work: Work
+    shape: ModelShape,
+    machine: MachineModel,
+    precision: OperandTypes,
+    assumed: AcceleratorAssumptions,
+    work: IterationWork,
 ) -> OpCost:
     """All decodes of an iteration, in one layer. `hbm_bytes` is all KV that they read, prefetched or not."""
     if not work.decodes:
@@ -127,13 +131,13 @@ def decode_attention(
     )
 
 
-def vector_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv_tokens: int) -> float:
+def vector_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
     """Scores and values: two multiply-accumulates a query head, dimension and token; one a lane and cycle."""
     rate = machine.vector_lanes * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation)
     return 2.0 * kv_tokens * shape.q_heads * shape.head_dim / rate
 
 
-def array_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv_tokens: int) -> float:
+def array_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
     """The same on the arrays: a group of query heads streams through each tile, which costs at least R cycles."""
     cycles = tiles(shape, machine, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
     return (
@@ -141,13 +145,13 @@ def array_seconds(shape: ModelShape, machine: Machine, assumed: Assumptions, kv_
     )
 
 
-def tiles(shape: ModelShape, machine: Machine, tokens: int) -> int:
+def tiles(shape: ModelShape, machine: MachineModel, tokens: int) -> int:
     """Tiles of keys and of values of one KV head."""
     rows, columns, wide = machine.rows, machine.columns, shape.head_dim
     return -(-wide // rows) * -(-tokens // columns) + -(-tokens // rows) * -(-wide // columns)
 
 
-def own_cycles(shape: ModelShape, machine: Machine, tokens: int, causal: bool) -> float:
+def own_cycles(shape: ModelShape, machine: MachineModel, tokens: int, causal: bool) -> float:
     """A chunk's attention to itself, for one KV head: rows that stream through each tile."""
     group = shape.q_heads // shape.kv_heads
     if not causal:

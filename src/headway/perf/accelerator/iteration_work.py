@@ -7,7 +7,7 @@ import msgspec
 from headway.core.errors import ConfigError
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class IterationWork(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill chunk of `prefill_tokens` over `prefill_past` cached tokens, beside `decodes` requests that read
     `kv_tokens` of KV together."""
 
@@ -33,15 +33,15 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("stage.kv_tokens needs decodes of at least 1")
 
     @property
-    def prefill_only(self) -> Work:
+    def prefill_only(self) -> IterationWork:
         return msgspec.structs.replace(self, decodes=0, kv_tokens=0)
 
     @property
-    def decode_only(self) -> Work:
+    def decode_only(self) -> IterationWork:
         return msgspec.structs.replace(self, prefill_tokens=0, prefill_past=0)
 
 
-class Techniques(msgspec.Struct, frozen=True, kw_only=True):
+class TechniqueSet(msgspec.Struct, frozen=True, kw_only=True):
     """flash_attention: scores stay on chip. fusion: activations stay on chip where they fit ("auto") or never ("off").
     double_buffering: the next tile is loaded while this one is computed. (Packing and prefetch are compared, not set.)
     """

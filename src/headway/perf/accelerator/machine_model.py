@@ -12,7 +12,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineModel(msgspec.Struct, frozen=True, kw_only=True):
     """`arrays` systolic arrays of rows × columns MACs, and a vector unit of `vector_lanes` MACs, at one clock.
 
     compute_bytes: on-chip memory for operands (double-buffered tiles, activations that stay). prefetch_bytes: the
@@ -49,6 +49,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         """Peak FLOP/s of the arrays."""
         return 2.0 * self.macs * self.clock_hz
 
-    def with_(self, **changes: Any) -> Machine:
+    def with_(self, **changes: Any) -> MachineModel:
         """The same machine with other numbers; ConfigError where one is impossible."""
         return msgspec.structs.replace(self, **changes)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from headway.core.errors import ConfigError
 from headway.perf.accelerator.cost import OpCost
-from headway.perf.accelerator.machine_model import MIB, Machine
+from headway.perf.accelerator.machine_model import MIB, MachineModel
 
 Floats = npt.NDArray[np.float64]
 
@@ -50,7 +50,7 @@ SPLIT = np.array([float(split) for split in SPLITS])[None, :]
 ACCUMULATOR_BYTES = 4
 
 
-class Gemm(NamedTuple):
+class GemmShape(NamedTuple):
     """outputs: columns that leave (half of n where a gate folds two). *_bytes: of a value. *_on_chip: the activation
     comes from, or stays in, on-chip memory."""
 
@@ -65,18 +65,18 @@ class Gemm(NamedTuple):
     output_on_chip: bool = False
 
 
-def tile_bytes(machine: Machine, gemm: Gemm) -> float:
+def tile_bytes(machine: MachineModel, gemm: GemmShape) -> float:
     """Weights that fill all arrays once, at most all there are."""
     return min(float(machine.macs), float(gemm.n * gemm.k)) * gemm.weight_bytes
 
 
-def fusible(machine: Machine, gemm: Gemm) -> bool:
+def fusible(machine: MachineModel, gemm: GemmShape) -> bool:
     """Whether its input and output can both stay on chip while weights stream through."""
     held = gemm.m * (gemm.k + gemm.outputs) * gemm.activation_bytes
     return held + gemm.m * machine.columns * ACCUMULATOR_BYTES + 2 * tile_bytes(machine, gemm) <= machine.compute_bytes
 
 
-def search(gemms: Sequence[Gemm], machine: Machine, double_buffering: bool = True) -> list[OpCost]:
+def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: bool = True) -> list[OpCost]:
     """The best mapping of each product. ConfigError where not even the smallest tiles fit the operand buffer."""
     if not gemms:
         return []
@@ -144,7 +144,7 @@ def _words(tiling: int, way: int) -> str:
     return f"{DATAFLOWS[way // len(SPLITS)]}, {cut}" + (f", split {split}" if split > 1 else "")
 
 
-def _cycles(machine: Machine, m: Floats, n: Floats, k: Floats) -> Floats:
+def _cycles(machine: MachineModel, m: Floats, n: Floats, k: Floats) -> Floats:
     """Cycles of one block: all splits of the first dataflow, then of the second, then of the third."""
     rows, columns, arrays = float(machine.rows), float(machine.columns), float(machine.arrays)
     deep, wide = np.ceil(k / rows), np.ceil(n / columns)

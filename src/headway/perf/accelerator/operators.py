@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.perf.accelerator.assumptions import Assumptions
+from headway.perf.accelerator.assumptions import AcceleratorAssumptions
 from headway.perf.accelerator.attention import chunk_attention, decode_attention, kv_bytes
 from headway.perf.accelerator.cost import OpCost, none
-from headway.perf.accelerator.iteration_work import Techniques, Work
-from headway.perf.accelerator.machine_model import Machine
-from headway.perf.accelerator.mapping import Gemm, fusible, search
-from headway.perf.accelerator.precision import Precision
+from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
+from headway.perf.accelerator.machine_model import MachineModel
+from headway.perf.accelerator.mapping import GemmShape, fusible, search
+from headway.perf.accelerator.precision import OperandTypes
 from headway.perf.hardware.shapes import ModelShape
 
 
-class Layer(NamedTuple):
+class LayerOperators(NamedTuple):
     """One layer's operators in order, split where decode attention stands, and the LM head of the iteration."""
 
     before: tuple[OpCost, ...]
@@ -35,14 +35,14 @@ class Layer(NamedTuple):
         return (*self.before, self.chunk, *self.after)
 
 
-class Setting(NamedTuple):
+class OperatorSetting(NamedTuple):
     """Everything but the work: hashable, so that results can be remembered."""
 
     shape: ModelShape
-    machine: Machine
-    precision: Precision = Precision()
-    assumed: Assumptions = Assumptions()
-    techniques: Techniques = Techniques()
+    machine: MachineModel
+    precision: OperandTypes = OperandTypes()
+    assumed: AcceleratorAssumptions = AcceleratorAssumptions()
+    techniques: TechniqueSet = TechniqueSet()
 
     @property
     def model(self) -> ModelShape:
@@ -55,13 +55,13 @@ class Setting(NamedTuple):
         )
 
 
-def rows_of(assumed: Assumptions, work: Work) -> int:
+def rows_of(assumed: AcceleratorAssumptions, work: IterationWork) -> int:
     """Rows of a packed product: the chunk's tokens and what a decode batch counts for."""
     decodes = 0 if not work.decodes else work.decodes if assumed.decode_rows is None else assumed.decode_rows
     return work.prefill_tokens + decodes
 
 
-def layers_of(setting: Setting, works: Sequence[Work]) -> list[Layer]:
+def layers_of(setting: OperatorSetting, works: Sequence[IterationWork]) -> list[LayerOperators]:
     """The operators of several iterations; all their products are mapped in one search."""
     shape, machine, precision, assumed, techniques = setting
     shape = setting.model
@@ -78,11 +78,13 @@ def layers_of(setting: Setting, works: Sequence[Work]) -> list[Layer]:
         decode = decode_attention(shape, machine, precision, assumed, work)
         elementwise = elementwise_cost(shape, machine, assumed, rows[i])
         before = (elementwise, qkv) if assumed.elementwise_ops else (qkv,)
-        layers.append(Layer(before, chunk, decode, (out, up, down), head if assumed.lm_head else none("LM head")))
+        layers.append(
+            LayerOperators(before, chunk, decode, (out, up, down), head if assumed.lm_head else none("LM head"))
+        )
     return layers
 
 
-class Fused(NamedTuple):
+class FusedActivations(NamedTuple):
     """Which activations stay on chip, by the operator that reads them."""
 
     qkv: bool
@@ -92,36 +94,42 @@ class Fused(NamedTuple):
     down: bool
 
 
-def fused_of(setting: Setting, shape: ModelShape, rows: int) -> Fused:
+def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedActivations:
     """Operator fusion for so many rows. Without the mapper everything stays on chip, as the paper's figures have it."""
     if setting.techniques.fusion == "off":
-        return Fused(False, False, False, False, False)
+        return FusedActivations(False, False, False, False, False)
     if not setting.assumed.mapper:
-        return Fused(True, True, True, True, True)
+        return FusedActivations(True, True, True, True, True)
     machine = setting.machine
     qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, shape, rows))
     queries = rows * shape.q_heads * shape.head_dim * setting.precision.activation_bytes
     attention = 2 * queries <= machine.compute_bytes / 2
-    return Fused(down and qkv, qkv and attention, attention and out, out and up, up and down)
+    return FusedActivations(down and qkv, qkv and attention, attention and out, out and up, up and down)
 
 
-def gemms(setting: Setting, shape: ModelShape, rows: int, fused: Fused | None = None) -> list[Gemm]:
+def gemms(
+    setting: OperatorSetting, shape: ModelShape, rows: int, fused: FusedActivations | None = None
+) -> list[GemmShape]:
     """The four products of a layer."""
     w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
     heads = shape.q_heads * shape.head_dim
     wide = heads + 2 * shape.kv_heads * shape.head_dim
     gate = shape.mlp_matrices - 1
-    f = fused or Fused(False, False, False, False, False)
+    f = fused or FusedActivations(False, False, False, False, False)
     return [
-        Gemm("qkv", rows, wide, shape.hidden, heads, w, a, f.qkv, f.attention),
-        Gemm("out", rows, shape.hidden, heads, shape.hidden, w, a, f.out, f.up),
-        Gemm("up", rows, gate * shape.mlp, shape.hidden, shape.mlp, w, a, f.up, f.down),
-        Gemm("down", rows, shape.hidden, shape.mlp, shape.hidden, w, a, f.down, f.qkv),
+        GemmShape("qkv", rows, wide, shape.hidden, heads, w, a, f.qkv, f.attention),
+        GemmShape("out", rows, shape.hidden, heads, shape.hidden, w, a, f.out, f.up),
+        GemmShape("up", rows, gate * shape.mlp, shape.hidden, shape.mlp, w, a, f.up, f.down),
+        GemmShape("down", rows, shape.hidden, shape.mlp, shape.hidden, w, a, f.down, f.qkv),
     ]
 
 
 def products(
-    setting: Setting, shape: ModelShape, rows: Sequence[int], heads: Sequence[int], fused: Sequence[Fused]
+    setting: OperatorSetting,
+    shape: ModelShape,
+    rows: Sequence[int],
+    heads: Sequence[int],
+    fused: Sequence[FusedActivations],
 ) -> list[OpCost]:
     """Each iteration's four products and its LM head, one after the other."""
     w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
@@ -129,13 +137,13 @@ def products(
     for m, h, f in zip(rows, heads, fused, strict=True):
         wanted += gemms(setting, shape, m, f)
         # Rows that yield a token are few: they stay on chip, and the sampler takes their scores from there.
-        wanted.append(Gemm("LM head", max(h, 1), shape.vocab, shape.hidden, 1, w, a, True, True))
+        wanted.append(GemmShape("LM head", max(h, 1), shape.vocab, shape.hidden, 1, w, a, True, True))
     if setting.assumed.mapper:
         return search(wanted, setting.machine, setting.techniques.double_buffering)
     return [constant(gemm, setting) for gemm in wanted]
 
 
-def constant(gemm: Gemm, setting: Setting) -> OpCost:
+def constant(gemm: GemmShape, setting: OperatorSetting) -> OpCost:
     """A product without a mapping: weights once, arrays at a constant share of their peak."""
     rate = setting.machine.flops * setting.assumed.utilisation
     moved = gemm.n * gemm.k * gemm.weight_bytes
@@ -145,7 +153,7 @@ def constant(gemm: Gemm, setting: Setting) -> OpCost:
     return OpCost(gemm.name, "array", 2.0 * gemm.m * gemm.n * gemm.k / rate, moved, fill)
 
 
-def elementwise_cost(shape: ModelShape, machine: Machine, assumed: Assumptions, rows: int) -> OpCost:
+def elementwise_cost(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, rows: int) -> OpCost:
     """Two norms and two residuals of the hidden state, rotations of queries and keys, the activation."""
     elements = rows * (4 * shape.hidden + (shape.q_heads + shape.kv_heads) * shape.head_dim + shape.mlp)
     return OpCost(

@@ -17,7 +17,7 @@ BYTES: dict[str, float] = {
 """Bytes a value. INT4 carries an FP16 scale and zero for each 128 values."""
 
 
-class Precision(msgspec.Struct, frozen=True, kw_only=True):
+class OperandTypes(msgspec.Struct, frozen=True, kw_only=True):
     """Types by name (keys of `BYTES`)."""
 
     weights: str = "fp16"

@@ -11,16 +11,16 @@ programming guide has one set aside for persisting accesses at most. Register fi
 from __future__ import annotations
 
 from headway.core.errors import ConfigError
-from headway.perf.accelerator.machine_model import GIB, MIB, Machine
+from headway.perf.accelerator.machine_model import GIB, MIB, MachineModel
 from headway.perf.hardware.accelerators import accelerator
 
 _TABLE = "Table I of the packing-prefetch paper"
 
 
-def _gpu(name: str, of: str, columns: int, l2_mib: int) -> Machine:
+def _gpu(name: str, of: str, columns: int, l2_mib: int) -> MachineModel:
     device = accelerator(of)
     macs = 32 * columns * device.multiprocessors
-    return Machine(
+    return MachineModel(
         name=name,
         rows=32,
         columns=columns,
@@ -35,10 +35,10 @@ def _gpu(name: str, of: str, columns: int, l2_mib: int) -> Machine:
     )
 
 
-MACHINES: dict[str, Machine] = {
+MACHINES: dict[str, MachineModel] = {
     m.name: m
     for m in (
-        Machine(
+        MachineModel(
             name="tpuv6e-like",
             rows=128,
             columns=128,
@@ -51,7 +51,7 @@ MACHINES: dict[str, Machine] = {
             capacity=32 * GIB,
             source=_TABLE,
         ),
-        Machine(
+        MachineModel(
             name="tpuv7-like",
             rows=256,
             columns=256,
@@ -71,7 +71,7 @@ MACHINES: dict[str, Machine] = {
 }
 
 
-def machine(name: str) -> Machine:
+def machine(name: str) -> MachineModel:
     """By name, with or without `-like`; ConfigError lists those that exist."""
     key = name.lower()
     for known in (key, f"{key}-like"):

@@ -25,11 +25,11 @@ from headway.perf.accelerator.attention import (
     tiles,
     vector_seconds,
 )
-from headway.perf.accelerator.machine_model import Machine
-from headway.perf.accelerator.operators import Setting, elementwise_cost, fused_of, products
+from headway.perf.accelerator.machine_model import MachineModel
+from headway.perf.accelerator.operators import OperatorSetting, elementwise_cost, fused_of, products
 from headway.perf.accelerator.timeline import Mode
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.base import MAX_CHUNK, CoupledLatency, Load, Seconds
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, CoupledLatency, Seconds
 
 MOST_ROWS = MAX_CHUNK + 2048
 KNOTS = (
@@ -41,7 +41,7 @@ KNOTS = (
 class AcceleratorLatency(CoupledLatency):
     """`CoupledLatency` of one instance without pipeline stages. mode: packing or prefetch."""
 
-    def __init__(self, setting: Setting, mode: Mode) -> None:
+    def __init__(self, setting: OperatorSetting, mode: Mode) -> None:
         if mode == "serial":
             raise ConfigError("mode must be packing or prefetch: a scheduler always packs")
         shape, machine, _, assumed, _ = setting
@@ -94,12 +94,12 @@ class AcceleratorLatency(CoupledLatency):
         """Attention of decodes that fetch all of their KV then."""
         return self._layers * max(kv_sum * self._kv_s, kv_sum * self._kv_bytes / self._bandwidth)
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Computed, not measured: it does not learn."""
 
     # -- CoupledLatency ---------------------------------------------------------------------------------------------
 
-    def whole_s(self, load: Load) -> float:
+    def whole_s(self, load: BatchLoad) -> float:
         """Seconds of an iteration."""
         chunk = load.tokens - load.decodes
         decodes = load.decodes
@@ -128,7 +128,7 @@ class AcceleratorLatency(CoupledLatency):
             + max(compute_s, (moved - first) / bandwidth)
         )
 
-    def _chunk_idle(self, chunk: int, load: Load) -> float:
+    def _chunk_idle(self, chunk: int, load: BatchLoad) -> float:
         """Bytes that HBM could move besides during one layer's prefill attention."""
         at = min(chunk, self._own.size - 1)
         moved = self._chunk_moved[at] + self._chunk_by_past[at] * load.chunk_past
@@ -192,7 +192,7 @@ class AcceleratorLatency(CoupledLatency):
         return chunk_numbers(self._model, s.machine, s.precision, s.assumed, s.techniques, tokens, past, own, fused)
 
 
-def _decode_s_per_token(setting: Setting) -> float:
+def _decode_s_per_token(setting: OperatorSetting) -> float:
     """Seconds of the unit that attends for decodes, a KV token and layer (tiles of a long context are full)."""
     shape, machine, _, assumed, _ = setting
     many = 1 << 20
@@ -201,6 +201,6 @@ def _decode_s_per_token(setting: Setting) -> float:
 
 
 @cache
-def _own_table(shape: ModelShape, machine: Machine, causal: bool) -> Seconds:
+def _own_table(shape: ModelShape, machine: MachineModel, causal: bool) -> Seconds:
     """`own_cycles` of every chunk up to MAX_CHUNK."""
     return np.array([0.0] + [own_cycles(shape, machine, tokens, causal) for tokens in range(1, MAX_CHUNK + 1)])

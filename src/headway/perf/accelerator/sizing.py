@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headway.perf.accelerator.cost import OpCost
-from headway.perf.accelerator.iteration_work import Work
-from headway.perf.accelerator.operators import Layer, Setting, layers_of
+from headway.perf.accelerator.iteration_work import IterationWork
+from headway.perf.accelerator.operators import LayerOperators, OperatorSetting, layers_of
 from headway.perf.accelerator.stage import simulate_stage
 from headway.perf.accelerator.timeline import ahead, run
 
@@ -29,7 +29,7 @@ class BufferAnswer(NamedTuple):
     useful: float
 
 
-def buffer(setting: Setting, work: Work) -> BufferAnswer:
+def buffer(setting: OperatorSetting, work: IterationWork) -> BufferAnswer:
     """Closed form: needed = KV - attention's own time x bandwidth; the window is the sum of idle bytes.
 
     What the operand buffer holds ahead anyway needs no buffer; a prefetch must exceed that to be of use."""
@@ -44,7 +44,7 @@ def buffer(setting: Setting, work: Work) -> BufferAnswer:
     return BufferAnswer(layer.decode.hbm_bytes, needed, line.window, hides, useful if hides else None, useful)
 
 
-def searched_buffer(setting: Setting, work: Work) -> float:
+def searched_buffer(setting: OperatorSetting, work: IterationWork) -> float:
     """The smallest buffer, to a byte, with which the stage is as fast as with any: by halving over whole stages."""
 
     def seconds(size: int) -> float:
@@ -56,7 +56,7 @@ def searched_buffer(setting: Setting, work: Work) -> float:
     return float(_least(lambda size: seconds(size) <= best * (1 + 1e-12), 0, most))
 
 
-def packing_bandwidth(setting: Setting, work: Work) -> float | None:
+def packing_bandwidth(setting: OperatorSetting, work: IterationWork) -> float | None:
     """HBM bytes/s with which packing alone would be as fast as packing-prefetch is at the machine's; None where no
     bandwidth suffices.
 
@@ -67,7 +67,7 @@ def packing_bandwidth(setting: Setting, work: Work) -> float | None:
     layer = layers_of(setting, [work])[0]
     target = run(setting, layer, "prefetch").total_s * (1 + 1e-12)
     here = 1.0 / setting.machine.bandwidth
-    lines = _Lines(setting, layer)
+    lines = _PackingLines(setting, layer)
     if lines.seconds(here) <= target:
         return setting.machine.bandwidth
     points = [0.0, *sorted(x for x in lines.breaks() if 0 < x < here), here]
@@ -84,10 +84,10 @@ def packing_bandwidth(setting: Setting, work: Work) -> float | None:
     return 1.0 / x if x > 0 else None
 
 
-class _Lines:
+class _PackingLines:
     """Packing's time as a function of 1/bandwidth."""
 
-    def __init__(self, setting: Setting, layer: Layer) -> None:
+    def __init__(self, setting: OperatorSetting, layer: LayerOperators) -> None:
         self.layers, self.held = setting.shape.layers, float(setting.assumed.ahead_bytes)
         self.cold = not setting.assumed.across_iterations
         self.decode, self.head = layer.decode, layer.head
@@ -120,7 +120,7 @@ def _seconds(op: OpCost, x: float) -> float:
     return op.fill_bytes * x + max(op.compute_s, (op.hbm_bytes - op.fill_bytes) * x)
 
 
-def searched_bandwidth(setting: Setting, work: Work) -> float | None:
+def searched_bandwidth(setting: OperatorSetting, work: IterationWork) -> float | None:
     """The same by halving over whole stages."""
     target = simulate_stage(setting, work).prefetch.total_s
 
@@ -140,18 +140,18 @@ def searched_bandwidth(setting: Setting, work: Work) -> float | None:
     return high
 
 
-def smallest_chunk(setting: Setting, work: Work, most: int = 1 << 17) -> int | None:
+def smallest_chunk(setting: OperatorSetting, work: IterationWork, most: int = 1 << 17) -> int | None:
     """The smallest prefill chunk, in place of the stage's, beside which idle HBM can bring all KV that must be on chip;
     None when `most` tokens do not. (A search: products and attention grow in steps.)"""
 
     def enough(tokens: int) -> bool:
-        found = buffer(setting, Work(**{**_fields(work), "prefill_tokens": tokens}))
+        found = buffer(setting, IterationWork(**{**_fields(work), "prefill_tokens": tokens}))
         return found.hides
 
     return _least(enough, 1, most) if enough(most) else None
 
 
-def _fields(work: Work) -> dict[str, int]:
+def _fields(work: IterationWork) -> dict[str, int]:
     return {name: getattr(work, name) for name in work.__struct_fields__}
 
 

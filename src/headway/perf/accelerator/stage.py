@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from headway.perf.accelerator.attention import kv_bytes
-from headway.perf.accelerator.iteration_work import Work
-from headway.perf.accelerator.operators import Layer, Setting, layers_of
-from headway.perf.accelerator.timeline import Mode, Timeline, run
+from headway.perf.accelerator.iteration_work import IterationWork
+from headway.perf.accelerator.operators import LayerOperators, OperatorSetting, layers_of
+from headway.perf.accelerator.timeline import IterationTimeline, Mode, run
 
 
 class StageReport(NamedTuple):
@@ -18,13 +18,13 @@ class StageReport(NamedTuple):
     phases in one iteration; where packing would cost more than it saves, the two phases one after the other.
     """
 
-    setting: Setting
-    work: Work
-    layers: tuple[Layer, Layer, Layer]
-    prefill: Timeline | None
-    decode: Timeline | None
-    packing: Timeline
-    prefetch: Timeline
+    setting: OperatorSetting
+    work: IterationWork
+    layers: tuple[LayerOperators, LayerOperators, LayerOperators]
+    prefill: IterationTimeline | None
+    decode: IterationTimeline | None
+    packing: IterationTimeline
+    prefetch: IterationTimeline
 
     @property
     def prefill_s(self) -> float:
@@ -71,7 +71,7 @@ class StageReport(NamedTuple):
         return weights + tokens * shape.layers * kv_bytes(shape, precision)
 
 
-def evaluate(setting: Setting, work: Work) -> StageReport:
+def evaluate(setting: OperatorSetting, work: IterationWork) -> StageReport:
     """The stage, computed. Raises ConfigError where tiles do not fit the machine."""
     chunk, batch = bool(work.prefill_tokens), bool(work.decodes)
     works = [work]

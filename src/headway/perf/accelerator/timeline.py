@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from headway.perf.accelerator.cost import OpCost
-from headway.perf.accelerator.operators import Layer, Setting
+from headway.perf.accelerator.operators import LayerOperators, OperatorSetting
 
 Mode = Literal["serial", "packing", "prefetch"]
 MODES: tuple[Mode, Mode, Mode] = ("serial", "packing", "prefetch")
 
 
-class Slot(NamedTuple):
+class TimelineSlot(NamedTuple):
     """An operator on the timeline. Times in seconds from the layer's start; own_bytes: what it moved itself,
     prefetched: KV bytes fetched for later beside it, buffered: KV bytes in the buffer when it ends."""
 
@@ -29,7 +29,7 @@ class Slot(NamedTuple):
     buffered: float
 
 
-class Timeline(NamedTuple):
+class IterationTimeline(NamedTuple):
     """total_s of the iteration; a steady layer's slots; hidden: KV bytes a steady layer had on chip in time (first:
     the first layer); window: bytes that HBM could prefetch a steady layer (first_window: before the first)."""
 
@@ -38,7 +38,7 @@ class Timeline(NamedTuple):
     layer_s: float
     first_s: float
     head_s: float
-    slots: tuple[Slot, ...]
+    slots: tuple[TimelineSlot, ...]
     hidden: float
     first_hidden: float
     window: float
@@ -47,7 +47,7 @@ class Timeline(NamedTuple):
     compute_s: float
 
 
-def run(setting: Setting, layer: Layer, mode: Mode) -> Timeline:
+def run(setting: OperatorSetting, layer: LayerOperators, mode: Mode) -> IterationTimeline:
     """One iteration (of a phase alone in `serial`): packing without or with prefetch."""
     shape, machine, _, assumed, _ = setting
     bandwidth, layers = machine.bandwidth, shape.layers
@@ -63,7 +63,7 @@ def run(setting: Setting, layer: Layer, mode: Mode) -> Timeline:
     first_s = linear_s + remaining_s(layer.decode, first_hidden, bandwidth)
     head_s = layer.head.seconds(bandwidth)
     ops = (*layer.others, layer.decode)
-    return Timeline(
+    return IterationTimeline(
         mode=mode,
         total_s=first_s + (layers - 1) * layer_s + head_s,
         layer_s=layer_s,
@@ -79,7 +79,7 @@ def run(setting: Setting, layer: Layer, mode: Mode) -> Timeline:
     )
 
 
-def ahead(setting: Setting, decode: OpCost, mode: Mode, window: float) -> float:
+def ahead(setting: OperatorSetting, decode: OpCost, mode: Mode, window: float) -> float:
     """KV bytes on chip before decode attention begins: what the operand buffer holds ahead, or what was prefetched,
     never more than HBM could bring beside the operators in between."""
     if mode == "serial" or not decode.hbm_bytes:
@@ -95,7 +95,9 @@ def remaining_s(decode: OpCost, hidden: float, bandwidth: float) -> float:
     return max(decode.compute_s, (decode.hbm_bytes - hidden) / bandwidth)
 
 
-def _slots(layer: Layer, bandwidth: float, hidden: float, mode: Mode, in_attention: bool) -> tuple[Slot, ...]:
+def _slots(
+    layer: LayerOperators, bandwidth: float, hidden: float, mode: Mode, in_attention: bool
+) -> tuple[TimelineSlot, ...]:
     """A steady layer, from after one decode attention to the end of the next: the buffer starts empty."""
     left = hidden if mode == "prefetch" else 0.0
     slots, now, buffered = [], 0.0, 0.0
@@ -105,9 +107,9 @@ def _slots(layer: Layer, bandwidth: float, hidden: float, mode: Mode, in_attenti
         fetched = min(left, op.idle_bytes(bandwidth)) if may else 0.0
         left, buffered = left - fetched, buffered + fetched
         if seconds:
-            slots.append(Slot(op, now, now + seconds, op.hbm_bytes, fetched, buffered))
+            slots.append(TimelineSlot(op, now, now + seconds, op.hbm_bytes, fetched, buffered))
         now += seconds
     if layer.decode.hbm_bytes:
         end = now + remaining_s(layer.decode, hidden, bandwidth)
-        slots.append(Slot(layer.decode, now, end, layer.decode.hbm_bytes - buffered, 0.0, 0.0))
+        slots.append(TimelineSlot(layer.decode, now, end, layer.decode.hbm_bytes - buffered, 0.0, 0.0))
     return tuple(slots)

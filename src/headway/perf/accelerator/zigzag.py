@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
 from headway.perf.accelerator.cost import OpCost
-from headway.perf.accelerator.machine_model import Machine
-from headway.perf.accelerator.mapping import Gemm, search
-from headway.perf.accelerator.operators import Setting, gemms
+from headway.perf.accelerator.machine_model import MachineModel
+from headway.perf.accelerator.mapping import GemmShape, search
+from headway.perf.accelerator.operators import OperatorSetting, gemms
 from headway.perf.accelerator.presets import machine
 from headway.perf.hardware.models import model
 
@@ -30,7 +30,7 @@ TOLERANCE = 0.10
 ROWS = (128, 640, 2048)
 
 
-class Product(NamedTuple):
+class GemmComparison(NamedTuple):
     """One product, both ways, in microseconds. inner_us: zigzag's without first loads and last stores."""
 
     name: str
@@ -55,22 +55,24 @@ class Product(NamedTuple):
         return {**self._asdict(), "difference": self.difference, "ok": self.ok}
 
 
-def crosscheck(rows: tuple[int, ...] = ROWS, names: tuple[str, ...] = ("qkv", "out", "up", "down")) -> list[Product]:
+def crosscheck(
+    rows: tuple[int, ...] = ROWS, names: tuple[str, ...] = ("qkv", "out", "up", "down")
+) -> list[GemmComparison]:
     """Llama-3.1-8B's products on the TPUv6e-like machine. ConfigError where zigzag-dse is not installed."""
-    setting = Setting(model("llama-3.1-8b"), machine("tpuv6e"))
+    setting = OperatorSetting(model("llama-3.1-8b"), machine("tpuv6e"))
     wanted = [g for m in rows for g in gemms(setting, setting.model, m) if g.name in names]
     wanted = [g._replace(outputs=g.n) for g in wanted]  # zigzag folds no gate
     ours = search(wanted, setting.machine)
     return [_product(setting.machine, g, cost) for g, cost in zip(wanted, ours, strict=True)]
 
 
-def _product(on: Machine, gemm: Gemm, cost: OpCost) -> Product:
+def _product(on: MachineModel, gemm: GemmShape, cost: OpCost) -> GemmComparison:
     ours_s = cost.seconds(on.bandwidth)
     whole_s, inner_s = zigzag_s(on, gemm)
-    return Product(gemm.name, gemm.m, gemm.n, gemm.k, ours_s * 1e6, whole_s * 1e6, inner_s * 1e6)
+    return GemmComparison(gemm.name, gemm.m, gemm.n, gemm.k, ours_s * 1e6, whole_s * 1e6, inner_s * 1e6)
 
 
-def zigzag_s(on: Machine, gemm: Gemm) -> tuple[float, float]:
+def zigzag_s(on: MachineModel, gemm: GemmShape) -> tuple[float, float]:
     """Seconds of a product in zigzag, with its first loads and last stores and without: its own search over loop
     orders, the lowest latency."""
     import yaml
@@ -96,7 +98,7 @@ def zigzag_s(on: Machine, gemm: Gemm) -> tuple[float, float]:
     return float(found[1]) / on.clock_hz, inner / on.clock_hz
 
 
-def _workload(gemm: Gemm) -> list[dict[str, Any]]:
+def _workload(gemm: GemmShape) -> list[dict[str, Any]]:
     return [
         {
             "id": 0,
@@ -111,7 +113,7 @@ def _workload(gemm: Gemm) -> list[dict[str, Any]]:
     ]
 
 
-def _mapping(on: Machine, gemm: Gemm) -> list[dict[str, Any]]:
+def _mapping(on: MachineModel, gemm: GemmShape) -> list[dict[str, Any]]:
     links = {"O": "O", "W": "I2", "I": "I1"}
     spatial = {"D1": [f"C, {on.rows}"], "D2": [f"K, {on.columns}"], "D3": [f"B, {min(on.arrays, gemm.m)}"]}
     return [{"name": "default", "spatial_mapping": spatial, "memory_operand_links": links}]
@@ -130,7 +132,7 @@ def _memory(
     }  # fmt: skip
 
 
-def _hardware(on: Machine) -> dict[str, Any]:
+def _hardware(on: MachineModel) -> dict[str, Any]:
     hbm = max(1, round(on.bandwidth / on.clock_hz * 8))
     wide = 1 << 20
     every = ["I1, fh", "I1, tl", "I2, fh", "I2, tl", "O, fh", "O, tl", "O, fl", "O, th"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.links import Link, link
+from headway.perf.hardware.links import NetworkLink, link
 
 _MIB = 1 << 20
 
 
-class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
+class AcceleratorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """flops: dense bf16 FLOP/s. bandwidth: HBM bytes/s. capacity: HBM bytes. multiprocessors: how many tiles run at
     once. `die` names the profiled accelerator whose kernels run alike: an A800 computes as an A100 does."""
 
@@ -35,18 +35,18 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         return self.die or self.name
 
     @property
-    def inside(self) -> Link:
+    def inside(self) -> NetworkLink:
         return link(self.nvlink)
 
     @property
-    def across(self) -> Link:
+    def across(self) -> NetworkLink:
         return link(self.network)
 
 
 def _a100(
     name: str, bandwidth: float, mib: int, nvlink: str = "nvlink3", die: str = "", source: str = ""
-) -> Accelerator:
-    return Accelerator(
+) -> AcceleratorSpec:
+    return AcceleratorSpec(
         name=name,
         flops=312e12,
         bandwidth=bandwidth,
@@ -61,8 +61,8 @@ def _a100(
 
 def _h100(
     name: str, bandwidth: float, mib: int, nvlink: str = "nvlink4", die: str = "", source: str = ""
-) -> Accelerator:
-    return Accelerator(
+) -> AcceleratorSpec:
+    return AcceleratorSpec(
         name=name,
         flops=989.4e12,
         bandwidth=bandwidth,
@@ -75,7 +75,7 @@ def _h100(
     )
 
 
-ACCELERATORS: dict[str, Accelerator] = {
+ACCELERATORS: dict[str, AcceleratorSpec] = {
     a.name: a
     for a in (
         _a100("a100-80gb", 2.039e12, 81920),
@@ -84,7 +84,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         _h100("h100-80gb", 3.35e12, 81559),
         _h100("h800-80gb", 3.35e12, 81559, "nvlink-400", "h100-80gb", "an H100-80 with NVLink at 400 GB/s"),
         _h100("h200-141gb", 4.8e12, 143771, source="NVIDIA H200 data sheet (SXM): H100's arithmetic, HBM3e"),
-        Accelerator(
+        AcceleratorSpec(
             name="h20-96gb",
             flops=148e12,
             bandwidth=4.0e12,
@@ -94,7 +94,7 @@ ACCELERATORS: dict[str, Accelerator] = {
             network="ib-400",
             source="H20 as its vendors list it: 148 TFLOP/s bf16, 4.0 TB/s, 96 GB",
         ),
-        Accelerator(
+        AcceleratorSpec(
             name="l40s-48gb",
             flops=362e12,
             bandwidth=0.864e12,
@@ -110,7 +110,7 @@ ACCELERATORS: dict[str, Accelerator] = {
 ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "a800": "a800-80gb", "h800": "h800-80gb", "h200": "h200-141gb"}
 
 
-def accelerator(name: str) -> Accelerator:
+def accelerator(name: str) -> AcceleratorSpec:
     """By name or usual alias (`a100`, `h100`, …); ConfigError lists those that exist."""
     key = name.lower()
     key = ALIASES.get(key, key)

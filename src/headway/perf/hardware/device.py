@@ -13,7 +13,7 @@ from headway.core.errors import ConfigError
 _DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 
 
-class Cuda(msgspec.Struct, frozen=True):
+class CudaReport(msgspec.Struct, frozen=True):
     """What torch says of CUDA. built: whether this torch can use it. By device: its name, and the bytes that are free
     once a process has opened it."""
 
@@ -23,7 +23,7 @@ class Cuda(msgspec.Struct, frozen=True):
     free_bytes: tuple[int, ...] = ()
 
 
-class Devices(msgspec.Struct, frozen=True):
+class DeviceAssignment(msgspec.Struct, frozen=True):
     """A host's workers on devices first .. first + workers - 1, one each. name: what the first is called. free_bytes:
     of the one that has least."""
 
@@ -39,7 +39,7 @@ def check(asked: str) -> str:
     return asked
 
 
-def choose(asked: str, workers: int, look: Callable[[], Cuda]) -> Devices | None:
+def choose(asked: str, workers: int, look: Callable[[], CudaReport]) -> DeviceAssignment | None:
     """None: on the CPU, which is also where "auto" stays unless there is a device for each of the `workers`.
 
     `look` asks torch, which takes seconds: not where there is no driver. Raises ConfigError, in one line, for what
@@ -53,7 +53,7 @@ def choose(asked: str, workers: int, look: Callable[[], Cuda]) -> Devices | None
     have = len(found.names)
     if have >= first + workers:
         last = first + workers
-        return Devices(first, found.names[first], min(found.free_bytes[first:last]))
+        return DeviceAssignment(first, found.names[first], min(found.free_bytes[first:last]))
     if asked == "auto":
         return None
     if not found.built:

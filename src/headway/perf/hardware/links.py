@@ -11,7 +11,7 @@ import msgspec
 from headway.core.errors import ConfigError
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
     """One direction of a link. `efficiency` is the share of `bytes_per_s` that a large message reaches."""
 
     name: str
@@ -25,22 +25,22 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return self.latency_s + count / (self.bytes_per_s * self.efficiency)
 
 
-def _nvlink(name: str, both_ways: float, source: str) -> Link:
-    return Link(name=name, bytes_per_s=both_ways / 2, latency_s=3e-6, source=source)
+def _nvlink(name: str, both_ways: float, source: str) -> NetworkLink:
+    return NetworkLink(name=name, bytes_per_s=both_ways / 2, latency_s=3e-6, source=source)
 
 
-def _network(name: str, gbit_s: float, latency_s: float, source: str) -> Link:
-    return Link(name=name, bytes_per_s=gbit_s * 1e9 / 8, latency_s=latency_s, source=source, efficiency=0.9)
+def _network(name: str, gbit_s: float, latency_s: float, source: str) -> NetworkLink:
+    return NetworkLink(name=name, bytes_per_s=gbit_s * 1e9 / 8, latency_s=latency_s, source=source, efficiency=0.9)
 
 
-LINKS: dict[str, Link] = {
+LINKS: dict[str, NetworkLink] = {
     link.name: link
     for link in (
         _nvlink("nvlink3", 600e9, "NVIDIA A100 data sheet: 600 GB/s both ways together"),
         _nvlink("nvlink4", 900e9, "NVIDIA H100 data sheet: 900 GB/s both ways together"),
         _nvlink("nvlink-400", 400e9, "NVIDIA A800 and H800: NVLink reduced to 400 GB/s both ways together"),
-        Link(name="pcie4", bytes_per_s=31.5e9, latency_s=5e-6, source="PCI Express 4.0 x16"),
-        Link(name="pcie5", bytes_per_s=63e9, latency_s=5e-6, source="PCI Express 5.0 x16"),
+        NetworkLink(name="pcie4", bytes_per_s=31.5e9, latency_s=5e-6, source="PCI Express 4.0 x16"),
+        NetworkLink(name="pcie5", bytes_per_s=63e9, latency_s=5e-6, source="PCI Express 5.0 x16"),
         _network("ib-100", 100, 6e-6, "InfiniBand EDR, one card an accelerator"),
         _network("ib-200", 200, 6e-6, "InfiniBand HDR, one card an accelerator (Azure NDm A100 v4; Tetris §7.1)"),
         _network("ib-400", 400, 6e-6, "InfiniBand NDR, one card an accelerator (Azure ND H100 v5, Medha's cluster)"),
@@ -50,7 +50,7 @@ LINKS: dict[str, Link] = {
 }
 
 
-def link(name: str) -> Link:
+def link(name: str) -> NetworkLink:
     """A preset by name; ConfigError lists those that exist."""
     if name not in LINKS:
         raise ConfigError(f"unknown link {name!r}; known: {', '.join(LINKS)}")

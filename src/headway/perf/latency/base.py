@@ -22,7 +22,7 @@ MAX_CHUNK = 16_384
 """Largest chunk that is ever sized by time, in tokens. (`whole` chunking does not ask.)"""
 
 
-class Load(msgspec.Struct, frozen=True, gc=False):
+class BatchLoad(msgspec.Struct, frozen=True, gc=False):
     """A batch as a latency model sees it: aggregates only, so that it costs the same at 1 or 2,048 decodes.
 
     tokens: rows of the forward pass. decodes, decode_kv: how many decode, and the KV tokens that they read together.
@@ -37,8 +37,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     chunk_past: int = 0
     chunk_scale: float = 0.0
 
-    def with_chunk(self, tokens: int, attention_s: float, past: int = 0) -> Load:
-        return Load(
+    def with_chunk(self, tokens: int, attention_s: float, past: int = 0) -> BatchLoad:
+        return BatchLoad(
             self.tokens + tokens,
             self.decodes,
             self.decode_kv,
@@ -66,7 +66,7 @@ class LatencyModel(Protocol):
         """Attention time of `decodes` single-token rows that read `kv_sum` KV tokens together."""
         ...
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """A batch of this load took `measured_s`. Models that do not learn ignore it."""
 
     def rows_s(self, rows: int) -> float:
@@ -94,19 +94,19 @@ class CoupledLatency(LatencyModel, Protocol):
     """A model whose terms depend on each other (KV that is prefetched while products run costs nothing later). Its
     separable terms bound `whole_s` from above; `whole_s` never falls as a chunk grows."""
 
-    def whole_s(self, load: Load) -> float:
+    def whole_s(self, load: BatchLoad) -> float:
         """Seconds of a batch, all of it at once."""
 
 
-def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> Load:
+def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> BatchLoad:
     """What a batch starts from: its decodes, before chunks join, and the scale that chunks are told at from now on.
     With several batches in flight the model has learned more when this one is observed than when it was made."""
-    return Load(decodes, decodes, kv_sum, chunk_scale=getattr(model, "chunk_scale", 0.0))
+    return BatchLoad(decodes, decodes, kv_sum, chunk_scale=getattr(model, "chunk_scale", 0.0))
 
 
-def load_s(model: LatencyModel, load: Load) -> float:
+def load_s(model: LatencyModel, load: BatchLoad) -> float:
     """Predicted seconds of a batch."""
-    whole_s: Callable[[Load], float] | None = getattr(model, "whole_s", None)
+    whole_s: Callable[[BatchLoad], float] | None = getattr(model, "whole_s", None)
     if whole_s is not None:
         return whole_s(load)
     decode = model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
@@ -118,7 +118,7 @@ def one_chunk_s(model: LatencyModel, past: int, tokens: int) -> float:
     return model.attention_s(past, tokens)
 
 
-def solve_tokens(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> tuple[int, float]:
+def solve_tokens(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> tuple[int, float]:
     """The largest chunk (at most `limit` tokens) over `past` KV tokens that keeps the whole batch within `budget_s`.
 
     Returns (tokens, its attention seconds), (0, 0.0) when none fits. Solves *total time <= budget* (DESIGN: roofline
@@ -159,7 +159,7 @@ def _downwards(model: LatencyModel, rows: int, past: int, most: int, left_s: flo
     return 0, 0.0
 
 
-def _halve(model: LatencyModel, load: Load, past: int, limit: int, budget_s: float) -> tuple[int, float]:
+def _halve(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> tuple[int, float]:
     """The same for a coupled model, whose time grows with the chunk: by halving."""
 
     def fits(tokens: int) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 
 _FORGET = 0.995
 _FLOOR, _CEILING = 0.05, 20.0
@@ -63,7 +63,7 @@ class CorrectedLatency(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """`load.chunk_s` is divided by the scale that it was told at, where the load notes it (`decode_load`)."""
         x = np.array(
             [

@@ -24,7 +24,7 @@ Values = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _STRIPED = Strategy(attn="striped")
 
 
-class Coefficients(msgspec.Struct, frozen=True):
+class Eq1Coefficients(msgspec.Struct, frozen=True):
     """Seconds, and seconds a token, token pair of history, and squared token."""
 
     a: float
@@ -44,7 +44,7 @@ class Coefficients(msgspec.Struct, frozen=True):
         return 2.0 * rest / root if root > 0 else 0.0
 
 
-class Sample(msgspec.Struct, frozen=True):
+class PrefillSample(msgspec.Struct, frozen=True):
     """One measurement."""
 
     sp: int
@@ -58,14 +58,14 @@ class Eq1File(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: str = SCHEMA
     source: str
-    sizes: dict[int, Coefficients]
+    sizes: dict[int, Eq1Coefficients]
     errors: dict[int, tuple[float, float]] = {}
 
 
 class Eq1Latency:
     """`GroupLatency` of fitted sizes; sizes between two fitted ones are interpolated (log time over log size)."""
 
-    def __init__(self, sizes: Mapping[int, Coefficients], source: str = "Eq. (1)") -> None:
+    def __init__(self, sizes: Mapping[int, Eq1Coefficients], source: str = "Eq. (1)") -> None:
         if not sizes:
             raise ConfigError("Eq. (1) needs the coefficients of at least one SP size")
         self.sizes = dict(sorted(sizes.items()))
@@ -97,9 +97,9 @@ class Eq1Latency:
         return low, high, math.log(sp / low) / math.log(high / low)
 
 
-def fit(samples: Iterable[Sample]) -> Eq1Latency:
+def fit(samples: Iterable[PrefillSample]) -> Eq1Latency:
     """Coefficients of each SP size. ConfigError where a size has too few different lengths to tell."""
-    by_size: dict[int, list[Sample]] = {}
+    by_size: dict[int, list[PrefillSample]] = {}
     for sample in samples:
         if not (sample.sp >= 1 and sample.tokens >= 1 and sample.past >= 0 and 0 < sample.seconds < math.inf):
             raise ConfigError(f"not a measurement: {sample}")
@@ -109,7 +109,7 @@ def fit(samples: Iterable[Sample]) -> Eq1Latency:
     return Eq1Latency({sp: _fit_size(sp, mine) for sp, mine in by_size.items()}, "Eq. (1), fitted")
 
 
-def fit_unweighted(samples: Sequence[Sample]) -> Coefficients:
+def fit_unweighted(samples: Sequence[PrefillSample]) -> Eq1Coefficients:
     """One size's coefficients by plain least squares, as one might read the paper: to show what weights are for."""
     seconds = np.array([s.seconds for s in samples])
     return _fit_size(samples[0].sp, list(samples), np.ones_like(seconds))
@@ -119,7 +119,7 @@ def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Lat
     """Eq. (1) for another model of groups, from samples of 1K to 256K tokens without history (c = 2d): a model that is
     not measured must not make chunks look cheaper than they are. Groups above `node` are taken to span nodes."""
     samples = [
-        Sample(sp, 0, tokens, latency.prefill_s(0, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
+        PrefillSample(sp, 0, tokens, latency.prefill_s(0, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
         for sp in sizes
         for tokens in (_K << k for k in range(9))
     ]
@@ -127,7 +127,7 @@ def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Lat
     return Eq1Latency(found.sizes, f"Eq. (1) fitted to: {latency.source}")
 
 
-def _fit_size(sp: int, samples: list[Sample], spread: Values | None = None) -> Coefficients:
+def _fit_size(sp: int, samples: list[PrefillSample], spread: Values | None = None) -> Eq1Coefficients:
     """`spread`: what errors are measured in; None: in shares of the measured time."""
     tokens = np.array([s.tokens for s in samples], dtype=np.float64)
     past = np.array([s.past for s in samples], dtype=np.float64)
@@ -141,8 +141,8 @@ def _fit_size(sp: int, samples: list[Sample], spread: Values | None = None) -> C
     unit = seconds if spread is None else spread
     x = _non_negative(np.stack(columns, axis=1) / unit[:, None], seconds / unit)
     if with_past:
-        return Coefficients(*(float(v) for v in x))
-    return Coefficients(float(x[0]), float(x[1]), 2 * float(x[2]), float(x[2]))
+        return Eq1Coefficients(*(float(v) for v in x))
+    return Eq1Coefficients(float(x[0]), float(x[1]), 2 * float(x[2]), float(x[2]))
 
 
 def _non_negative(matrix: Values, wanted: Values) -> list[float]:
@@ -163,7 +163,7 @@ def _non_negative(matrix: Values, wanted: Values) -> list[float]:
     return best
 
 
-def errors(model: Eq1Latency, samples: Iterable[Sample]) -> dict[int, tuple[float, float]]:
+def errors(model: Eq1Latency, samples: Iterable[PrefillSample]) -> dict[int, tuple[float, float]]:
     """Worst and mean relative error of each size."""
     found: dict[int, list[float]] = {}
     for s in samples:
@@ -183,10 +183,10 @@ _TABLE1: dict[int, tuple[float, ...]] = {
 }
 
 
-def table1_samples() -> list[Sample]:
+def table1_samples() -> list[PrefillSample]:
     """Tetris Table 1: Llama-3 8B, A100, tp 1, seconds; 256k on one instance ran out of memory. 4k is 4,096 tokens."""
     return [
-        Sample(sp, 0, length * _K, seconds)
+        PrefillSample(sp, 0, length * _K, seconds)
         for sp, row in _TABLE1.items()
         for length, seconds in zip(_LENGTHS, row, strict=False)
     ]
@@ -207,11 +207,11 @@ def extended(model: Eq1Latency, largest_sp: int) -> Eq1Latency:
     while other < largest_sp:
         before = sizes[other]
         other *= 2
-        sizes[other] = Coefficients(*(v * min(r, 2.5) for v, r in zip(_values(before), ratio, strict=True)))
+        sizes[other] = Eq1Coefficients(*(v * min(r, 2.5) for v, r in zip(_values(before), ratio, strict=True)))
     return Eq1Latency(sizes, f"{model.source}; beyond {list(model.sizes)[-1]} extrapolated")
 
 
-def _values(c: Coefficients) -> tuple[float, float, float, float]:
+def _values(c: Eq1Coefficients) -> tuple[float, float, float, float]:
     return c.a, c.b, c.c, c.d
 
 
@@ -219,7 +219,7 @@ class TableCells:
     """`GroupLatency` that gives measured cells exactly, and between them log time over log length: for the worked
     examples of §2.4, which are cells of Table 1. History costs what the table says of the whole minus its part."""
 
-    def __init__(self, samples: Iterable[Sample], source: str = "Tetris's Table 1, its cells") -> None:
+    def __init__(self, samples: Iterable[PrefillSample], source: str = "Tetris's Table 1, its cells") -> None:
         self.source = source
         self._rows: dict[int, tuple[list[float], list[float]]] = {}
         for s in sorted(samples, key=lambda s: (s.sp, s.tokens)):

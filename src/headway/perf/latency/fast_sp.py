@@ -28,8 +28,8 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
-from headway.perf.hardware.accelerators import Accelerator
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.accelerators import AcceleratorSpec
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.shapes import ModelShape
 
 Form = Literal["megatron", "ulysses"]
@@ -42,14 +42,14 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
     linear_flops: float
     attention_flops: float
     bandwidth: float
-    inside: Link
-    node: Link
+    inside: NetworkLink
+    node: NetworkLink
     ring_loss: float = 0.061
 
     @classmethod
     def of(
         cls,
-        device: Accelerator,
+        device: AcceleratorSpec,
         node_gbit_s: float | None = None,
         linear: float = 0.7,
         attention: float = 0.6,
@@ -73,7 +73,7 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
         return self.attention_flops * max(0.1, 1.0 - self.ring_loss * math.log2(max(1.0, ring)))
 
 
-class Group(msgspec.Struct, frozen=True):
+class AcceleratorGroup(msgspec.Struct, frozen=True):
     """Accelerators of one long prefill: replicas × tp of them, over `nodes` nodes (as evenly as they come)."""
 
     replicas: int
@@ -123,7 +123,7 @@ class SpPlan(NamedTuple):
         return Strategy(attn="ulysses" if self.attn == "ulysses" else "ring", mlp="local")
 
 
-def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> StageCost:
+def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> StageCost:
     """One layer's attention with its projections, of a prompt of `tokens`, causal."""
     s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
     d, head = shape.hidden, shape.head_dim
@@ -150,7 +150,7 @@ def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: Group,
     return StageCost(products_s + step_s + (ring - 1) * max(step_s, hop_s), exposed_s)
 
 
-def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> StageCost:
+def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> StageCost:
     """One layer's MLP."""
     s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
     weights = shape.mlp_matrices * shape.hidden * shape.mlp
@@ -165,7 +165,7 @@ def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: Group, token
     )
 
 
-def plans(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> Iterator[SpPlan]:
+def plans(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> Iterator[SpPlan]:
     """All four combinations."""
     attention = {form: attention_stage(form, shape, rates, group, tokens) for form in FORMS}
     mlp = {form: mlp_stage(form, shape, rates, group, tokens) for form in FORMS}
@@ -175,12 +175,12 @@ def plans(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> Itera
             yield SpPlan(attn, linear, seconds, shape.layers * (a.exposed_s + m.exposed_s))
 
 
-def fastest(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> SpPlan:
+def fastest(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> SpPlan:
     """Fast SP's choice; Megatron where they tie."""
     return min(plans(shape, rates, group, tokens), key=lambda plan: plan.seconds)
 
 
-def plain_ring(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> SpPlan:
+def plain_ring(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> SpPlan:
     """Ring attention over TP regions, which is what the baselines and the ablation /FSP do."""
     return next(plans(shape, rates, group, tokens))
 
@@ -200,12 +200,12 @@ def _products_s(rates: SpRates, flops: float, weight_bytes: float) -> float:
     return max(flops / rates.linear_flops, weight_bytes / rates.bandwidth)
 
 
-def _gathered_s(link: Link, count: float, messages: int, ranks: float) -> float:
+def _gathered_s(link: NetworkLink, count: float, messages: int, ranks: float) -> float:
     """Collectives of `count` bytes in or out of one rank."""
     return messages * link.latency_s + count / (link.bytes_per_s * link.efficiency) if ranks > 1 else 0.0
 
 
-def _hop_s(rates: SpRates, group: Group, count: tuple[float, float], ring: float) -> float:
+def _hop_s(rates: SpRates, group: AcceleratorGroup, count: tuple[float, float], ring: float) -> float:
     """One step of the ring: one rank's bytes over its link, or all that cross a node's edge over its network."""
     if ring <= 1:
         return 0.0

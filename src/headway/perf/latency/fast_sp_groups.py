@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from headway.core.span import Strategy
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.fast_sp import Form, Group, SpRates, attention_stage, mlp_stage
+from headway.perf.latency.fast_sp import AcceleratorGroup, Form, SpRates, attention_stage, mlp_stage
 from headway.perf.latency.groups import GroupLatency, GroupShape
 
 
@@ -44,7 +44,7 @@ class FastSpLatency:
         key = (tokens, group)
         known = self._known.get(key)
         if known is None:
-            ring = Group(group.sp, group.nodes, self._tp)
+            ring = AcceleratorGroup(group.sp, group.nodes, self._tp)
             attn, mlp = forms(group.strategy)
             attention = attention_stage(attn, self._shape, self._rates, ring, tokens)
             rest = mlp_stage(mlp, self._shape, self._rates, ring, tokens)

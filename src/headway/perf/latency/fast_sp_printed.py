@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.fast_sp import FORMS, Form, Group, SpPlan, SpRates
+from headway.perf.latency.fast_sp import FORMS, AcceleratorGroup, Form, SpPlan, SpRates
 
 
-def attention_flops(form: Form, shape: ModelShape, group: Group, tokens: int) -> float:
+def attention_flops(form: Form, shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
     """FLOPs of one accelerator and layer."""
     s, d, t, g = tokens / group.accelerators, shape.hidden, group.tp, group.in_node
     heads = (shape.q_heads + shape.kv_heads) * shape.head_dim
@@ -31,7 +31,7 @@ def attention_flops(form: Form, shape: ModelShape, group: Group, tokens: int) ->
     return 2 * s * d * heads + 4 * (s * g) ** 2 * d / g + 2 * s * d * d
 
 
-def attention_elements(form: Form, shape: ModelShape, group: Group, tokens: int) -> float:
+def attention_elements(form: Form, shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
     """Elements that a node communicates in one layer's attention."""
     s, d, t, g = tokens / group.accelerators, shape.hidden, group.tp, group.in_node
     heads = (shape.q_heads + shape.kv_heads) * shape.head_dim
@@ -40,18 +40,18 @@ def attention_elements(form: Form, shape: ModelShape, group: Group, tokens: int)
     return 2 * s * heads * (g - 1) + (d * heads + d * d) * g * (t - 1) / t
 
 
-def mlp_flops(shape: ModelShape, group: Group, tokens: int) -> float:
+def mlp_flops(shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
     """FLOPs of one accelerator and layer."""
     return 16 * tokens / group.accelerators * shape.hidden**2
 
 
-def mlp_elements(form: Form, shape: ModelShape, group: Group, tokens: int) -> float:
+def mlp_elements(form: Form, shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
     """Elements that a node communicates in one layer's MLP."""
     s, d, t, g = tokens / group.accelerators, shape.hidden, group.tp, group.in_node
     return 2 * s * d * (t - 1) * g if form == "megatron" else 8 * d * d * (t - 1) * g / t
 
 
-def plans(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> Iterator[SpPlan]:
+def plans(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> Iterator[SpPlan]:
     """All four combinations, seconds from the printed volumes."""
     link_s = shape.dtype_bytes / (rates.inside.bytes_per_s * rates.inside.efficiency)
     for attn in FORMS:
@@ -62,6 +62,6 @@ def plans(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> Itera
             yield SpPlan(attn, mlp, shape.layers * flops / rates.linear_flops + exposed_s, exposed_s)
 
 
-def fastest(shape: ModelShape, rates: SpRates, group: Group, tokens: int) -> SpPlan:
+def fastest(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> SpPlan:
     """The combination that the printed formulas choose."""
     return min(plans(shape, rates, group, tokens), key=lambda plan: plan.seconds)

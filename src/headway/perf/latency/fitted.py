@@ -12,13 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import ACCELERATORS, Accelerator, accelerator
+from headway.perf.hardware.accelerators import ACCELERATORS, AcceleratorSpec, accelerator
 from headway.perf.hardware.models import model as named_model
 from headway.perf.hardware.models import model_name
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
-from headway.perf.latency.operators.compile import Assumptions, compile_stage
+from headway.perf.latency.operators.compile import EngineAssumptions, compile_stage
 from headway.perf.latency.operators.device_fit import DeviceFit
 from headway.perf.latency.tables import TableLatency, TableSource
 
@@ -40,20 +40,20 @@ def shipped_fit(die: str) -> DeviceFit:
     return device_fit.decode(path.read_bytes(), f"the shipped fit of {die}")
 
 
-def fit_for(device: Accelerator) -> DeviceFit:
+def fit_for(device: AcceleratorSpec) -> DeviceFit:
     """The fit to compile for `device`: its die's own, or the stand-in that is scaled to it (`derived`)."""
     die = device.kernels
     return shipped_fit(die if die in shipped() else _STAND_IN.get(die, "a100-80gb"))
 
 
 def fitted_source(
-    device: str | Accelerator,
+    device: str | AcceleratorSpec,
     model: str | ModelShape,
-    layout: Layout | None = None,
+    layout: ParallelLayout | None = None,
     stage: int = 0,
     *,
     fit: DeviceFit | Path | None = None,
-    assumptions: Assumptions | None = None,
+    assumptions: EngineAssumptions | None = None,
 ) -> TableSource:
     """What `fitted` compiles, for those who want to store it or read where it comes from.
 
@@ -63,17 +63,17 @@ def fitted_source(
     name = model_name(model) if isinstance(model, str) else f"{shape.layers}x{shape.hidden}"
     if isinstance(fit, Path):
         fit = device_fit.load(fit)
-    return compile_stage(name, shape, own, layout or Layout(), stage, fit or fit_for(own), assumptions)
+    return compile_stage(name, shape, own, layout or ParallelLayout(), stage, fit or fit_for(own), assumptions)
 
 
 def fitted(
-    device: str | Accelerator,
+    device: str | AcceleratorSpec,
     model: str | ModelShape,
-    layout: Layout | None = None,
+    layout: ParallelLayout | None = None,
     stage: int = 0,
     *,
     fit: DeviceFit | Path | None = None,
-    assumptions: Assumptions | None = None,
+    assumptions: EngineAssumptions | None = None,
 ) -> TableLatency:
     """Predicted times of one pipeline stage (counted from 0) of `model` on `device` in `layout`.
 
@@ -82,4 +82,13 @@ def fitted(
     return TableLatency(fitted_source(device, model, layout, stage, fit=fit, assumptions=assumptions))
 
 
-__all__ = ["ACCELERATORS", "Assumptions", "Layout", "fit_for", "fitted", "fitted_source", "shipped", "shipped_fit"]
+__all__ = [
+    "ACCELERATORS",
+    "EngineAssumptions",
+    "ParallelLayout",
+    "fit_for",
+    "fitted",
+    "fitted_source",
+    "shipped",
+    "shipped_fit",
+]

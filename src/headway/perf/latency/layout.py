@@ -12,12 +12,12 @@ import re
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import Accelerator
-from headway.perf.hardware.links import Link, link
+from headway.perf.hardware.accelerators import AcceleratorSpec
+from headway.perf.hardware.links import NetworkLink, link
 from headway.perf.hardware.shapes import ModelShape
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Degrees of tensor, pipeline and KV parallelism. `inside`, `across`: links in place of the accelerator's."""
 
     tp: int = 1
@@ -37,7 +37,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return f"tp{self.tp}-pp{self.stages}-kvp{self.kvp}"
 
     @classmethod
-    def named(cls, name: str) -> Layout:
+    def named(cls, name: str) -> ParallelLayout:
         """The layout of a `name`, with the accelerator's links. ConfigError for anything else."""
         found = re.fullmatch(r"tp(\d+)-pp(\d+)-kvp(\d+)", name)
         if found is None:
@@ -49,18 +49,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def accelerators(self) -> int:
         return self.tp * self.stages * self.kvp
 
-    def inside_link(self, device: Accelerator) -> Link:
+    def inside_link(self, device: AcceleratorSpec) -> NetworkLink:
         return link(self.inside) if self.inside else device.inside
 
-    def across_link(self, device: Accelerator) -> Link:
+    def across_link(self, device: AcceleratorSpec) -> NetworkLink:
         return link(self.across) if self.across else device.across
 
-    def stage_link(self, device: Accelerator) -> Link:
+    def stage_link(self, device: AcceleratorSpec) -> NetworkLink:
         """What activations cross between stages: the node's own link while all stages fit into one node."""
         return self.inside_link(device) if self.tp * self.stages <= device.per_node else self.across_link(device)
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one stage: layers it runs, heads and widths it holds."""
 
     layers: int
@@ -110,7 +110,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
 
-def cut(shape: ModelShape, layout: Layout, stage: int = 0) -> Cut:
+def cut(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
     """What a rank of `stage` holds; ConfigError when the model cannot be cut so."""
     if not 0 <= stage < layout.stages:
         raise ConfigError(f"stage {stage} of a layout with {layout.stages} stages (they count from 0)")
@@ -119,7 +119,7 @@ def cut(shape: ModelShape, layout: Layout, stage: int = 0) -> Cut:
     if shape.q_heads % layout.tp:
         raise ConfigError(f"{shape.q_heads} query heads cannot be cut over {layout.tp} tensor-parallel ranks")
     each, more = divmod(shape.layers, layout.stages)
-    return Cut(
+    return RankShape(
         layers=each + (1 if stage < more else 0),
         first=stage == 0,
         last=stage == layout.stages - 1,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.core.batch import Part
-from headway.perf.latency.base import LatencyModel, Load, load_s, one_chunk_s
-from headway.perf.latency.shard_exchange import Exchange
+from headway.core.batch import GroupBatch
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
+from headway.perf.latency.shard_exchange import ShardExchangeCost
 
-FREE = Exchange()
+FREE = ShardExchangeCost()
 
 
 def assist_s(model: LatencyModel, tokens: int, rows: int) -> float:
@@ -16,18 +16,20 @@ def assist_s(model: LatencyModel, tokens: int, rows: int) -> float:
     return max(0.0, one_chunk_s(model, tokens, rows) - one_chunk_s(model, 0, rows))
 
 
-def part_load(model: LatencyModel, part: Part) -> Load:
+def part_load(model: LatencyModel, part: GroupBatch) -> BatchLoad:
     """The load of a part that exchanges nothing with others."""
     decodes = part.decodes
     count = len(decodes.members)
-    load = Load(count, count, decodes.kv_sum)
+    load = BatchLoad(count, count, decodes.kv_sum)
     for chunk in part.prefills:
         past = chunk.start - chunk.base
         load = load.with_chunk(chunk.tokens, one_chunk_s(model, past, chunk.tokens), past)
     return load
 
 
-def batch_loads(model: LatencyModel, parts: Sequence[Part], exchange: Exchange = FREE) -> list[Load]:
+def batch_loads(
+    model: LatencyModel, parts: Sequence[GroupBatch], exchange: ShardExchangeCost = FREE
+) -> list[BatchLoad]:
     """One load a part. A part that assists attends others' rows besides its own (a decode's as a decode); whoever
     takes part in an exchange pays for it."""
     loads = [part_load(model, part) for part in parts]
@@ -43,10 +45,10 @@ def batch_loads(model: LatencyModel, parts: Sequence[Part], exchange: Exchange =
             if assist.request in chunked:
                 loads[i] = load.with_chunk(0, assist_s(model, assist.tokens, assist.rows))
             else:
-                loads[i] = Load(load.tokens, load.decodes + 1, load.decode_kv + assist.tokens, load.chunk_s)
+                loads[i] = BatchLoad(load.tokens, load.decodes + 1, load.decode_kv + assist.tokens, load.chunk_s)
     return [load.with_chunk(0, exchange.seconds(crossing[part.group])) for load, part in zip(loads, parts, strict=True)]
 
 
-def parts_s(model: LatencyModel, parts: Sequence[Part], exchange: Exchange = FREE) -> float:
+def parts_s(model: LatencyModel, parts: Sequence[GroupBatch], exchange: ShardExchangeCost = FREE) -> float:
     """Seconds of a batch: its slowest part's."""
     return max(load_s(model, load) for load in batch_loads(model, parts, exchange))

@@ -14,7 +14,7 @@ from headway.core.span import cut
 from headway.perf.latency.groups import GroupLatency, GroupShape
 
 
-class Edges:
+class PausePoints:
     """Of a span of tokens [start, end). `pieces`: as they are computed, each through all `layers`; `shares`: of the
     span's time, of each piece."""
 
@@ -61,7 +61,7 @@ class Edges:
         raise ValueError(f"no piece of {self.pieces} begins at {tokens}")
 
 
-def edges_of(latency: GroupLatency, start: int, end: int, group: GroupShape, rows: int, layers: int) -> Edges:
+def edges_of(latency: GroupLatency, start: int, end: int, group: GroupShape, rows: int, layers: int) -> PausePoints:
     """Of tokens [start, end) on a group, at most `rows` rows of an instance at once (0: all)."""
     pieces = cut(start, end, group.sp, rows)
-    return Edges(pieces, lambda a, b: latency.prefill_s(a, b - a, group), layers)
+    return PausePoints(pieces, lambda a, b: latency.prefill_s(a, b - a, group), layers)

@@ -12,7 +12,7 @@ import bisect
 
 import numpy as np
 
-from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load, one_chunk_s, solve_tokens
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, one_chunk_s, solve_tokens
 
 
 class PrefillCache:
@@ -60,7 +60,7 @@ class PrefillCache:
 
     def _chunk(self, past: int) -> tuple[int, float]:
         """The chunk that a lone prefill takes over `past` tokens, and its seconds."""
-        chunk, attention = solve_tokens(self._model, Load(), past, self._max_chunk, self._t_target_s)
+        chunk, attention = solve_tokens(self._model, BatchLoad(), past, self._max_chunk, self._t_target_s)
         if chunk < self._min_chunk:
             chunk = self._min_chunk
             attention = one_chunk_s(self._model, past, chunk)

@@ -9,7 +9,7 @@ overlaps across layers.
 
 from __future__ import annotations
 
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import MAX_CHUNK, LatencyModel, one_chunk_s
 from headway.perf.latency.groups import GroupShape
@@ -24,8 +24,8 @@ class RingLatency:
         self,
         instance: LatencyModel,
         shape: ModelShape,
-        inside: Link,
-        across: Link,
+        inside: NetworkLink,
+        across: NetworkLink,
         tp: int = 1,
         step_s: float = STEP_S,
         source: str = "",

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.base import LatencyModel, Load, Seconds
-from headway.perf.latency.layout import Layout, cut
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
+from headway.perf.latency.layout import ParallelLayout, cut
 from headway.perf.latency.tables import TableSource
 
 
-class Exchange(NamedTuple):
+class ShardExchangeCost(NamedTuple):
     """Seconds of one pipeline stage: `fixed_s` an iteration with any exchange, `row_s` a row and guest group.
 
     The zeros mean: unknown, or free."""
@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
         return self.fixed_s + self.row_s * rows if rows else 0.0
 
 
-def between_groups(device: Accelerator, shape: ModelShape, layout: Layout) -> Exchange:
+def between_groups(device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout) -> ShardExchangeCost:
     """Of a layout: each tensor-parallel rank exchanges its own heads with its peer in the other group, over the node's
     own link while all groups fit into one node, else over the network."""
     rank = cut(shape, layout, 0)
@@ -38,15 +38,15 @@ def between_groups(device: Accelerator, shape: ModelShape, layout: Layout) -> Ex
     link = layout.inside_link(device) if inside else layout.across_link(device)
     width = rank.q_heads * rank.head_dim
     row_bytes = width * rank.dtype_bytes + (width + rank.q_heads) * 4
-    return Exchange(
+    return ShardExchangeCost(
         fixed_s=2 * rank.layers * link.latency_s,
         row_s=rank.layers * row_bytes / (link.bytes_per_s * link.efficiency),
     )
 
 
-def exchange_of(source: TableSource) -> Exchange:
+def exchange_of(source: TableSource) -> ShardExchangeCost:
     """As a table has it."""
-    return Exchange(*(source.exchange or ()))
+    return ShardExchangeCost(*(source.exchange or ()))
 
 
 class WithExchange(LatencyModel):
@@ -77,11 +77,11 @@ class WithExchange(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.model.decode_s(decodes, kv_sum)
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         self.model.observe(load, measured_s)
 
 
-class Sharded(LatencyModel):
+class ShardedModel(LatencyModel):
     """A model as a request sees it that is spread over groups: no group reads more than `limit` cached tokens."""
 
     def __init__(self, model: LatencyModel, limit: int) -> None:
@@ -108,5 +108,5 @@ class Sharded(LatencyModel):
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.model.decode_s(decodes, kv_sum)
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         self.model.observe(load, measured_s)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.perf.hardware.links import Link
-from headway.perf.latency.base import LatencyModel, Load, Seconds
+from headway.perf.hardware.links import NetworkLink
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 
 
 class ShardedDecode(LatencyModel):
     """`LatencyModel` of such a group, from that of one member."""
 
-    def __init__(self, member: LatencyModel, members: int, layers: int, link: Link, masters: int = 1) -> None:
+    def __init__(self, member: LatencyModel, members: int, layers: int, link: NetworkLink, masters: int = 1) -> None:
         """`link`: the slowest between members."""
         self._member, self._members, self._masters = member, members, masters
         self._exchange_s = 2 * layers * link.latency_s if members > 1 else 0.0
@@ -39,5 +39,5 @@ class ShardedDecode(LatencyModel):
         """See LatencyModel."""
         return self._member.decode_s(decodes, -(-kv_sum // self._members)) + self._exchange_s
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """It does not learn."""

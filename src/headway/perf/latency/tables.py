@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.base import MAX_CHUNK, LatencyModel, Load, Seconds
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, Seconds
 
 SCHEMA = "headway.latency/1"
 
@@ -77,17 +77,17 @@ class TableLatency(LatencyModel):
         self._last = max_rows
         a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
         b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
-        self._fresh = self._over = self._beyond = _Chunks(a, b)
+        self._fresh = self._over = self._beyond = _ChunkAttention(a, b)
         self._knee = 0
         if source.past is not None:
             self._knee = source.past.knee
             far = source.past.chunks
             offset = _dense([(float(c), o) for c, o, _ in far], MAX_CHUNK, "chunk knots", start=0)
             slope = _dense([(float(c), b) for c, _, b in far], MAX_CHUNK, "chunk knots", start=0)
-            self._over = _Chunks(a + offset, b)
-            self._beyond = _Chunks(a + offset + (b - slope) * self._knee, slope)
+            self._over = _ChunkAttention(a + offset, b)
+            self._beyond = _ChunkAttention(a + offset + (b - slope) * self._knee, slope)
         self._decode = source.decode
-        self._grid = _Grid(source.decode_grid) if source.decode_grid is not None else None
+        self._grid = _BilinearGrid(source.decode_grid) if source.decode_grid is not None else None
 
     def token_s(self, first: int, last: int) -> Seconds:
         if last <= self._last:
@@ -131,7 +131,7 @@ class TableLatency(LatencyModel):
         own, per_past = chunks.least_own, chunks.least_per_past
         return lambda tokens: least_rows[rows + tokens] + (own[tokens] + per_past[tokens] * past)
 
-    def _chunks(self, past: int) -> _Chunks:
+    def _chunks(self, past: int) -> _ChunkAttention:
         return self._fresh if not past else self._over if past <= self._knee else self._beyond
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
@@ -140,11 +140,11 @@ class TableLatency(LatencyModel):
         fixed, per_request, per_token = self._decode
         return fixed + per_request * decodes + per_token * kv_sum
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Tables are what was measured; they do not learn (see `corrected`)."""
 
 
-class _Chunks:
+class _ChunkAttention:
     """Attention of each chunk size, a + b * past: as arrays, as floats, and the floors of both."""
 
     __slots__ = ("a", "b", "least_own", "least_per_past", "own", "per_past")
@@ -160,7 +160,7 @@ def _floor(values: Seconds) -> Seconds:
     return np.ascontiguousarray(np.minimum.accumulate(values[::-1])[::-1])
 
 
-class _Grid:
+class _BilinearGrid:
     """Bilinear look-up over (requests, mean cached tokens), in plain Python floats: about a microsecond.
 
     Linear in both between knots, because time is (nearly) linear in what is read; knots are dense in octaves.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from headway.core.errors import RequestError
 from headway.core.request import Request
-from headway.kv.block_manager import Lease, Ledger
-from headway.kv.staged_kv import Custody
+from headway.kv.block_manager import BlockManager, KvLease
+from headway.kv.staged_kv import StagedKv
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 
 def refuse_unservable(request: Request, total_tokens: int) -> None:
@@ -27,33 +27,33 @@ def refuse_unservable(request: Request, total_tokens: int) -> None:
         )
 
 
-class Admission:
+class KvBlockAdmission:
     """Reserves in one ledger. `holders` are the requests whose rows are computed here and that hold KV; `custody` holds
     the rest, and has a line of its own."""
 
-    def __init__(self, config: SchedulerConfig, ledger: Ledger, custody: Custody) -> None:
+    def __init__(self, config: SchedulerConfig, ledger: BlockManager, custody: StagedKv) -> None:
         self._config = config
         self.ledger = ledger
         self.custody = custody
-        self.holders: dict[str, Sequence] = {}
+        self.holders: dict[str, SequenceState] = {}
 
-    def fits(self, sequence: Sequence) -> bool:
+    def fits(self, sequence: SequenceState) -> bool:
         """Whether a request could enter now."""
         tokens = self._wanted(sequence)
         return self.ledger.blocks_for(tokens) + self._headroom(sequence, tokens) <= self.ledger.free_blocks
 
-    def spare_blocks(self, sequence: Sequence) -> int:
+    def spare_blocks(self, sequence: SequenceState) -> int:
         """How many blocks short requests may still enter with past this one, which has waited too long: while they hold
         no more than the headroom together, it gets in as soon as it would without them. 0: nobody may pass it."""
         headroom = int(self._config.kv_headroom * self.ledger.n_blocks)
         beside = self.blocks(sequence) + headroom <= self.ledger.n_blocks
         return max(0, headroom - self._short_blocks()) if sequence.is_long and beside else 0
 
-    def blocks(self, sequence: Sequence) -> int:
+    def blocks(self, sequence: SequenceState) -> int:
         """What a request would enter with."""
         return self.ledger.blocks_for(self._wanted(sequence))
 
-    def enter(self, sequence: Sequence) -> bool:
+    def enter(self, sequence: SequenceState) -> bool:
         """Reserve for a request that is about to get its first tokens here. False: there is not enough."""
         tokens = self._wanted(sequence)
         headroom = self._headroom(sequence, tokens)
@@ -65,7 +65,7 @@ class Admission:
         self.holders[sequence.request.id] = sequence
         return True
 
-    def shard(self, sequence: Sequence, start: int) -> Lease | None:
+    def shard(self, sequence: SequenceState, start: int) -> KvLease | None:
         """A lease for what comes from token `start` on, of a request that has filled its shard elsewhere. A prefill
         needs all of its next shard, and leaves headroom; a decode takes what there is."""
         most = sequence.prompt + sequence.request.max_output_tokens
@@ -77,7 +77,7 @@ class Admission:
             name, max(1, known), headroom, start
         )
 
-    def grow(self, sequence: Sequence) -> bool:
+    def grow(self, sequence: SequenceState) -> bool:
         """KV for a decode's next tokens, by a quantum if possible. False: there is none, or its shard is full."""
         lease = sequence.lease
         assert lease is not None
@@ -88,12 +88,12 @@ class Admission:
         wanted = max(need, min(need + self._config.reserve_tokens, most - sequence.base, sequence.limit))
         return self.ledger.grow(lease, wanted) or self.ledger.grow(lease, need)
 
-    def _wanted(self, sequence: Sequence) -> int:
+    def _wanted(self, sequence: SequenceState) -> int:
         """Tokens of a request that enters."""
         most = sequence.prompt + sequence.request.max_output_tokens
         return max(1, min(sequence.known + self._config.reserve_tokens, most, self.ledger.total_tokens, sequence.limit))
 
-    def _headroom(self, sequence: Sequence, tokens: int) -> int:
+    def _headroom(self, sequence: SequenceState, tokens: int) -> int:
         """Blocks that must stay free beside so many tokens of this request. Once a long one has been skipped, what
         shorts hold counts towards the headroom that it leaves them."""
         if not (sequence.is_long and self.holders):

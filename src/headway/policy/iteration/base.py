@@ -11,14 +11,14 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from headway.core.batch import Batch, Progress
-from headway.core.events import Event
+from headway.core.batch import Batch, RequestProgress
+from headway.core.events import RequestEvent
 from headway.core.span import Phase, Span
-from headway.kv.block_manager import Ledger
-from headway.kv.staged_kv import Custody
+from headway.kv.block_manager import BlockManager
+from headway.kv.staged_kv import StagedKv
 from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 
 class InstanceScheduler(Protocol):
@@ -31,7 +31,7 @@ class InstanceScheduler(Protocol):
     def latency(self) -> LatencyModel: ...
 
     @property
-    def ledgers(self) -> Seq[Ledger]:
+    def ledgers(self) -> Seq[BlockManager]:
         """One a group, in order of the groups."""
 
     @property
@@ -57,7 +57,7 @@ class InstanceScheduler(Protocol):
         """When `schedule` should be called although nothing was added or completed; None: no need."""
 
     @property
-    def custody(self) -> Custody | None:
+    def custody(self) -> StagedKv | None:
         """KV here that no sequence owns; None: this instance takes in none."""
 
     def add(self, span: Span, now: float, phase: Phase = "all") -> None:
@@ -76,22 +76,22 @@ class InstanceScheduler(Protocol):
         have batches of their own."""
 
     def complete(
-        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None, repeats: int = 1
-    ) -> list[Event]:
+        self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None = None, repeats: int = 1
+    ) -> list[RequestEvent]:
         """A batch has been carried out. `results` names those that have ended; any other request that yielded output
         (a decode of the batch, a prompt whose last chunk was in it) has accepted one token and goes on, and may be
         named as such. `elapsed_s` teaches latency models that learn. `repeats` (at most the batch's `repeat`) is how
         many iterations of it were carried out. Returns what has become true since the last call, preemptions while
         scheduling included."""
 
-    def abort(self, request_id: str, now: float) -> list[Event]:
+    def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
 
-    def stage(self, request_id: str, now: float) -> list[Event]:
+    def stage(self, request_id: str, now: float) -> list[RequestEvent]:
         """A request that decodes is to go on elsewhere: its KV goes into custody (`staged`), at once, or when the batch
         that it is in completes. Unknown ids (ended) are ignored, as is all of it where `custody` is None."""
 
-    def lost(self, instance: int, now: float) -> list[Event]:
+    def lost(self, instance: int, now: float) -> list[RequestEvent]:
         """The instance has lost its KV, in all groups: everything in flight is void, all progress must be made again.
 
         The next batches' KV operations start from empty block tables. Returns what has become true, as `complete`."""
@@ -100,24 +100,24 @@ class InstanceScheduler(Protocol):
         """Raise InvariantError unless cursors, sets and ledgers agree. Called when idle, and by tests each step."""
 
 
-class Neighbours(Protocol):
+class NeighbourGroups(Protocol):
     """What the scheduler of one group asks about the others. A group that is alone has none."""
 
-    def widen(self, sequence: Sequence, now: float) -> bool:
+    def widen(self, sequence: SequenceState, now: float) -> bool:
         """Let another group take over the rows of a decode whose shard here is full, or cannot grow. True: it did."""
 
-    def guests(self, group: int) -> Iterable[Sequence]:
+    def guests(self, group: int) -> Iterable[SequenceState]:
         """Requests that have a shard in `group` and their rows elsewhere."""
 
-    def flying(self, sequence: Sequence) -> bool:
+    def flying(self, sequence: SequenceState) -> bool:
         """Whether a guest is in a batch in flight."""
 
-    def give_up(self, sequence: Sequence, now: float) -> Event:
+    def give_up(self, sequence: SequenceState, now: float) -> RequestEvent:
         """A guest gives up all of its KV."""
 
-    def released(self, sequence: Sequence) -> None:
+    def released(self, sequence: SequenceState) -> None:
         """A request has given its shards back."""
 
-    def burden(self, sequence: Sequence) -> tuple[float, float]:
+    def burden(self, sequence: SequenceState) -> tuple[float, float]:
         """(seconds that busier groups leave less for this request's chunk, seconds that each of its rows costs to
         exchange). Of requests with shards, while a crew's batch is made."""

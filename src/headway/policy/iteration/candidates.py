@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headway.policy.iteration.admission import Admission
-from headway.policy.iteration.base import Neighbours
+from headway.policy.iteration.admission import KvBlockAdmission
+from headway.policy.iteration.base import NeighbourGroups
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.packer import Candidate
+from headway.policy.iteration.packer import PackCandidate
 from headway.policy.iteration.queue import WaitingQueue
-from headway.policy.iteration.sequence import WHOLE, Sequence
+from headway.policy.iteration.sequence import WHOLE, SequenceState
 
 MISFITS = 32
 """How many waiting requests one decision tries to find KV for in vain: a bound on its time."""
 
 
-class Candidates:
+class PrefillCandidates:
     """Of one group. `shut_for`: a long request of another group that has waited too long for KV here.
 
     A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
@@ -24,15 +24,19 @@ class Candidates:
     """
 
     def __init__(
-        self, config: SchedulerConfig, queue: WaitingQueue, admission: Admission, neighbours: Neighbours | None
+        self,
+        config: SchedulerConfig,
+        queue: WaitingQueue,
+        admission: KvBlockAdmission,
+        neighbours: NeighbourGroups | None,
     ) -> None:
-        self.shut_for: Sequence | None = None
+        self.shut_for: SequenceState | None = None
         self._config = config
         self._queue = queue
         self._admission = admission
         self._neighbours = neighbours
 
-    def at(self, now: float, iterations: int, advanced: int) -> Iterator[Candidate]:
+    def at(self, now: float, iterations: int, advanced: int) -> Iterator[PackCandidate]:
         """In order. To be consumed lazily, requests being admitted as they come; `advanced`: the iteration, of so many,
         in which any prefill got tokens last."""
         config, admission = self._config, self._admission
@@ -68,7 +72,7 @@ class Candidates:
                 yield candidate
             closed = closed or len(admission.holders) >= config.max_num_seqs
 
-    def _candidate(self, sequence: Sequence, now: float, stalled: int) -> Candidate:
+    def _candidate(self, sequence: SequenceState, now: float, stalled: int) -> PackCandidate:
         slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
         remaining, past, completes, burden = sequence.remaining, sequence.scheduled, True, (0.0, 0.0)
         if sequence.limit != WHOLE:
@@ -76,9 +80,9 @@ class Candidates:
             remaining, past = min(remaining, sequence.room), sequence.past
             if sequence.shards and remaining > 0 and self._neighbours is not None:
                 burden = self._neighbours.burden(sequence)
-        return Candidate(sequence.request.id, past, remaining, sequence.is_long, slack, stalled, completes, *burden)
+        return PackCandidate(sequence.request.id, past, remaining, sequence.is_long, slack, stalled, completes, *burden)
 
-    def _skip(self, sequence: Sequence, now: float) -> bool:
+    def _skip(self, sequence: SequenceState, now: float) -> bool:
         """Passed over for want of KV. True when that has gone on for too long."""
         if sequence.skipped_since is None:
             sequence.skipped_since = now

@@ -7,10 +7,10 @@ from typing import Protocol
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.base import LatencyModel, Load, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s, solve_tokens
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class PrefillDemand(msgspec.Struct, frozen=True, gc=False):
     """One prefill that asks for room: `past` tokens in the cache, `remaining` to compute, `limit` tokens at most."""
 
     past: int
@@ -18,12 +18,12 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     limit: int
 
 
-def is_empty(load: Load) -> bool:
+def is_empty(load: BatchLoad) -> bool:
     """Whether an iteration computes nothing yet: no rows, and no attention for other groups."""
     return not (load.tokens or load.decodes or load.chunk_s)
 
 
-class Chunking(Protocol):
+class ChunkingStrategy(Protocol):
     """Pure. `timed` strategies size chunks by the budget; others ignore it. `most` is the strategy's own limit on the
     tokens of an iteration; None: the scheduler's, which `whole` may exceed by one prompt alone."""
 
@@ -31,24 +31,24 @@ class Chunking(Protocol):
     timed: bool
     most: int | None
 
-    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+    def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         """(tokens, seconds of their attention) that the batch may take on; (0, 0.0) for none."""
 
 
-class Whole:
+class WholePrompt:
     """All of the prompt at once, as engines did before chunked prefill; a batch takes several only up to `limit`."""
 
     name = "whole"
     timed = False
     most: int | None = None
 
-    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+    def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         if load.tokens > load.decodes and ask.remaining > ask.limit:
             return 0, 0.0
         return ask.remaining, one_chunk_s(latency, ask.past, ask.remaining)
 
 
-class Static:
+class StaticBudget:
     """A budget of tokens an iteration, decodes included (Sarathi-Serve's chunked prefill)."""
 
     timed = False
@@ -58,12 +58,12 @@ class Static:
         self.tokens = tokens
         self.most: int | None = tokens
 
-    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+    def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         tokens = min(ask.remaining, ask.limit, self.tokens - load.tokens)
         return (tokens, one_chunk_s(latency, ask.past, tokens)) if tokens > 0 else (0, 0.0)
 
 
-class Adaptive:
+class AdaptiveChunks:
     """The largest chunk that keeps the iteration within its time (Medha §3.2, Algorithm 2): large at first, smaller
     as the cache grows. `subtract` is the printed form, which charges a chunk as if it ran alone."""
 
@@ -74,21 +74,21 @@ class Adaptive:
         self.name = "adaptive"
         self.subtract = subtract
 
-    def quota(self, ask: Ask, load: Load, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+    def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         limit = min(ask.remaining, ask.limit)
         if self.subtract:
             left_s = budget_s - (0.0 if is_empty(load) else load_s(latency, load))
-            return solve_tokens(latency, Load(), ask.past, limit, left_s)
+            return solve_tokens(latency, BatchLoad(), ask.past, limit, left_s)
         return solve_tokens(latency, load, ask.past, limit, budget_s)
 
 
-def make_chunking(spec: str, subtract: bool = False) -> Chunking:
+def make_chunking(spec: str, subtract: bool = False) -> ChunkingStrategy:
     """`adaptive`, `whole` or `static:N`; raises ConfigError otherwise."""
     if spec == "adaptive":
-        return Adaptive(subtract)
+        return AdaptiveChunks(subtract)
     if spec == "whole":
-        return Whole()
+        return WholePrompt()
     kind, _, tokens = spec.partition(":")
     if kind == "static" and tokens.isdigit() and int(tokens) > 0:
-        return Static(int(tokens))
+        return StaticBudget(int(tokens))
     raise ConfigError(f"unknown chunking {spec!r}: choose adaptive, whole, or static:N with N tokens, e.g. static:512")

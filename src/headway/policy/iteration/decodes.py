@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 
 from headway.core.batch import DecodeGroup
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 
 class DecodeSet:
@@ -21,7 +21,7 @@ class DecodeSet:
     """
 
     def __init__(self) -> None:
-        self.members: dict[str, Sequence] = {}
+        self.members: dict[str, SequenceState] = {}
         self.kv_sum = 0
         self._steps = 0
         self._full: list[tuple[int, str]] = []
@@ -32,7 +32,7 @@ class DecodeSet:
     def __len__(self) -> int:
         return len(self.members)
 
-    def add(self, member: Sequence) -> None:
+    def add(self, member: SequenceState) -> None:
         name = member.request.id
         self.members[name] = member
         self.kv_sum += member.computed + 1 - member.base
@@ -40,7 +40,7 @@ class DecodeSet:
         member.settled = self._steps
         self.watch(member)
 
-    def remove(self, member: Sequence) -> None:
+    def remove(self, member: SequenceState) -> None:
         name = member.request.id
         self.settle(member)
         del self.members[name]
@@ -50,7 +50,7 @@ class DecodeSet:
         else:
             self._left.append(name)
 
-    def settle(self, member: Sequence) -> None:
+    def settle(self, member: SequenceState) -> None:
         """Bring a member's own cursors up to date."""
         steps = self._steps - member.settled
         if steps:
@@ -68,7 +68,7 @@ class DecodeSet:
         self._steps += times
         self.kv_sum += times * len(self.members)
 
-    def watch(self, member: Sequence) -> None:
+    def watch(self, member: SequenceState) -> None:
         """Note when a (settled) member will have filled its lease."""
         assert member.lease is not None
         room = member.lease.tokens + member.base - member.computed
@@ -93,7 +93,7 @@ class DecodeSet:
             heapq.heappop(full)
         return 1 << 30
 
-    def take_full(self) -> list[Sequence]:
+    def take_full(self) -> list[SequenceState]:
         """Members that need KV before their next step, settled. They stay members; `watch` them again once grown."""
         taken = []
         while self.room() <= 0:

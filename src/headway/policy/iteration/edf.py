@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from headway.policy.iteration.ordering import Line, PrefillFacts
+from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine
 
 
-class Edf:
+class EdfPolicy:
     """The nearest TTFT deadline first."""
 
     name = "edf"
     parallel = True
 
-    def line(self, facts: PrefillFacts) -> Line:
-        return Line(facts.deadline_s, 0.0)
+    def line(self, facts: PrefillFacts) -> UrgencyLine:
+        return UrgencyLine(facts.deadline_s, 0.0)

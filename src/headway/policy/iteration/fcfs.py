@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from headway.policy.iteration.ordering import Line, PrefillFacts
+from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine
 
 
-class Fcfs:
+class FcfsPolicy:
     """Order of arrival. Without chunks a long prompt holds up everything behind it."""
 
     name = "fcfs"
     parallel = True
 
-    def line(self, facts: PrefillFacts) -> Line:
-        return Line(facts.arrival_s, 0.0)
+    def line(self, facts: PrefillFacts) -> UrgencyLine:
+        return UrgencyLine(facts.arrival_s, 0.0)

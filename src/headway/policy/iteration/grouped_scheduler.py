@@ -14,30 +14,30 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from headway.core.batch import Batch, Progress
+from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError, InvariantError, RequestError
-from headway.core.events import Event
+from headway.core.events import RequestEvent
 from headway.core.span import Phase, Span
-from headway.kv.block_manager import Lease, Ledger
-from headway.kv.kv_shards import Shard
+from headway.kv.block_manager import BlockManager, KvLease
+from headway.kv.kv_shards import KvShardLease
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.perf.latency.shard_exchange import Exchange, Sharded
+from headway.perf.latency.shard_exchange import ShardedModel, ShardExchangeCost
 from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.audit import audit
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.lockstep import CrewBatch, connected
+from headway.policy.iteration.lockstep import LockstepBatch, connected
 from headway.policy.iteration.scheduler import Scheduler
-from headway.policy.iteration.sequence import WHOLE, Sequence
+from headway.policy.iteration.sequence import WHOLE, SequenceState
 from headway.policy.iteration.shards import limit_of, shard_tokens
 
 
 def make_scheduler(
     config: SchedulerConfig,
     latency: LatencyModel,
-    ledgers: Seq[Ledger],
-    exchange: Exchange = Exchange(),  # noqa: B008
+    ledgers: Seq[BlockManager],
+    exchange: ShardExchangeCost = ShardExchangeCost(),  # noqa: B008
 ) -> InstanceScheduler:
     """The scheduler of an instance with a ledger for each of its `config.kv_parallel` groups."""
     if len(ledgers) != config.kv_parallel:
@@ -61,24 +61,24 @@ class GroupedScheduler:
         self,
         config: SchedulerConfig,
         latency: LatencyModel,
-        ledgers: Seq[Ledger],
-        exchange: Exchange = Exchange(),  # noqa: B008
+        ledgers: Seq[BlockManager],
+        exchange: ShardExchangeCost = ShardExchangeCost(),  # noqa: B008
     ) -> None:
         self.config = config
         self.latency = latency
         self.ledgers = tuple(ledgers)
         self.exchange = exchange
         self.shard_tokens = shard_tokens(config, latency, ledgers[0])
-        times = PrefillCache(Sharded(latency, self.shard_tokens), config.t_target_s, max(config.min_chunk, 16))
+        times = PrefillCache(ShardedModel(latency, self.shard_tokens), config.t_target_s, max(config.min_chunk, 16))
         self.groups = [
             Scheduler(config, latency, ledger, index, self, times) for index, ledger in enumerate(self.ledgers)
         ]
-        self._longs: dict[str, Sequence] = {}
+        self._longs: dict[str, SequenceState] = {}
         self._flights: dict[int, tuple[Scheduler, ...]] = {}
         self._crews = connected(len(self.groups), ())
-        self._making: CrewBatch | None = None
+        self._making: LockstepBatch | None = None
         self._stale = False
-        self._untold: list[Event] = []
+        self._untold: list[RequestEvent] = []
         self._arrivals = 0
         self._batches = 0
 
@@ -170,7 +170,9 @@ class GroupedScheduler:
             return self.groups[crew[0]].launch(now, ahead, self._batches)
         spanning = [(s, self._home(name).group) for name, s in self._longs.items() if s.shards]
         members = [self.groups[index] for index in crew]
-        making = CrewBatch(members, [(s, owner) for s, owner in spanning if owner in crew], self.latency, self.exchange)
+        making = LockstepBatch(
+            members, [(s, owner) for s, owner in spanning if owner in crew], self.latency, self.exchange
+        )
         self._making = making
         making.pack(now)
         self._making = None
@@ -184,13 +186,13 @@ class GroupedScheduler:
         return not self._longs or all(group.idle for group in self.groups if group.group not in crew)
 
     def complete(
-        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None, repeats: int = 1
-    ) -> list[Event]:
+        self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None = None, repeats: int = 1
+    ) -> list[RequestEvent]:
         """See `InstanceScheduler`. What a batch took is taken to be the time of its slowest part."""
         groups = self._flights.pop(batch_id, None)
         if groups is None:
             raise InvariantError(f"batch {batch_id} is not in flight")
-        mine: dict[int, list[Progress]] = {group.group: [] for group in groups}
+        mine: dict[int, list[RequestProgress]] = {group.group: [] for group in groups}
         for result in results:
             owner = next((group for group in groups if group.carries(batch_id, result.request)), None)
             if owner is None:
@@ -205,15 +207,15 @@ class GroupedScheduler:
             events += group.landed(now)
         return self._heard(events)
 
-    def abort(self, request_id: str, now: float) -> list[Event]:
+    def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
         return self._heard(self._home(request_id).abort(request_id, now)) if request_id in self else []
 
-    def stage(self, request_id: str, now: float) -> list[Event]:
+    def stage(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`: KV of several groups is given to nobody."""
         return []
 
-    def lost(self, instance: int, now: float) -> list[Event]:
+    def lost(self, instance: int, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`. All groups of the instance have lost their KV."""
         self._flights.clear()
         events, self._untold = self._untold, []
@@ -223,7 +225,7 @@ class GroupedScheduler:
             ledger.take_ops()
         return self._heard(events)
 
-    def _heard(self, events: list[Event]) -> list[Event]:
+    def _heard(self, events: list[RequestEvent]) -> list[RequestEvent]:
         for event in events:
             if event.kind in ("finished", "aborted"):
                 self._longs.pop(event.request, None)
@@ -246,7 +248,7 @@ class GroupedScheduler:
 
     # -- Neighbours ---------------------------------------------------------------------------------------------
 
-    def widen(self, sequence: Sequence, now: float) -> bool:
+    def widen(self, sequence: SequenceState, now: float) -> bool:
         """See `Neighbours`. Before its shard is full another group joins only if shards of full length, one in each of
         the groups that are then left, would hold the rest."""
         if sequence.computed - sequence.base < sequence.limit:
@@ -256,23 +258,23 @@ class GroupedScheduler:
                 return False
         return self._join(sequence, now)
 
-    def guests(self, group: int) -> Iterator[Sequence]:
+    def guests(self, group: int) -> Iterator[SequenceState]:
         """See `Neighbours`."""
         return (s for s in self._longs.values() if any(shard.group == group for shard in s.shards))
 
-    def flying(self, sequence: Sequence) -> bool:
+    def flying(self, sequence: SequenceState) -> bool:
         """See `Neighbours`."""
         return self._home(sequence.request.id).flying(sequence)
 
-    def give_up(self, sequence: Sequence, now: float) -> Event:
+    def give_up(self, sequence: SequenceState, now: float) -> RequestEvent:
         """See `Neighbours`."""
         return self._home(sequence.request.id).give_up(sequence, now)
 
-    def released(self, sequence: Sequence) -> None:
+    def released(self, sequence: SequenceState) -> None:
         """See `Neighbours`."""
         self._stale = True
 
-    def burden(self, sequence: Sequence) -> tuple[float, float]:
+    def burden(self, sequence: SequenceState) -> tuple[float, float]:
         """See `Neighbours`."""
         assert self._making is not None
         return self._making.burden(sequence)
@@ -296,7 +298,7 @@ class GroupedScheduler:
         if late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)
 
-    def _join(self, sequence: Sequence, now: float) -> bool:
+    def _join(self, sequence: SequenceState, now: float) -> bool:
         """Another group takes over, if one has room for the next shard; False: the request waits."""
         home = self._home(sequence.request.id)
         held = set(self._groups_of(sequence))
@@ -308,7 +310,7 @@ class GroupedScheduler:
             if lease is None:
                 continue
             assert sequence.lease is not None
-            shard = Shard(home.group, home.ledger, sequence.lease, sequence.base, start - sequence.base)
+            shard = KvShardLease(home.group, home.ledger, sequence.lease, sequence.base, start - sequence.base)
             home.hand_over(sequence)
             sequence.shards += (shard,)
             sequence.base, sequence.lease, sequence.skipped_since = start, lease, None
@@ -319,7 +321,7 @@ class GroupedScheduler:
             sequence.skipped_since = now
         return False
 
-    def _room(self, group: Scheduler, sequence: Sequence, start: int, now: float) -> Lease | None:
+    def _room(self, group: Scheduler, sequence: SequenceState, start: int, now: float) -> KvLease | None:
         """A lease for the next shard. For a decode, younger requests give way as they would in its own group."""
         lease = group.reserve(sequence, start)
         while lease is None and sequence.decoding and group.evict_behind(sequence, now):
@@ -333,7 +335,7 @@ class GroupedScheduler:
             self._evict(max(holding, key=lambda s: s.order), now)
         return bool(holding)
 
-    def _evict(self, sequence: Sequence, now: float) -> None:
+    def _evict(self, sequence: SequenceState, now: float) -> None:
         if not self.flying(sequence):
             self._untold.append(self.give_up(sequence, now))
 
@@ -346,7 +348,7 @@ class GroupedScheduler:
                     seconds[shard.group] += sequence.work_s
         return sorted(self.groups, key=lambda group: (seconds[group.group], group.group))
 
-    def _groups_of(self, sequence: Sequence) -> Iterable[int]:
+    def _groups_of(self, sequence: SequenceState) -> Iterable[int]:
         yield from (shard.group for shard in sequence.shards)
         yield self._home(sequence.request.id).group
 

@@ -7,15 +7,15 @@ serve chats at once beside a document is space sharing in the packer, not the or
 
 from __future__ import annotations
 
-from headway.policy.iteration.ordering import Line, PrefillFacts
+from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine
 
 
-class Lars:
+class LarsPolicy:
     """The least slack per unit of work first."""
 
     name = "lars"
     parallel = False
 
-    def line(self, facts: PrefillFacts) -> Line:
+    def line(self, facts: PrefillFacts) -> UrgencyLine:
         total = max(facts.total_s, 1e-9)
-        return Line((facts.deadline_s - facts.remaining_s) / total, 1.0 / total)
+        return UrgencyLine((facts.deadline_s - facts.remaining_s) / total, 1.0 / total)

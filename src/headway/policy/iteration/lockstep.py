@@ -1,7 +1,8 @@
 """A crew: groups that are connected by requests whose KV they share, and so compute in lockstep, a batch at a time.
 
 Within one batch the rows of such a request are computed by the group that holds its last shard; every other group of
-the request attends these rows over its own shard (`Assist`). Owners of waiting long prefills pack first, whoever was
+the request attends these rows over its own shard (`RemoteAttention`). Owners of waiting long prefills pack first,
+whoever was
 served longest ago before the others; then guests fill what is left of their time with their own prefills.
 """
 
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from headway.core.batch import Assist, Batch, Chunk
-from headway.perf.latency.base import LatencyModel, Load, load_s
+from headway.core.batch import Batch, Chunk, RemoteAttention
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.parts import assist_s, batch_loads
-from headway.perf.latency.shard_exchange import Exchange
+from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.scheduler import Scheduler
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 
 def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
@@ -28,22 +29,26 @@ def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, .
     return [tuple(g for g in range(groups) if crew[g] == c) for c in sorted(set(crew))]
 
 
-class CrewBatch:
+class LockstepBatch:
     """One batch of one crew while it is made. `spanning`: requests that connect it, with their owner's group."""
 
     def __init__(
-        self, groups: Seq[Scheduler], spanning: Seq[tuple[Sequence, int]], latency: LatencyModel, exchange: Exchange
+        self,
+        groups: Seq[Scheduler],
+        spanning: Seq[tuple[SequenceState, int]],
+        latency: LatencyModel,
+        exchange: ShardExchangeCost,
     ) -> None:
         self.groups = groups
         self.latency = latency
         self.exchange = exchange
         self._owner = {sequence.request.id: (sequence, owner) for sequence, owner in spanning}
-        self._assists: dict[int, list[Assist]] = {group.group: [] for group in groups}
-        self._loads: dict[int, Load] = {}
+        self._assists: dict[int, list[RemoteAttention]] = {group.group: [] for group in groups}
+        self._loads: dict[int, BatchLoad] = {}
         self._chunks: dict[int, list[Chunk]] = {}
         for group in groups:
             count = len(group.ready)
-            self._loads[group.group] = Load(count, count, group.ready.kv_sum)
+            self._loads[group.group] = BatchLoad(count, count, group.ready.kv_sum)
         for name, (sequence, owner) in self._owner.items():
             if sequence.decoding and name in self._ready(owner):
                 self._assist(sequence, owner, 1, decode=True)
@@ -51,7 +56,7 @@ class CrewBatch:
             for index, load in self._loads.items():
                 self._loads[index] = load.with_chunk(0, exchange.fixed_s)
 
-    def burden(self, sequence: Sequence) -> tuple[float, float]:
+    def burden(self, sequence: SequenceState) -> tuple[float, float]:
         """See `Neighbours`. A chunk that fits beside the busiest of its groups, with the largest shard as its history,
         fits beside each of them: nobody attends more than its owner counts."""
         owner = self._owner[sequence.request.id][1]
@@ -85,7 +90,7 @@ class CrewBatch:
         if ahead > 1 and not any(self._chunks.values()):
             repeat = max(1, min(ahead, *(group.ready.room() for group in working)))
         parts = [
-            group.depart(number, self._chunks[group.group], Load(), repeat, tuple(self._assists[group.group]))
+            group.depart(number, self._chunks[group.group], BatchLoad(), repeat, tuple(self._assists[group.group]))
             for group in working
         ]
         loads = batch_loads(self.latency, parts, self.exchange)
@@ -94,16 +99,20 @@ class CrewBatch:
         seconds = max(load_s(self.latency, load) for load in loads)
         return Batch(id=number, parts=tuple(parts), predicted_s=seconds, repeat=repeat)
 
-    def _ready(self, owner: int) -> dict[str, Sequence]:
+    def _ready(self, owner: int) -> dict[str, SequenceState]:
         return next(group.ready.members for group in self.groups if group.group == owner)
 
-    def _assist(self, sequence: Sequence, owner: int, rows: int, decode: bool = False) -> None:
+    def _assist(self, sequence: SequenceState, owner: int, rows: int, decode: bool = False) -> None:
         row_s = self.exchange.row_s * rows
         for shard in sequence.shards:
-            self._assists[shard.group].append(Assist(sequence.request.id, rows, owner, shard.start, shard.tokens))
+            self._assists[shard.group].append(
+                RemoteAttention(sequence.request.id, rows, owner, shard.start, shard.tokens)
+            )
             load = self._loads[shard.group]
             if decode:
-                load = Load(load.tokens, load.decodes + 1, load.decode_kv + shard.tokens, load.chunk_s, load.chunk_past)
+                load = BatchLoad(
+                    load.tokens, load.decodes + 1, load.decode_kv + shard.tokens, load.chunk_s, load.chunk_past
+                )
                 load = load.with_chunk(0, row_s)
                 self._loads[owner] = self._loads[owner].with_chunk(0, row_s)
             else:

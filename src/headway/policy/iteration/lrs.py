@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from headway.policy.iteration.ordering import Line, PrefillFacts
+from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine
 
 
-class Lrs:
+class LrsPolicy:
     """The least absolute slack first. All waiting requests lose slack at the same rate; the running one keeps its."""
 
     name = "lrs"
     parallel = True
 
-    def line(self, facts: PrefillFacts) -> Line:
-        return Line(facts.deadline_s - facts.remaining_s, 1.0)
+    def line(self, facts: PrefillFacts) -> UrgencyLine:
+        return UrgencyLine(facts.deadline_s - facts.remaining_s, 1.0)

@@ -26,12 +26,12 @@ class PrefillFacts(msgspec.Struct, frozen=True, gc=False):
     remaining_s: float
 
 
-class Line(msgspec.Struct, frozen=True, gc=False):
+class UrgencyLine(msgspec.Struct, frozen=True, gc=False):
     intercept: float
     slope: float
 
 
-class Policy(Protocol):
+class OrderingPolicy(Protocol):
     """Pure and stateless. Ties are broken by (arrival, order of submission), by the queue.
 
     parallel: all lines of this policy have the same slope, so that the order of two requests never turns by itself.
@@ -40,7 +40,7 @@ class Policy(Protocol):
     name: str
     parallel: bool
 
-    def line(self, facts: PrefillFacts) -> Line:
+    def line(self, facts: PrefillFacts) -> UrgencyLine:
         """Called when a request arrives and after each of its chunks."""
 
 
@@ -52,12 +52,13 @@ def relative_slack(facts: PrefillFacts, now: float) -> float:
 POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars")
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str) -> OrderingPolicy:
     """The policy of that name; raises ConfigError with the names that exist."""
     from headway.policy.iteration import edf, fcfs, lars, lrs, srpt
 
-    known: dict[str, Policy] = {
-        policy.name: policy for policy in (fcfs.Fcfs(), edf.Edf(), lrs.Lrs(), srpt.Srpt(), lars.Lars())
+    known: dict[str, OrderingPolicy] = {
+        policy.name: policy
+        for policy in (fcfs.FcfsPolicy(), edf.EdfPolicy(), lrs.LrsPolicy(), srpt.SrptPolicy(), lars.LarsPolicy())
     }
     if name not in known:
         raise ConfigError(f"unknown scheduling policy {name!r}: choose one of {', '.join(POLICIES)}")

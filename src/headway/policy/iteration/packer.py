@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headway.perf.latency.base import LatencyModel, Load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import WithExchange
-from headway.policy.iteration.chunking import Ask, Chunking, is_empty
+from headway.policy.iteration.chunking import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
 
 MISSES = 2
 """So many requests that found no room in what is left of the time, and nobody else is tried: a bound on a decision."""
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
+class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
 
     stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV
@@ -68,30 +68,30 @@ def rules_of(config: SchedulerConfig) -> PackRules:
     )
 
 
-class Quota(msgspec.Struct, frozen=True, gc=False):
+class ChunkQuota(msgspec.Struct, frozen=True, gc=False):
     request: str
     tokens: int
 
 
 def pack(
-    load: Load,
-    candidates: Iterable[Candidate],
+    load: BatchLoad,
+    candidates: Iterable[PackCandidate],
     shorts_wait: bool,
     rules: PackRules,
-    chunking: Chunking,
+    chunking: ChunkingStrategy,
     latency: LatencyModel,
     admit: Callable[[str], bool] = lambda _: True,
-) -> tuple[list[Quota], Load]:
+) -> tuple[list[ChunkQuota], BatchLoad]:
     """Quotas in order of urgency, and the load that they make together with the decodes in `load`.
 
     `admit(request)` is asked right before a request is given its first tokens; False skips it (no KV). Candidates are
     consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
     """
-    quotas: list[Quota] = []
+    quotas: list[ChunkQuota] = []
     has_long = False
     head = True
     misses = 0
-    passed: Candidate | None = None
+    passed: PackCandidate | None = None
     most = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
     bounded = chunking.timed or chunking.most is not None
     for candidate in candidates:
@@ -108,7 +108,7 @@ def pack(
         if candidate.withheld_s or candidate.row_s:
             budget_s -= candidate.withheld_s
             model = WithExchange(latency, candidate.row_s)
-        ask = Ask(candidate.past, candidate.remaining, max(room, 0))
+        ask = PrefillDemand(candidate.past, candidate.remaining, max(room, 0))
         floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
         if chunking.timed and not head and _full(model, load, candidate.past, floor, budget_s):
             tokens, attention_s = 0, 0.0
@@ -138,7 +138,7 @@ def pack(
         if not admit(candidate.request):
             continue
         head = False
-        quotas.append(Quota(candidate.request, tokens))
+        quotas.append(ChunkQuota(candidate.request, tokens))
         load = load.with_chunk(tokens, attention_s, candidate.past)
         has_long = has_long or candidate.is_long
         if bounded and load.tokens >= most:
@@ -146,12 +146,12 @@ def pack(
     if passed is not None and not quotas and is_empty(load) and admit(passed.request):
         # Nobody could use the time that was yielded: the iteration must not be empty.
         tokens = min(max(rules.min_chunk, 1), passed.remaining, most)
-        quotas.append(Quota(passed.request, tokens))
+        quotas.append(ChunkQuota(passed.request, tokens))
         load = load.with_chunk(tokens, one_chunk_s(latency, passed.past, tokens), passed.past)
     return quotas, load
 
 
-def _full(latency: LatencyModel, load: Load, past: int, tokens: int, budget_s: float) -> bool:
+def _full(latency: LatencyModel, load: BatchLoad, past: int, tokens: int, budget_s: float) -> bool:
     """Whether a chunk of so many tokens exceeds the budget. Where the least chunk does, nobody looks for a larger one.
     (Measured time may fall a little where a chunk grows: not worth a search.)"""
     return load_s(latency, load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)) > budget_s

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from headway.policy.iteration.ordering import Line
+from headway.policy.iteration.ordering import UrgencyLine
 
 if TYPE_CHECKING:
-    from headway.policy.iteration.sequence import Sequence
+    from headway.policy.iteration.sequence import SequenceState
 
 _FIRST = 16
 
@@ -30,38 +30,38 @@ class WaitingQueue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Sequence]: ...
+    def __iter__(self) -> Iterator[SequenceState]: ...
 
     @property
     def shorts(self) -> int: ...
 
-    def add(self, member: Sequence, line: Line) -> None: ...
+    def add(self, member: SequenceState, line: UrgencyLine) -> None: ...
 
-    def update(self, member: Sequence, line: Line) -> None: ...
+    def update(self, member: SequenceState, line: UrgencyLine) -> None: ...
 
-    def remove(self, member: Sequence) -> None: ...
+    def remove(self, member: SequenceState) -> None: ...
 
-    def note_begun(self, member: Sequence, gained: bool) -> None:
+    def note_begun(self, member: SequenceState, gained: bool) -> None:
         """A member has been given KV, or has lost it."""
 
-    def ordered(self, now: float) -> Iterator[Sequence]:
+    def ordered(self, now: float) -> Iterator[SequenceState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
 
 
-class _Counts:
+class _QueueCounts:
     """How many members are long, and how many hold KV."""
 
     def __init__(self) -> None:
         self.longs = self.begun = self.begun_shorts = 0
 
-    def note_begun(self, member: Sequence, gained: bool) -> None:
+    def note_begun(self, member: SequenceState, gained: bool) -> None:
         """See `WaitingQueue`."""
         step = 1 if gained else -1
         self.begun += step
         if not member.is_long:
             self.begun_shorts += step
 
-    def _count(self, member: Sequence, step: int) -> None:
+    def _count(self, member: SequenceState, step: int) -> None:
         """A member comes (1) or goes (-1)."""
         self.longs += step * member.is_long
         if member.lease is not None:
@@ -73,62 +73,62 @@ def make_queue(parallel: bool) -> WaitingQueue:
     return SortedQueue() if parallel else PrefillQueue()
 
 
-class SortedQueue(_Counts):
+class SortedQueue(_QueueCounts):
     """Parallel lines: (priority, intercept, order) never changes while a request waits. O(log n) and a memory move."""
 
     def __init__(self) -> None:
         super().__init__()
         self._entries: list[tuple[int, float, int]] = []
-        self._members: dict[int, Sequence] = {}
+        self._members: dict[int, SequenceState] = {}
         self._keys: dict[int, tuple[int, float, int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._members.values())
 
     @property
     def shorts(self) -> int:
         return len(self._entries) - self.longs
 
-    def add(self, member: Sequence, line: Line) -> None:
+    def add(self, member: SequenceState, line: UrgencyLine) -> None:
         member.slot = 0
         self._members[member.order] = member
         self._count(member, 1)
         self._enter(member, line)
 
-    def update(self, member: Sequence, line: Line) -> None:
+    def update(self, member: SequenceState, line: UrgencyLine) -> None:
         if self._keys[member.order][1] != line.intercept:
             self._leave(member)
             self._enter(member, line)
 
-    def remove(self, member: Sequence) -> None:
+    def remove(self, member: SequenceState) -> None:
         self._leave(member)
         del self._members[member.order], self._keys[member.order]
         member.slot = -1
         self._count(member, -1)
 
-    def ordered(self, now: float) -> Iterator[Sequence]:
+    def ordered(self, now: float) -> Iterator[SequenceState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
         return (self._members[entry[2]] for entry in self._entries)
 
-    def _enter(self, member: Sequence, line: Line) -> None:
+    def _enter(self, member: SequenceState, line: UrgencyLine) -> None:
         key = (member.request.priority, line.intercept, member.order)
         self._keys[member.order] = key
         insort(self._entries, key)
 
-    def _leave(self, member: Sequence) -> None:
+    def _leave(self, member: SequenceState) -> None:
         del self._entries[bisect_left(self._entries, self._keys[member.order])]
 
 
-class PrefillQueue(_Counts):
+class PrefillQueue(_QueueCounts):
     """Any lines, as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in vector
     operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._members: list[Sequence] = []
+        self._members: list[SequenceState] = []
         self._intercept = np.zeros(64)
         self._slope = np.zeros(64)
         self._order = np.zeros(64, dtype=np.int64)
@@ -138,14 +138,14 @@ class PrefillQueue(_Counts):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._members)
 
     @property
     def shorts(self) -> int:
         return len(self._members) - self.longs
 
-    def add(self, member: Sequence, line: Line) -> None:
+    def add(self, member: SequenceState, line: UrgencyLine) -> None:
         slot = len(self._members)
         if slot == self._intercept.size:
             for name in ("_intercept", "_slope", "_order", "_priority"):
@@ -159,10 +159,10 @@ class PrefillQueue(_Counts):
         self._count(member, 1)
         self.update(member, line)
 
-    def update(self, member: Sequence, line: Line) -> None:
+    def update(self, member: SequenceState, line: UrgencyLine) -> None:
         self._intercept[member.slot], self._slope[member.slot] = line.intercept, line.slope
 
-    def remove(self, member: Sequence) -> None:
+    def remove(self, member: SequenceState) -> None:
         """Take a member out; the last one moves into its slot."""
         slot, last = member.slot, len(self._members) - 1
         moved = self._members[last]
@@ -175,7 +175,7 @@ class PrefillQueue(_Counts):
         self._prioritised -= member.request.priority != 0
         self._count(member, -1)
 
-    def ordered(self, now: float) -> Iterator[Sequence]:
+    def ordered(self, now: float) -> Iterator[SequenceState]:
         """Members, most urgent first. The queue must not change while this is consumed. The first few, which is mostly
         all that anybody asks for, are found one by one; the rest is sorted."""
         n, members = len(self._members), self._members

@@ -11,36 +11,36 @@ from collections.abc import Sequence as Seq
 
 from msgspec.structs import replace
 
-from headway.core.batch import Assist, Batch, Chunk, Part, Progress
+from headway.core.batch import Batch, Chunk, GroupBatch, RemoteAttention, RequestProgress
 from headway.core.errors import InvariantError, RequestError
-from headway.core.events import Event
+from headway.core.events import RequestEvent
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.kv.block_manager import Lease, Ledger
-from headway.kv.staged_kv import Custody
-from headway.perf.latency.base import LatencyModel, Load, decode_load, load_s
+from headway.kv.block_manager import BlockManager, KvLease
+from headway.kv.staged_kv import StagedKv
+from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.policy.iteration.admission import Admission, refuse_unservable
+from headway.policy.iteration.admission import KvBlockAdmission, refuse_unservable
 from headway.policy.iteration.audit import audit
-from headway.policy.iteration.base import Neighbours
-from headway.policy.iteration.candidates import Candidates
+from headway.policy.iteration.base import NeighbourGroups
+from headway.policy.iteration.candidates import PrefillCandidates
 from headway.policy.iteration.chunking import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decodes import DecodeSet
 from headway.policy.iteration.packer import pack, rules_of
 from headway.policy.iteration.queue import make_queue
-from headway.policy.iteration.sequence import WHOLE, Sequence
-from headway.policy.iteration.tbt_targets import TbtPromises
-from headway.policy.iteration.urgency import Urgency
+from headway.policy.iteration.sequence import WHOLE, SequenceState
+from headway.policy.iteration.tbt_targets import TbtTargets
+from headway.policy.iteration.urgency import UrgencyOrder
 
 
-class _Flight:
+class _BatchInFlight:
     """A group's part of a batch that has been handed out and not completed. `carried` are the chunks' requests."""
 
     __slots__ = ("carried", "chunks", "decodes", "load", "repeat")
 
     def __init__(
-        self, decodes: DecodeSet, chunks: tuple[Chunk, ...], carried: list[Sequence], load: Load, repeat: int
+        self, decodes: DecodeSet, chunks: tuple[Chunk, ...], carried: list[SequenceState], load: BatchLoad, repeat: int
     ) -> None:
         self.decodes, self.chunks, self.carried, self.load, self.repeat = decodes, chunks, carried, load, repeat
 
@@ -60,9 +60,9 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         latency: LatencyModel,
-        ledger: Ledger,
+        ledger: BlockManager,
         group: int = 0,
-        neighbours: Neighbours | None = None,
+        neighbours: NeighbourGroups | None = None,
         prefill_times: PrefillCache | None = None,
     ) -> None:
         self.config = config
@@ -71,22 +71,22 @@ class Scheduler:
         self.group = group
         self.chunking = make_chunking(config.chunking, config.subtract_times)
         times = prefill_times or PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
-        self.urgency = Urgency(config, times)
-        self.promises = TbtPromises(config.stages)
+        self.urgency = UrgencyOrder(config, times)
+        self.promises = TbtTargets(config.stages)
         self.ready = DecodeSet()
-        self.custody = Custody(ledger)
+        self.custody = StagedKv(ledger)
         self._neighbours = neighbours
-        self._admission = Admission(config, ledger, self.custody)
+        self._admission = KvBlockAdmission(config, ledger, self.custody)
         self.holders = self._admission.holders
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, SequenceState] = {}
         self._queue = make_queue(self.urgency.policy.parallel)
-        self.candidates = Candidates(config, self._queue, self._admission, neighbours)
+        self.candidates = PrefillCandidates(config, self._queue, self._admission, neighbours)
         self._rules = rules_of(config)
-        self._parked: dict[str, Sequence] = {}
-        self._aborting: dict[str, Sequence] = {}
-        self._staging: dict[str, Sequence] = {}
-        self._flights: dict[int, _Flight] = {}
-        self._untold: list[Event] = []
+        self._parked: dict[str, SequenceState] = {}
+        self._aborting: dict[str, SequenceState] = {}
+        self._staging: dict[str, SequenceState] = {}
+        self._flights: dict[int, _BatchInFlight] = {}
+        self._untold: list[RequestEvent] = []
         self._arrivals = 0
         self._iterations = 0
         self._advanced = 0
@@ -95,7 +95,7 @@ class Scheduler:
     # -- what surroundings may ask ------------------------------------------------------------------------------
 
     @property
-    def ledgers(self) -> tuple[Ledger, ...]:
+    def ledgers(self) -> tuple[BlockManager, ...]:
         return (self.ledger,)
 
     @property
@@ -152,11 +152,11 @@ class Scheduler:
         sequence.hands_over = phase == "prefill"
         self._arrivals += 1
 
-    def enter(self, request: Request, order: int, limit: int = WHOLE, lease: Lease | None = None) -> Sequence:
+    def enter(self, request: Request, order: int, limit: int = WHOLE, lease: KvLease | None = None) -> SequenceState:
         """A new request waits here, or decodes at once when its last token alone is left to compute. `order` is the
         instance's count of arrivals; `limit`: tokens of a shard; `lease`: where what is cached lies. What is cached
         beyond the first shard is computed again: it would belong to other groups."""
-        sequence = Sequence(request, order, self.urgency.is_long(request))
+        sequence = SequenceState(request, order, self.urgency.is_long(request))
         sequence.limit, sequence.lease = limit, lease
         sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
         line = self.urgency.assess(sequence)
@@ -209,20 +209,25 @@ class Scheduler:
             self._feed(now)
 
     def depart(
-        self, number: int, chunks: Seq[Chunk], load: Load, repeat: int = 1, assists: tuple[Assist, ...] = ()
-    ) -> Part:
+        self,
+        number: int,
+        chunks: Seq[Chunk],
+        load: BatchLoad,
+        repeat: int = 1,
+        assists: tuple[RemoteAttention, ...] = (),
+    ) -> GroupBatch:
         """All that is ready and these chunks are in flight as this group's part of batch `number`."""
         decodes, self.ready = self.ready, DecodeSet()
         self._epochs += 1
-        part = Part(self.group, decodes.group(self._epochs), tuple(chunks), self.ledger.take_ops(), assists)
+        part = GroupBatch(self.group, decodes.group(self._epochs), tuple(chunks), self.ledger.take_ops(), assists)
         self._iterations += 1
         carried = [self._sequences[chunk.request] for chunk in chunks]
-        self._flights[number] = _Flight(decodes, part.prefills, carried, load, repeat)
+        self._flights[number] = _BatchInFlight(decodes, part.prefills, carried, load, repeat)
         return part
 
     def complete(
-        self, batch_id: int, results: Seq[Progress], now: float, elapsed_s: float | None = None, repeats: int = 1
-    ) -> list[Event]:
+        self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None = None, repeats: int = 1
+    ) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
         flight = self._flights.pop(batch_id, None)
         if flight is None:
@@ -237,7 +242,7 @@ class Scheduler:
         decodes = flight.decodes
         if decodes.members:
             decodes.step(repeats)
-        yielding: dict[str, Sequence] = {}
+        yielding: dict[str, SequenceState] = {}
         for chunk, sequence in zip(flight.chunks, flight.carried, strict=True):
             sequence.computed += chunk.tokens
             sequence.in_flight -= 1
@@ -246,7 +251,7 @@ class Scheduler:
                 sequence.generated += 1
             if not sequence.started:
                 sequence.started = True
-                events.append(Event("started", chunk.request, now))
+                events.append(RequestEvent("started", chunk.request, now))
         ended = self._ended(results, flight, yielding) if results or self._aborting else {}
         for name, sequence in ended.items():
             if name in decodes.members:
@@ -266,9 +271,11 @@ class Scheduler:
         events += [self._end(sequence, now) for sequence in ended.values()]
         return events
 
-    def _ended(self, results: Seq[Progress], flight: _Flight, yielding: dict[str, Sequence]) -> dict[str, Sequence]:
+    def _ended(
+        self, results: Seq[RequestProgress], flight: _BatchInFlight, yielding: dict[str, SequenceState]
+    ) -> dict[str, SequenceState]:
         """Who takes part in no later batch: finished as told, and aborted ones that nothing in flight holds back."""
-        ended: dict[str, Sequence] = {}
+        ended: dict[str, SequenceState] = {}
         for result in results:
             if result.finished:
                 ended[result.request] = self._sequences[result.request]
@@ -280,7 +287,7 @@ class Scheduler:
             ended.update((name, sequence) for name, sequence in self._aborting.items() if name in mine)
         return ended
 
-    def expect(self, batch_id: int, load: Load) -> None:
+    def expect(self, batch_id: int, load: BatchLoad) -> None:
         """The load of a part that others assist, or that assists, as the whole batch gives it."""
         self._flights[batch_id].load = load
 
@@ -293,7 +300,7 @@ class Scheduler:
         flight = self._flights[batch_id]
         return request_id in flight.decodes.members or any(c.last and c.request == request_id for c in flight.chunks)
 
-    def abort(self, request_id: str, now: float) -> list[Event]:
+    def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.aborted:
@@ -308,7 +315,7 @@ class Scheduler:
             self.ready.remove(sequence)
         return [self._end(sequence, now)]
 
-    def stage(self, request_id: str, now: float) -> list[Event]:
+    def stage(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.aborted:
@@ -323,11 +330,11 @@ class Scheduler:
             self._staging[request_id] = sequence
         return []
 
-    def landed(self, now: float) -> list[Event]:
+    def landed(self, now: float) -> list[RequestEvent]:
         """End aborted requests whose last chunk was in flight in another group."""
         return [self._end(s, now) for s in list(self._aborting.values()) if not self.flying(s)]
 
-    def lost(self, instance: int, now: float) -> list[Event]:
+    def lost(self, instance: int, now: float) -> list[RequestEvent]:
         """The instance has lost its KV: everything in flight is void, all progress must be made again.
 
         The next batch's KV operations start from empty block tables. Returns what has become true, as `complete` does.
@@ -359,8 +366,8 @@ class Scheduler:
         return queue.begun_shorts > 0 or (queue.shorts > 0 and room)
 
     def pack(
-        self, load: Load, now: float, shorts_elsewhere: bool = False, least_s: float | None = None
-    ) -> tuple[list[Chunk], Load]:
+        self, load: BatchLoad, now: float, shorts_elsewhere: bool = False, least_s: float | None = None
+    ) -> tuple[list[Chunk], BatchLoad]:
         """Chunks of waiting prefills beside what is in `load`, and the load that they make together. In a crew: whether
         short ones wait in other groups, and the shortest time that anybody in it was promised."""
         config = self.config
@@ -395,7 +402,7 @@ class Scheduler:
                 self._queue.update(sequence, self.urgency.line(sequence))
         return chunks, load
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
         """Reserve KV for a request that is about to get its first tokens."""
         if sequence.lease is not None:
             return True
@@ -435,7 +442,7 @@ class Scheduler:
                     self.ready.remove(sequence)
                 self._parked[name] = sequence
 
-    def _provide(self, sequence: Sequence, now: float) -> None:
+    def _provide(self, sequence: SequenceState, now: float) -> None:
         """KV for one decode, whoever must go for it."""
         while not self._admission.grow(sequence):
             others = self._neighbours
@@ -444,7 +451,7 @@ class Scheduler:
             if sequence.computed - sequence.base >= sequence.limit or not self.evict_behind(sequence, now):
                 return
 
-    def evict_behind(self, sequence: Sequence, now: float) -> bool:
+    def evict_behind(self, sequence: SequenceState, now: float) -> bool:
         """Take the KV of the youngest request that holds some here, came after `sequence` and is in no batch in
         flight. False: there is none."""
         behind = [s for s in self.holders.values() if s.order > sequence.order and not self.flying(s)]
@@ -458,7 +465,7 @@ class Scheduler:
         self._untold.append(self.give_up(victim, now) if here or others is None else others.give_up(victim, now))
         return True
 
-    def give_up(self, sequence: Sequence, now: float) -> Event:
+    def give_up(self, sequence: SequenceState, now: float) -> RequestEvent:
         """Preempt by recomputation: free the KV, keep the generated count, queue for prefill of all that is known."""
         name = sequence.request.id
         if name in self.ready.members:
@@ -473,17 +480,17 @@ class Scheduler:
             self._queue.update(sequence, self.urgency.line(sequence))
         else:
             self._queue.add(sequence, self.urgency.line(sequence))
-        return Event("preempted", name, now, lost)
+        return RequestEvent("preempted", name, now, lost)
 
     # -- ends, and other groups ---------------------------------------------------------------------------------
 
-    def flying(self, sequence: Sequence) -> bool:
+    def flying(self, sequence: SequenceState) -> bool:
         """Whether a request whose rows are computed here is in a batch in flight."""
         if sequence.in_flight:
             return True
         return any(sequence.request.id in flight.decodes.members for flight in self._flights.values())
 
-    def _end(self, sequence: Sequence, now: float) -> Event:
+    def _end(self, sequence: SequenceState, now: float) -> RequestEvent:
         name = sequence.request.id
         if sequence.slot >= 0:
             self._queue.remove(sequence)
@@ -495,9 +502,9 @@ class Scheduler:
             self.urgency.incumbent = None
         self._release(sequence)
         del self._sequences[name]
-        return Event("aborted" if sequence.aborted else "finished", name, now)
+        return RequestEvent("aborted" if sequence.aborted else "finished", name, now)
 
-    def _stage(self, sequence: Sequence, now: float) -> Event:
+    def _stage(self, sequence: SequenceState, now: float) -> RequestEvent:
         """A request that hands over has its token: its KV stays, and it goes."""
         name, lease = sequence.request.id, sequence.lease
         assert lease is not None
@@ -509,9 +516,9 @@ class Scheduler:
         sequence.lease = None
         del self._sequences[name], self.holders[name]
         self.custody.keep(lease)
-        return Event("staged", name, now, sequence.computed)
+        return RequestEvent("staged", name, now, sequence.computed)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         if sequence.lease is None:
             return
         self.ledger.free(sequence.lease)
@@ -526,11 +533,11 @@ class Scheduler:
             if self._neighbours is not None:
                 self._neighbours.released(sequence)
 
-    def reserve(self, sequence: Sequence, start: int) -> Lease | None:
+    def reserve(self, sequence: SequenceState, start: int) -> KvLease | None:
         """KV for the next shard of a request that other groups hold up to token `start`; None: there is no room."""
         return self._admission.shard(sequence, start)
 
-    def hand_over(self, sequence: Sequence) -> None:
+    def hand_over(self, sequence: SequenceState) -> None:
         """Another group is about to take over a request that is not decoding in flight; its lease here stays."""
         name = sequence.request.id
         if sequence.slot >= 0:
@@ -544,7 +551,7 @@ class Scheduler:
             self.promises.leave(sequence)
         del self._sequences[name], self.holders[name]
 
-    def take_over(self, sequence: Sequence) -> None:
+    def take_over(self, sequence: SequenceState) -> None:
         """Compute the rows of a request from now on. It holds a lease here."""
         name = sequence.request.id
         self._sequences[name] = self.holders[name] = sequence
@@ -559,5 +566,5 @@ class Scheduler:
         """Predicted seconds of what is ahead of a newcomer: waiting prefills, and one iteration of the decodes over all
         KV that is leased (which is the same however many steps of theirs are taken at once)."""
         count = len(self.ready) + sum(len(flight.decodes) for flight in self._flights.values())
-        decodes_s = load_s(self.latency, Load(count, count, self.ledger.used_tokens)) if count else 0.0
+        decodes_s = load_s(self.latency, BatchLoad(count, count, self.ledger.used_tokens)) if count else 0.0
         return sum(sequence.work_s for sequence in self._queue) + decodes_s

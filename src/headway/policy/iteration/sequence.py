@@ -8,15 +8,15 @@ of step `settled` of the set.
 from __future__ import annotations
 
 from headway.core.request import Request
-from headway.kv.block_manager import Lease
-from headway.kv.kv_shards import Shard
+from headway.kv.block_manager import KvLease
+from headway.kv.kv_shards import KvShardLease
 from headway.policy.iteration.ordering import PrefillFacts
 
 WHOLE = 1 << 62
 """The limit of a request that lives in one group."""
 
 
-class Sequence:
+class SequenceState:
     """One request in one group. Owned and changed by the group's scheduler only.
 
     A request may have more groups than this one (KVP): this group holds its tokens from `base` on, at most `limit` of
@@ -57,10 +57,10 @@ class Sequence:
         self.prompt = request.prompt_tokens
         self.scheduled = self.computed = request.cached_tokens
         self.generated = 0
-        self.lease: Lease | None = None
+        self.lease: KvLease | None = None
         self.base = 0
         self.limit = WHOLE
-        self.shards: tuple[Shard, ...] = ()
+        self.shards: tuple[KvShardLease, ...] = ()
         self.in_flight = 0
         self.aborted = False
         self.started = False

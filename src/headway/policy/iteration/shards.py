@@ -8,13 +8,13 @@ and never straddles it.
 from __future__ import annotations
 
 from headway.core.request import Request
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.sequence import WHOLE
 
 
-def shard_tokens(config: SchedulerConfig, latency: LatencyModel, ledger: Ledger) -> int:
+def shard_tokens(config: SchedulerConfig, latency: LatencyModel, ledger: BlockManager) -> int:
     """The limit of a shard: whole blocks, at least one, at most the ledger."""
     given = config.kv_shard_tokens
     tokens = given if given is not None else _decodable(config.t_target_s, latency, ledger.total_tokens)

@@ -5,14 +5,14 @@ It can starve long requests under constant short load: that is what LARS is for.
 
 from __future__ import annotations
 
-from headway.policy.iteration.ordering import Line, PrefillFacts
+from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine
 
 
-class Srpt:
+class SrptPolicy:
     """The least remaining work first."""
 
     name = "srpt"
     parallel = True
 
-    def line(self, facts: PrefillFacts) -> Line:
-        return Line(facts.remaining_s, 0.0)
+    def line(self, facts: PrefillFacts) -> UrgencyLine:
+        return UrgencyLine(facts.remaining_s, 0.0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 
-class TbtPromises:
+class TbtTargets:
     """Seconds of one stage, with how many requests each was promised to."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self.held: dict[float, int] = {}
 
-    def begin(self, sequence: Sequence) -> None:
+    def begin(self, sequence: SequenceState) -> None:
         """The request decodes from now on."""
         sequence.decoding = True
         tbt_s = sequence.request.slo.tbt_s
@@ -20,13 +20,13 @@ class TbtPromises:
             per_stage = tbt_s / self._stages
             self.held[per_stage] = self.held.get(per_stage, 0) + 1
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: SequenceState) -> None:
         """It does not, or has ended."""
         if sequence.decoding:
             self.leave(sequence)
             sequence.decoding = False
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: SequenceState) -> None:
         """It decodes elsewhere."""
         tbt_s = sequence.request.slo.tbt_s
         if tbt_s is not None:

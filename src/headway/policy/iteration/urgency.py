@@ -5,19 +5,19 @@ from __future__ import annotations
 from headway.core.request import Request
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.ordering import Line, make_policy
+from headway.policy.iteration.ordering import UrgencyLine, make_policy
 from headway.policy.iteration.queue import WaitingQueue
-from headway.policy.iteration.sequence import Sequence
+from headway.policy.iteration.sequence import SequenceState
 
 
-class Urgency:
+class UrgencyOrder:
     """Keeps a queue's lines right. `incumbent` is the long request that ran last."""
 
     def __init__(self, config: SchedulerConfig, prefill_times: PrefillCache) -> None:
         self._config = config
         self.policy = make_policy(config.policy)
         self.prefill_times = prefill_times
-        self.incumbent: Sequence | None = None
+        self.incumbent: SequenceState | None = None
 
     def is_long(self, request: Request) -> bool:
         """Medha's IsLong is a token count made for its GPUs; on a slow machine shorter ones are long: time counts."""
@@ -27,7 +27,7 @@ class Urgency:
         alone_s = self.prefill_times.remaining_s(request.prompt_tokens, request.cached_tokens)
         return 0 < config.long_iterations * config.t_target_s < alone_s
 
-    def assess(self, sequence: Sequence) -> Line:
+    def assess(self, sequence: SequenceState) -> UrgencyLine:
         """A new request's isolated time and deadline, and with them its line."""
         sequence.total_s = sequence.work_s = self._work_s(sequence)
         ttft_s = sequence.request.slo.ttft_s
@@ -36,19 +36,19 @@ class Urgency:
         sequence.deadline_s = sequence.request.arrival_s + ttft_s
         return self.policy.line(sequence.facts(sequence.work_s))
 
-    def line(self, sequence: Sequence) -> Line:
+    def line(self, sequence: SequenceState) -> UrgencyLine:
         """Of a request whose progress has changed."""
         sequence.work_s = self._work_s(sequence)
         line = self.policy.line(sequence.facts(sequence.work_s))
         if sequence is self.incumbent:
-            return Line(line.intercept - self._config.quantum * sequence.total_s * line.slope, line.slope)
+            return UrgencyLine(line.intercept - self._config.quantum * sequence.total_s * line.slope, line.slope)
         return line
 
-    def sit(self, sequence: Sequence, queue: WaitingQueue) -> None:
+    def sit(self, sequence: SequenceState, queue: WaitingQueue) -> None:
         """The long request that ran last keeps its place by a quantum, lest equally urgent ones alternate."""
         before, self.incumbent = self.incumbent, sequence
         if before is not None and before is not sequence and before.slot >= 0:
             queue.update(before, self.line(before))
 
-    def _work_s(self, sequence: Sequence) -> float:
+    def _work_s(self, sequence: SequenceState) -> float:
         return max(1e-6, self.prefill_times.remaining_s(sequence.known, sequence.scheduled))

@@ -16,10 +16,10 @@ import msgspec
 from headway.core.request import Request
 from headway.core.span import Phase as Phase
 from headway.core.span import Span
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Progress(NamedTuple):
+class SpanProgress(NamedTuple):
     """How far a span that was paused has come: its tokens before `tokens` are complete in all layers, and its rest in
     the first `layer` layers (PecSched §5.1). `layer` 0 is a chunk edge."""
 
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 # -- what has happened -------------------------------------------------------------------------------------------------
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class RequestArrived(msgspec.Struct, frozen=True):
     """A request is there. Exactly one of Commit, Enqueue and Reject must follow some time, or it waits for ever."""
 
     request: Request
@@ -44,19 +44,19 @@ class SpanDone(msgspec.Struct, frozen=True):
     last: bool
 
 
-class Prefilled(msgspec.Struct, frozen=True):
+class RequestPrefilled(msgspec.Struct, frozen=True):
     """A request that was enqueued for prefill only has its first token; its KV lies on `group`."""
 
     request: str
     group: tuple[int, ...]
 
 
-class Paused(msgspec.Struct, frozen=True):
+class SpanPaused(msgspec.Struct, frozen=True):
     """A preempted request has let go of its group, with its state kept there."""
 
     request: str
     index: int
-    progress: Progress
+    progress: SpanProgress
 
 
 class KvReady(msgspec.Struct, frozen=True):
@@ -66,27 +66,27 @@ class KvReady(msgspec.Struct, frozen=True):
     instance: int
 
 
-class Held(msgspec.Struct, frozen=True):
+class HoldGranted(msgspec.Struct, frozen=True):
     """A hold has been granted, on the whole group at once."""
 
     holder: str
     group: tuple[int, ...]
 
 
-class Finished(msgspec.Struct, frozen=True):
+class RequestFinished(msgspec.Struct, frozen=True):
     """A request has all of its output. What it held is free."""
 
     request: str
 
 
-class Dropped(msgspec.Struct, frozen=True):
+class RequestDropped(msgspec.Struct, frozen=True):
     """A request has ended without all of its output: its client left, or an instance refused it. `why` says."""
 
     request: str
     why: str
 
 
-class Refused(msgspec.Struct, frozen=True):
+class ActionRefused(msgspec.Struct, frozen=True):
     """An action was not carried out, and nothing of it was: the view that it was made from had gone stale, or it was
     impossible. The policy may try again with the view that it is given now."""
 
@@ -95,28 +95,40 @@ class Refused(msgspec.Struct, frozen=True):
     why: str
 
 
-class Lost(msgspec.Struct, frozen=True):
+class InstanceLost(msgspec.Struct, frozen=True):
     """An instance is gone, and with it the KV on it. (The simulator loses none yet.)"""
 
     instance: int
 
 
-class Woken(msgspec.Struct, frozen=True):
+class WakeupDue(msgspec.Struct, frozen=True):
     """The time that `next_wakeup` asked for has come."""
 
 
-Event = Arrived | SpanDone | Prefilled | Paused | KvReady | Held | Finished | Dropped | Refused | Lost | Woken
+Event = (
+    RequestArrived
+    | SpanDone
+    | RequestPrefilled
+    | SpanPaused
+    | KvReady
+    | HoldGranted
+    | RequestFinished
+    | RequestDropped
+    | ActionRefused
+    | InstanceLost
+    | WakeupDue
+)
 
 
 # -- what is to be done ------------------------------------------------------------------------------------------------
 
 
-class Commit(msgspec.Struct, frozen=True):
+class CommitSpans(msgspec.Struct, frozen=True):
     """Compute these spans of a request, in order, each on its group as one ring that starts together.
 
     Spans take their turn on every instance of their group in the order in which they were committed. Checked against
     `version`: refused whole when an instance of a group has changed since. beside: they need not wait until requests
-    that run on their instances by way of `Enqueue` have ended, and these go on beside them.
+    that run on their instances by way of `EnqueueRequest` have ended, and these go on beside them.
 
     along: spans of other requests that are computed with this one's only span as one batch, on the same group: they
     begin and end together, and SpanDone comes for each. A batch cannot be preempted.
@@ -129,7 +141,7 @@ class Commit(msgspec.Struct, frozen=True):
     along: tuple[Span, ...] = ()
 
 
-class Hold(msgspec.Struct, frozen=True):
+class HoldGroup(msgspec.Struct, frozen=True):
     """Keep a group for one holder (a request's id, or any name): others' spans and requests wait until Release.
 
     Granted on all instances at once, when it is its turn on each; acquired in order of (node, id). A holder's spans
@@ -139,18 +151,19 @@ class Hold(msgspec.Struct, frozen=True):
     group: tuple[int, ...]
 
 
-class Release(msgspec.Struct, frozen=True):
+class ReleaseGroup(msgspec.Struct, frozen=True):
     """Give up some instances, or all (`group` empty), that a holder holds or waits for."""
 
     holder: str
     group: tuple[int, ...] = ()
 
 
-class Enqueue(msgspec.Struct, frozen=True):
+class EnqueueRequest(msgspec.Struct, frozen=True):
     """Give a request to the scheduler of an instance, or of a group of instances that work as one, which batches it
     with others.
 
-    phase: all of it; its prefill only (`Prefilled` follows); its decode only (its KV must be there). Waits behind spans
+    phase: all of it; its prefill only (`RequestPrefilled` follows); its decode only (its KV must be there). Waits
+    behind spans
     that were committed to the instance before, unless beside.
     """
 
@@ -160,22 +173,22 @@ class Enqueue(msgspec.Struct, frozen=True):
     beside: bool = False
 
 
-class Preempt(msgspec.Struct, frozen=True):
-    """Pause a request's running span at the next layer edge; its later spans leave the queues. `Paused` follows.
+class PreemptRequest(msgspec.Struct, frozen=True):
+    """Pause a request's running span at the next layer edge; its later spans leave the queues. `SpanPaused` follows.
 
     A decode is paused after its running iteration, and goes on when it is enqueued again."""
 
     request: str
 
 
-class Resume(msgspec.Struct, frozen=True):
+class ResumeRequest(msgspec.Struct, frozen=True):
     """Go on with a paused request, before all that waits on its instances. `lost_s`: seconds to restore its state."""
 
     request: str
     lost_s: float = 0.0
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class TransferKv(msgspec.Struct, frozen=True):
     """Move KV to an instance: of one committed span (begun with its handshake when the span begins, and carried layer
     by layer as it is computed), or of all the KV of a request, now (`index` None; `overlapped`: all but the last layer
     has been sent while it was computed). `KvReady` comes once, when nothing of the request is under way any more."""
@@ -186,21 +199,30 @@ class Transfer(msgspec.Struct, frozen=True):
     overlapped: bool = False
 
 
-class Reject(msgspec.Struct, frozen=True):
+class RejectRequest(msgspec.Struct, frozen=True):
     """The request cannot be served; `why` is for its client."""
 
     request: str
     why: str
 
 
-Action = Commit | Hold | Release | Enqueue | Preempt | Resume | Transfer | Reject
+Action = (
+    CommitSpans
+    | HoldGroup
+    | ReleaseGroup
+    | EnqueueRequest
+    | PreemptRequest
+    | ResumeRequest
+    | TransferKv
+    | RejectRequest
+)
 
 
-class Placement(Protocol):
+class PlacementPolicy(Protocol):
     """A cluster policy. Made by `policy.placement.registry.make_placement`."""
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """What to do now. `view` holds until the call returns; keep numbers, not the view."""
 
     def next_wakeup(self, now: float) -> float | None:
-        """When to be told `Woken`, if nothing else happens before; None: no need. Asked after every event."""
+        """When to be told `WakeupDue`, if nothing else happens before; None: no need. Asked after every event."""

@@ -14,20 +14,20 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.eq1 import Coefficients, Eq1Latency
-from headway.policy.placement.cdsp_literal import Allocation, Chunk
+from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
+from headway.policy.placement.cdsp_literal import ChunkAllocation, ChunkPlan
 from headway.policy.placement.cdsp_native import NativeSearch, native_search
 
 Counts = tuple[int, ...]
 """A group: how many instances of each node, those that are free first."""
 
 
-class Size(NamedTuple):
+class SpSize(NamedTuple):
     """An SP size and Eq. (1) for it; `smaller`: the coefficients of the next smaller size."""
 
     sp: int
-    at: Coefficients
-    smaller: Coefficients | None
+    at: Eq1Coefficients
+    smaller: Eq1Coefficients | None
 
 
 class CdspPlanner:
@@ -44,7 +44,9 @@ class CdspPlanner:
                 f"Eq. (1) has SP sizes {list(latency.sizes)}, and {unknown or 'none of them'} were asked for"
             )
         found = [latency.sizes[s] for s in given]
-        self.sizes = tuple(Size(s, at, before) for s, at, before in zip(given, found, [None, *found[:-1]], strict=True))
+        self.sizes = tuple(
+            SpSize(s, at, before) for s, at, before in zip(given, found, [None, *found[:-1]], strict=True)
+        )
         self._prune = all(
             x.a >= 0 and x.b >= y.b and x.c >= y.c and x.d >= y.d and y.c >= 2 * y.d * (1 - 1e-12)
             for x, y in pairwise(found)
@@ -65,15 +67,15 @@ class CdspPlanner:
 
     def plan(
         self, tokens: int, queue_s: Sequence[float], rate: float, cached: int = 0, *, single: bool = False
-    ) -> Allocation:
+    ) -> ChunkAllocation:
         """The chunks of a new request of `tokens` uncached tokens. queue_s: seconds until each instance is free, at
         least 0. rate: the improvement that a larger size must bring. single: the single-chunk plan (Algorithm 2)."""
         if self._native is not None:
             return self._native.plan(tokens, queue_s, rate, cached, single)
-        return _Search(self, queue_s, rate, single).plan(tokens, cached)
+        return _CdspSearch(self, queue_s, rate, single).plan(tokens, cached)
 
 
-class _Search:
+class _CdspSearch:
     """One request's search in Python."""
 
     def __init__(self, planner: CdspPlanner, queue_s: Sequence[float], rate: float, single: bool) -> None:
@@ -85,12 +87,12 @@ class _Search:
         self._best_s = float("inf")
         self._best: tuple[tuple[int, Counts], ...] = ()
 
-    def plan(self, tokens: int, cached: int) -> Allocation:
+    def plan(self, tokens: int, cached: int) -> ChunkAllocation:
         pool = tuple(map(len, self._free))
         self._schedule(tokens, cached, 0.0, (0,) * len(pool), (), self.sizes, pool)
-        return Allocation(
+        return ChunkAllocation(
             tuple(
-                Chunk(n, tuple(sorted(i for ids, k in zip(self._order, counts, strict=True) for i in ids[:k])))
+                ChunkPlan(n, tuple(sorted(i for ids, k in zip(self._order, counts, strict=True) for i in ids[:k])))
                 for n, counts in self._best
             ),
             self._best_s,
@@ -103,7 +105,7 @@ class _Search:
         now: float,
         initial: Counts,
         chunks: tuple[tuple[int, Counts], ...],
-        sizes: Sequence[Size],
+        sizes: Sequence[SpSize],
         pool: Counts,
     ) -> None:
         """Algorithm 1 from `now` on; better plans replace the best."""
@@ -143,7 +145,7 @@ class _Search:
                 self._schedule(left - n, past + n, end_s, mine, (*chunks, (n, mine)), sizes[j : most + 1], group)
 
     @staticmethod
-    def _least(past: int, left: int, sizes: Sequence[Size], first: int, last: int) -> float:
+    def _least(past: int, left: int, sizes: Sequence[SpSize], first: int, last: int) -> float:
         """What the rest takes at least, whatever is waited for."""
         least = float("inf")
         for k in range(first, last + 1):

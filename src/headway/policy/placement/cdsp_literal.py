@@ -18,17 +18,17 @@ Pool = Mapping[int, float]
 """Queuing seconds T_i of each instance."""
 
 
-class Chunk(NamedTuple):
+class ChunkPlan(NamedTuple):
     """Tokens of one chunk, and the instances that compute it, in order of id."""
 
     tokens: int
     group: tuple[int, ...]
 
 
-class Allocation(NamedTuple):
+class ChunkAllocation(NamedTuple):
     """Chunks in order, and the time to the first token that they are estimated to give."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkPlan, ...]
     ttft_s: float
 
 
@@ -39,18 +39,18 @@ class LiteralPlanner:
         self._latency, self._nodes, self.rate = latency, list(node_of), rate
         self.sizes = tuple(sorted(s for s in sizes if s <= len(self._nodes)))
 
-    def plan(self, tokens: int, pool: Pool, cached: int = 0) -> Allocation:
+    def plan(self, tokens: int, pool: Pool, cached: int = 0) -> ChunkAllocation:
         """The allocation of a new request; `cached` tokens of it need no work."""
         return self._schedule(tokens, (), 0.0, cached, self.sizes, pool)
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
 
     def _schedule(
-        self, left: int, before: tuple[Chunk, ...], elapsed_s: float, past: int, sizes: Sequence[int], pool: Pool
-    ) -> Allocation:
+        self, left: int, before: tuple[ChunkPlan, ...], elapsed_s: float, past: int, sizes: Sequence[int], pool: Pool
+    ) -> ChunkAllocation:
         """`elapsed_s` and `past` are what A's chunks sum to."""
         group, alone_s = self._single_chunk(left, before, past, sizes, pool)
-        best = Allocation((*before, Chunk(left, group)), elapsed_s + alone_s)
+        best = ChunkAllocation((*before, ChunkPlan(left, group)), elapsed_s + alone_s)
         smaller = [s for s in sizes if s <= len(group)]
         inside = {i: pool[i] for i in group}
         for i, current in enumerate(smaller):
@@ -59,9 +59,9 @@ class LiteralPlanner:
                 if self._illegal(tokens, past, current):
                     continue
                 took_s = queue_s + self._prefill_s(current, past, tokens)
-                chunks = (*before, Chunk(tokens, mine))
+                chunks = (*before, ChunkPlan(tokens, mine))
                 if tokens == left:
-                    found = Allocation(chunks, elapsed_s + took_s)
+                    found = ChunkAllocation(chunks, elapsed_s + took_s)
                 else:
                     updated = {k: max(0.0, t - took_s) for k, t in inside.items()}  # Eq. (2)
                     rest = [s for s in smaller if s >= following]
@@ -81,7 +81,7 @@ class LiteralPlanner:
     # -- Algorithm 2 ------------------------------------------------------------------------------------------------
 
     def _single_chunk(
-        self, left: int, before: tuple[Chunk, ...], past: int, sizes: Sequence[int], pool: Pool
+        self, left: int, before: tuple[ChunkPlan, ...], past: int, sizes: Sequence[int], pool: Pool
     ) -> tuple[tuple[int, ...], float]:
         initial = before[-1].group if before else ()
         best_s, best = float("inf"), initial
@@ -95,7 +95,7 @@ class LiteralPlanner:
     # -- Algorithm 3 ------------------------------------------------------------------------------------------------
 
     def _chunk_plan(
-        self, left: int, before: tuple[Chunk, ...], past: int, current: int, following: int, pool: Pool
+        self, left: int, before: tuple[ChunkPlan, ...], past: int, current: int, following: int, pool: Pool
     ) -> tuple[int, tuple[int, ...], float]:
         initial = before[-1].group if before else ()
         mine = self.get_group(pool, initial, current)

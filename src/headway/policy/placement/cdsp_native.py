@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.native_build import compiled
-from headway.perf.latency.eq1 import Coefficients
-from headway.policy.placement.cdsp_literal import Allocation, Chunk
+from headway.perf.latency.eq1 import Eq1Coefficients
+from headway.policy.placement.cdsp_literal import ChunkAllocation, ChunkPlan
 
 MOST_NODES, MOST_SIZES, MOST_CHUNKS, MOST_INSTANCES = 128, 12, 12, 8192
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -34,7 +34,7 @@ class NativeSearch:
     """Buffers for one pool. Not thread-safe."""
 
     def __init__(
-        self, members: Sequence[Sequence[int]], sizes: Sequence[tuple[int, Coefficients]], prune: bool
+        self, members: Sequence[Sequence[int]], sizes: Sequence[tuple[int, Eq1Coefficients]], prune: bool
     ) -> None:
         count = sum(map(len, members))
         starts = [0]
@@ -58,7 +58,7 @@ class NativeSearch:
         self._tail = (ttft, tokens, group, out)
         self._call = _library()
 
-    def plan(self, tokens: int, queue_s: Sequence[float], rate: float, cached: int, single: bool) -> Allocation:
+    def plan(self, tokens: int, queue_s: Sequence[float], rate: float, cached: int, single: bool) -> ChunkAllocation:
         """See `CdspPlanner.plan`."""
         self._queue[:] = array("d", queue_s)
         if self._queue.buffer_info()[0] != self._queue_at:
@@ -67,13 +67,13 @@ class NativeSearch:
         chunks, at = [], 0
         for i in range(count):
             end = at + self._group[i]
-            chunks.append(Chunk(self._tokens[i], tuple(self._out[at:end])))
+            chunks.append(ChunkPlan(self._tokens[i], tuple(self._out[at:end])))
             at = end
-        return Allocation(tuple(chunks), self._ttft[0])
+        return ChunkAllocation(tuple(chunks), self._ttft[0])
 
 
 def native_search(
-    members: Sequence[Sequence[int]], sizes: Sequence[tuple[int, Coefficients]], prune: bool
+    members: Sequence[Sequence[int]], sizes: Sequence[tuple[int, Eq1Coefficients]], prune: bool
 ) -> NativeSearch | None:
     """None where it cannot be built, or the pool is larger than it was written for."""
     fits = len(members) <= MOST_NODES and len(sizes) <= MOST_SIZES and sum(map(len, members)) <= MOST_INSTANCES

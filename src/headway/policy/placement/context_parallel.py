@@ -11,16 +11,16 @@ from typing import Literal
 
 from headway.policy.placement import fixed_sp
 from headway.policy.placement.fixed_sp import FixedSp
-from headway.policy.placement.registry import PolicyOptions, Surroundings
+from headway.policy.placement.registry import PolicyContext, PolicyOptions
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class ContextParallelOptions(PolicyOptions, frozen=True, kw_only=True):
     """See the module."""
 
     partition: Literal["striped", "contiguous"] = "striped"
 
 
-def context_parallel(surroundings: Surroundings, options: Options) -> FixedSp:
+def context_parallel(surroundings: PolicyContext, options: ContextParallelOptions) -> FixedSp:
     """A fixed group of everything."""
     attn: Literal["striped", "ring"] = "striped" if options.partition == "striped" else "ring"
-    return FixedSp(surroundings, fixed_sp.Options(mode=options.mode, sp=0), attn, "context-parallel")
+    return FixedSp(surroundings, fixed_sp.FixedSpOptions(mode=options.mode, sp=0), attn, "context-parallel")

@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.core.request import Request
-from headway.policy.placement.base import Action, Dropped, Enqueue, Event, Finished, KvReady, SpanDone, Transfer
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.base import (
+    Action,
+    EnqueueRequest,
+    Event,
+    KvReady,
+    RequestDropped,
+    RequestFinished,
+    SpanDone,
+    TransferKv,
+)
+from headway.policy.placement.view import ClusterSnapshot
 
 
 class DecodeSide:
@@ -22,7 +31,7 @@ class DecodeSide:
         self._on_way: dict[int, int] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
 
-    def choose(self, view: ClusterView) -> int | None:
+    def choose(self, view: ClusterSnapshot) -> int | None:
         """The freest decode instance; ties to the lower id. None where there is none."""
         best, most = None, -float("inf")
         for i in view.with_role("decode"):
@@ -31,12 +40,12 @@ class DecodeSide:
                 best, most = i, free
         return best
 
-    def freeness(self, view: ClusterView, instance: int) -> float:
+    def freeness(self, view: ClusterSnapshot, instance: int) -> float:
         """Free slots, without those that are spoken for, per running request."""
         at = view.instances[instance]
         return (at.capacity - at.used - self._on_way.get(instance, 0)) / max(1, at.running)
 
-    def place(self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterView) -> list[Action]:
+    def place(self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterSnapshot) -> list[Action]:
         """A prefill of these spans is about to be committed: the transfers that go with it."""
         if request.max_output_tokens <= 1:
             return []
@@ -46,12 +55,12 @@ class DecodeSide:
             return []
         self._virtual[request.id] = (target, request.prompt_tokens)
         self._on_way[target] = self._on_way.get(target, 0) + request.prompt_tokens
-        return [Transfer(request.id, target, index) for index in range(len(groups))]
+        return [TransferKv(request.id, target, index) for index in range(len(groups))]
 
     def prefilled(self, request: str) -> list[Action]:
         """A prompt that was placed without spans is complete, on an instance that sent its KV as it was computed."""
         target, _ = self._virtual.get(request, (-1, 0))
-        return [Transfer(request, target, overlapped=True)] if target >= 0 else []
+        return [TransferKv(request, target, overlapped=True)] if target >= 0 else []
 
     def withdraw(self, request: str) -> None:
         """The prefill was not committed after all."""
@@ -64,10 +73,10 @@ class DecodeSide:
         """What follows from an event that concerns decodes; nothing from others."""
         if isinstance(event, KvReady):
             self.withdraw(event.request)
-            return [Enqueue(event.request, (event.instance,), "decode")]
+            return [EnqueueRequest(event.request, (event.instance,), "decode")]
         if isinstance(event, SpanDone) and event.last:
             group = self._groups.pop(event.request, None)
-            return [] if group is None else [Enqueue(event.request, group, "decode")]
-        if isinstance(event, Finished | Dropped):
+            return [] if group is None else [EnqueueRequest(event.request, group, "decode")]
+        if isinstance(event, RequestFinished | RequestDropped):
             self.withdraw(event.request)
         return []

@@ -9,14 +9,22 @@ from collections.abc import Sequence
 
 from headway.core.request import Request
 from headway.core.span import AttentionStrategy, Span, Strategy
-from headway.policy.placement.base import Action, Arrived, Commit, Dropped, Event, Finished, Refused
+from headway.policy.placement.base import (
+    Action,
+    ActionRefused,
+    CommitSpans,
+    Event,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+)
 from headway.policy.placement.decode import DecodeSide
 from headway.policy.placement.groups import prefilling
-from headway.policy.placement.registry import PolicyOptions, Surroundings
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class FixedSpOptions(PolicyOptions, frozen=True, kw_only=True):
     """sp: instances of a group; 0: all of them."""
 
     sp: int = 8
@@ -32,8 +40,8 @@ class FixedSp:
 
     def __init__(
         self,
-        surroundings: Surroundings,
-        options: Options,
+        surroundings: PolicyContext,
+        options: FixedSpOptions,
         attn: AttentionStrategy = "striped",
         name: str = "fixed-sp",
     ) -> None:
@@ -43,21 +51,21 @@ class FixedSp:
         self._groups: tuple[tuple[int, ...], ...] = ()
         self._requests: dict[str, Request] = {}
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             return self._place(event.request, view)
-        if isinstance(event, Refused) and event.verb == "commit":
+        if isinstance(event, ActionRefused) and event.verb == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
-        if isinstance(event, Finished | Dropped):
+        if isinstance(event, RequestFinished | RequestDropped):
             self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
 
     def next_wakeup(self, now: float) -> float | None:
         return None
 
-    def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
+    def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         groups = self._groups or self._cut(view)
         free = [max(view.now_s, *(view.instances[i].free_at_s for i in group)) for group in groups]
         group = groups[min(range(len(groups)), key=free.__getitem__)]
@@ -69,9 +77,9 @@ class FixedSp:
             group=group,
             strategy=Strategy(attn=attn),
         )
-        return [Commit(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
+        return [CommitSpans(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
 
-    def _cut(self, view: ClusterView) -> tuple[tuple[int, ...], ...]:
+    def _cut(self, view: ClusterSnapshot) -> tuple[tuple[int, ...], ...]:
         """Consecutive instances, node by node; what is left over makes no group unless nothing else does."""
         able = view.ordered(prefilling(view, self._name))
         sp = min(self._sp or len(able), len(able))

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headway.core.errors import ConfigError
-from headway.policy.placement.base import Action, Arrived, Enqueue, Event
-from headway.policy.placement.registry import PolicyOptions, Surroundings
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.base import Action, EnqueueRequest, Event, RequestArrived
+from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class JsqOptions(PolicyOptions, frozen=True, kw_only=True):
     """queue: what its length is counted in."""
 
     queue: Literal["seconds", "tokens", "requests"] = "seconds"
@@ -26,23 +26,23 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
 class JoinShortestQueue:
     """See the module. Of equal queues that with fewer requests, then the lower id."""
 
-    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+    def __init__(self, surroundings: PolicyContext, options: JsqOptions) -> None:
         self._queue = options.queue
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement."""
-        if not isinstance(event, Arrived):
+        if not isinstance(event, RequestArrived):
             return []
         able = view.with_role("mixed")
         if not able:
             raise ConfigError("jsq needs instances of role mixed: replicas that prefill and decode")
-        return [Enqueue(event.request.id, (min(able, key=lambda i: (self._length(view, i), i)),))]
+        return [EnqueueRequest(event.request.id, (min(able, key=lambda i: (self._length(view, i), i)),))]
 
     def next_wakeup(self, now: float) -> float | None:
         """See Placement."""
         return None
 
-    def _length(self, view: ClusterView, i: int) -> tuple[float, int]:
+    def _length(self, view: ClusterSnapshot, i: int) -> tuple[float, int]:
         at = view.instances[i]
         if self._queue == "requests":
             return at.running, at.queued

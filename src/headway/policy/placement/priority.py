@@ -11,13 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.core.request import Request
-from headway.policy.placement.base import Action, Arrived, Dropped, Enqueue, Event, Finished, Prefilled, SpanDone
+from headway.policy.placement.base import (
+    Action,
+    EnqueueRequest,
+    Event,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    RequestPrefilled,
+    SpanDone,
+)
 from headway.policy.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
-from headway.policy.placement.registry import PolicyOptions, Surroundings
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class PriorityOptions(PolicyOptions, frozen=True, kw_only=True):
     """long_tokens: prompts above this are long; long_sp: instances that a long one takes; beside: decodes may be there;
     retry_s: how often a waiting one looks again, besides at every end of a request."""
 
@@ -32,30 +41,30 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError("`long_sp` must be at least 1, `long_tokens` at least 0 and `retry_s` above 0 seconds")
 
 
-class Priority:
+class PriorityPlacement:
     """See the module."""
 
-    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+    def __init__(self, surroundings: PolicyContext, options: PriorityOptions) -> None:
         self._options = options
         self._longs: dict[str, Request] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
         self._wake_s = 0.0
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement."""
         actions: list[Action] = []
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             request, able = event.request, prefilling(view, "priority")
             if request.prompt_tokens <= self._options.long_tokens:
-                return [Enqueue(request.id, (least_loaded(view, able),))]
+                return [EnqueueRequest(request.id, (least_loaded(view, able),))]
             self._longs[request.id] = request
         elif isinstance(event, SpanDone) and event.last:
             group = self._groups[event.request]
-            actions.append(Enqueue(event.request, group, "decode", beside=True))
-        elif isinstance(event, Finished | Dropped):
+            actions.append(EnqueueRequest(event.request, group, "decode", beside=True))
+        elif isinstance(event, RequestFinished | RequestDropped):
             self._groups.pop(event.request, None)
             self._longs.pop(event.request, None)
-        elif isinstance(event, Prefilled):
+        elif isinstance(event, RequestPrefilled):
             return []
         if self._longs:
             actions += self._begin(view)
@@ -69,7 +78,7 @@ class Priority:
             self._wake_s = now + self._options.retry_s
         return self._wake_s
 
-    def _begin(self, view: ClusterView) -> list[Action]:
+    def _begin(self, view: ClusterSnapshot) -> list[Action]:
         """The first of the long requests, if it can begin at this very moment."""
         taken = {i for group in self._groups.values() for i in group}
         able = view.with_role("mixed", "prefill")
@@ -82,7 +91,7 @@ class Priority:
         self._groups[request.id] = group
         return [ring_commit(request, group, view, beside=self._options.beside)]
 
-    def _idle(self, instance: int, view: ClusterView) -> bool:
+    def _idle(self, instance: int, view: ClusterSnapshot) -> bool:
         at = view.instances[instance]
         if at.queued or at.free_at_s > view.now_s:
             return False

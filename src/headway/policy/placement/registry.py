@@ -17,32 +17,54 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.perf.latency.pause_points import edges_of
-from headway.policy.placement.base import Placement
+from headway.policy.placement.base import PlacementPolicy
 
 POLICIES: dict[str, tuple[str, str]] = {
-    "fifo": ("fifo:Fifo", "order of arrival: short requests to the instance that is free first, long ones to a group"),
-    "fixed-sp": ("fixed_sp:FixedSp", "groups of one size; a prompt goes whole to the one that is free first"),
-    "context-parallel": ("context_parallel:context_parallel", "every prompt over all instances, one after another"),
-    "jsq": ("jsq:JoinShortestQueue", "replicas with schedulers of their own; a request joins the shortest queue"),
-    "tetris": ("tetris:Tetris", "chunks on growing groups that fill the gaps between queues (CDSP)"),
+    # name: ("module:policy:options", what it does)
+    "fifo": (
+        "fifo:FifoPlacement:FifoOptions",
+        "order of arrival: short requests to the instance that is free first, long ones to a group",
+    ),
+    "fixed-sp": (
+        "fixed_sp:FixedSp:FixedSpOptions",
+        "groups of one size; a prompt goes whole to the one that is free first",
+    ),
+    "context-parallel": (
+        "context_parallel:context_parallel:ContextParallelOptions",
+        "every prompt over all instances, one after another",
+    ),
+    "jsq": (
+        "jsq:JoinShortestQueue:JsqOptions",
+        "replicas with schedulers of their own; a request joins the shortest queue",
+    ),
+    "tetris": (
+        "tetris:TetrisPlacement:TetrisOptions",
+        "chunks on growing groups that fill the gaps between queues (CDSP)",
+    ),
     "weave": (
-        "weave:Weave",
+        "weave:WeavePlacement:WeaveOptions",
         "Tetris's groups for long prompts; short ones in instances' own iterations, which rings yield to",
     ),
-    "reservation": ("reservation:Reservation", "some instances for long requests only, the others for short ones only"),
-    "priority": ("priority:Priority", "short requests first; a long one when no short one waits on enough instances"),
+    "reservation": (
+        "reservation:ReservationPlacement:ReservationOptions",
+        "some instances for long requests only, the others for short ones only",
+    ),
+    "priority": (
+        "priority:PriorityPlacement:PriorityOptions",
+        "short requests first; a long one when no short one waits on enough instances",
+    ),
     "loongserve": (
-        "loongserve.policy:loongserve",
+        "loongserve.policy:loongserve:LoongServeOptions",
         "elastic groups for batches of prompts by dynamic programming, scaled down to decode",
     ),
     "pecsched": (
-        "pecsched.policy:PecSched",
+        "pecsched.policy:PecSched:PecSchedOptions",
         "short prefills where nobody is, beside long decodes, or in place of long prefills",
     ),
 }
 
 
-class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know besides the view: predicted prefill times, the model's shape (for KV bytes), and how many
     rows of a span an instance computes at once (0: all), which says where it can be paused."""
 
@@ -71,10 +93,10 @@ def names() -> list[str]:
     return list(POLICIES)
 
 
-def make_placement(name: str, surroundings: Surroundings, options: Mapping[str, Any] | None = None) -> Placement:
+def make_placement(name: str, surroundings: PolicyContext, options: Mapping[str, Any] | None = None) -> PlacementPolicy:
     """A new policy; ConfigError names what is allowed."""
-    kind, chosen = _load(name), _options(name, options or {})
-    made: Placement = kind(surroundings, chosen)
+    kind, chosen = _load(name, 1), _options(name, options or {})
+    made: PlacementPolicy = kind(surroundings, chosen)
     return made
 
 
@@ -85,15 +107,16 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def options_of(name: str) -> type[PolicyOptions]:
     """The policy's settings, with their defaults."""
-    kind: type[PolicyOptions] = import_module(_load(name).__module__).Options
+    kind: type[PolicyOptions] = _load(name, 2)
     return kind
 
 
-def _load(name: str) -> Any:
+def _load(name: str, part: int) -> Any:
+    """The policy's class or factory (part 1), or its options (part 2)."""
     if name not in POLICIES:
         raise ConfigError(f"unknown placement {name!r}; known are {', '.join(POLICIES)}")
-    module, _, attribute = POLICIES[name][0].partition(":")
-    return getattr(import_module(f"headway.policy.placement.{module}"), attribute)
+    parts = POLICIES[name][0].split(":")
+    return getattr(import_module(f"headway.policy.placement.{parts[0]}"), parts[part])
 
 
 def _options(name: str, options: Mapping[str, Any]) -> Any:

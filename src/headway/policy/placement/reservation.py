@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.policy.placement.base import Action, Arrived, Enqueue, Event, Lost, SpanDone
+from headway.policy.placement.base import Action, EnqueueRequest, Event, InstanceLost, RequestArrived, SpanDone
 from headway.policy.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
-from headway.policy.placement.registry import PolicyOptions, Surroundings
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class ReservationOptions(PolicyOptions, frozen=True, kw_only=True):
     """long_tokens: prompts above this are long; long_sp: instances that a long one takes; reserved: instances for long
     requests (null: long_sp); borrow: idle ones take short requests."""
 
@@ -35,32 +35,32 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError("`long_tokens` must be at least 0")
 
 
-class Reservation:
+class ReservationPlacement:
     """See the module."""
 
-    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+    def __init__(self, surroundings: PolicyContext, options: ReservationOptions) -> None:
         self._options = options
         self._kept: tuple[int, ...] = ()
         self._rest: tuple[int, ...] = ()
         self._groups: dict[str, tuple[int, ...]] = {}
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement."""
-        if not self._kept and isinstance(event, Arrived):
+        if not self._kept and isinstance(event, RequestArrived):
             self._divide(view)
-        if isinstance(event, Lost):
+        if isinstance(event, InstanceLost):
             self._divide_again(view)
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             return [self._place(event.request, view)]
         if isinstance(event, SpanDone) and event.last:
-            return [Enqueue(event.request, self._groups.pop(event.request), "decode")]
+            return [EnqueueRequest(event.request, self._groups.pop(event.request), "decode")]
         return []
 
     def next_wakeup(self, now: float) -> float | None:
         """See Placement."""
         return None
 
-    def _divide(self, view: ClusterView) -> None:
+    def _divide(self, view: ClusterSnapshot) -> None:
         able = prefilling(view, "reservation")
         count = self._options.reserved or self._options.long_sp
         if count >= len(able):
@@ -68,7 +68,7 @@ class Reservation:
         self._kept = first_free_group(view, able, count)
         self._rest = tuple(i for i in able if i not in self._kept)
 
-    def _divide_again(self, view: ClusterView) -> None:
+    def _divide_again(self, view: ClusterSnapshot) -> None:
         """An instance is gone. Where too few are left for two parts, they take whatever comes."""
         able = view.with_role("mixed", "prefill")
         if (self._options.reserved or self._options.long_sp) < len(able):
@@ -76,7 +76,7 @@ class Reservation:
         else:
             self._kept = self._rest = able
 
-    def _place(self, request: Request, view: ClusterView) -> Action:
+    def _place(self, request: Request, view: ClusterSnapshot) -> Action:
         if request.prompt_tokens > self._options.long_tokens:
             group = first_free_group(view, self._kept, min(self._options.long_sp, len(self._kept)))
             self._groups[request.id] = group
@@ -85,4 +85,4 @@ class Reservation:
         if self._options.borrow:
             idle = (i for i in self._kept if view.instances[i].free_at_s <= view.now_s)
             able = (*able, *(i for i in idle if not view.instances[i].running))
-        return Enqueue(request.id, (least_loaded(view, able),))
+        return EnqueueRequest(request.id, (least_loaded(view, able),))

@@ -14,17 +14,25 @@ from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.base import Action, Arrived, Commit, Dropped, Event, Finished, Refused
+from headway.policy.placement.base import (
+    Action,
+    ActionRefused,
+    CommitSpans,
+    Event,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+)
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_literal import Allocation, Chunk, LiteralPlanner
+from headway.policy.placement.cdsp_literal import ChunkAllocation, ChunkPlan, LiteralPlanner
 from headway.policy.placement.decode import DecodeSide
 from headway.policy.placement.groups import prefilling
-from headway.policy.placement.registry import PolicyOptions, Surroundings
+from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class TetrisOptions(PolicyOptions, frozen=True, kw_only=True):
     """sizes: SP size candidates (empty: powers of two). rate: a fixed improvement rate; or rates: pairs of (requests a
     second, rate), or rates_file: a table; without any of them 0.3. window_s, refresh_s: how the load is observed.
 
@@ -54,10 +62,10 @@ class Options(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError("`window_s` and `refresh_s` must be above 0")
 
 
-class Tetris:
+class TetrisPlacement:
     """See the module. `rates.replace(table)` is the interface to update improvement rates (§6)."""
 
-    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+    def __init__(self, surroundings: PolicyContext, options: TetrisOptions) -> None:
         self._latency, self._options = surroundings.latency, options
         self.rates = RateControl(_table(options), options.window_s, options.refresh_s)
         self._decodes = DecodeSide()
@@ -66,29 +74,29 @@ class Tetris:
         self._ids: tuple[int, ...] = ()
         self._own_free_s: list[float] = []
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             return self._place(event.request, view)
-        if isinstance(event, Refused) and event.verb == "commit":
+        if isinstance(event, ActionRefused) and event.verb == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
-        if isinstance(event, Finished | Dropped):
+        if isinstance(event, RequestFinished | RequestDropped):
             self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
 
     def next_wakeup(self, now: float) -> float | None:
         return None
 
-    def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
+    def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         plan = self.plan(request, view)
         spans = self.spans(plan, request, view)
         if not self._options.anchored:
             self._keep_time(plan, request, view.now_s)
         transfers = self._decodes.place(request, [span.group for span in spans], view)
-        return [Commit(request.id, spans, view.version), *transfers]
+        return [CommitSpans(request.id, spans, view.version), *transfers]
 
-    def spans(self, plan: Allocation, request: Request, view: ClusterView) -> tuple[Span, ...]:
+    def spans(self, plan: ChunkAllocation, request: Request, view: ClusterSnapshot) -> tuple[Span, ...]:
         """A plan's chunks on the instances that they stand for."""
         spans, start = [], request.cached_tokens
         for tokens, group in plan.chunks:
@@ -98,7 +106,7 @@ class Tetris:
             start += tokens
         return tuple(spans)
 
-    def plan(self, request: Request, view: ClusterView) -> Allocation:
+    def plan(self, request: Request, view: ClusterSnapshot) -> ChunkAllocation:
         """Chunks on positions among the prefill instances."""
         now = view.now_s
         planner = self._planner = self._planner or self._make(view)
@@ -112,7 +120,7 @@ class Tetris:
             return planner.plan(tokens, dict(enumerate(queue_s)), request.cached_tokens)
         return planner.plan(tokens, queue_s, rate, request.cached_tokens, single=self._options.single_chunk)
 
-    def _keep_time(self, plan: Allocation, request: Request, now: float) -> None:
+    def _keep_time(self, plan: ChunkAllocation, request: Request, now: float) -> None:
         """Open loop: the plan is taken to come true."""
         latency, past, at = _eq1(self._latency, self._sizes()), request.cached_tokens, now
         for tokens, group in plan.chunks:
@@ -122,7 +130,7 @@ class Tetris:
             for i in group:
                 self._own_free_s[i] = at
 
-    def _make(self, view: ClusterView) -> CdspPlanner | LiteralPlanner:
+    def _make(self, view: ClusterSnapshot) -> CdspPlanner | LiteralPlanner:
         self._ids = view.ordered(prefilling(view, "tetris"))
         self._own_free_s = [0.0] * len(self._ids)
         nodes = [view.instances[i].node for i in self._ids]
@@ -137,7 +145,7 @@ class Tetris:
         return tuple(s for s in sizes if s <= len(self._ids) and (known is None or self._options.sizes or s in known))
 
 
-def _table(options: Options) -> RateTable:
+def _table(options: TetrisOptions) -> RateTable:
     if options.rates_file is not None:
         return load_rates(Path(options.rates_file))
     if options.rates:
@@ -153,4 +161,4 @@ def _eq1(latency: GroupLatency, sizes: Sequence[int]) -> eq1.Eq1Latency:
     return eq1.fit_to(latency, sizes)
 
 
-__all__ = ["Allocation", "Chunk", "Options", "Tetris"]
+__all__ = ["ChunkAllocation", "ChunkPlan", "TetrisOptions", "TetrisPlacement"]

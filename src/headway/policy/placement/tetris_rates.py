@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.view import ClusterSnapshot
 
 SCHEMA = "headway.tetris-rates/1"
 
@@ -55,7 +55,7 @@ class RateControl:
         self._due_s = -float("inf")
         self._rate = 0.0
 
-    def rate(self, view: ClusterView) -> float:
+    def rate(self, view: ClusterSnapshot) -> float:
         """For a decision now."""
         if view.now_s >= self._due_s:
             self._rate = self._table.at(view.arrival_rate_rps(self._window_s))

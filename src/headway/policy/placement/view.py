@@ -1,6 +1,6 @@
 """The cluster as a policy sees it, and the book that it is read from.
 
-Whoever drives a policy keeps a `ClusterBook` up to date; a `ClusterView` of it costs nothing to make, so that a
+Whoever drives a policy keeps a `ClusterState` up to date; a `ClusterSnapshot` of it costs nothing to make, so that a
 decision over thousands of instances costs what it looks at. Policies with an index of their own ask what has changed
 since the version that they know.
 """
@@ -15,12 +15,12 @@ from typing import Literal
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 
 Role = Literal["prefill", "decode", "mixed"]
 
 
-class Instance(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True):
     """One model instance of `tp` × `stages` accelerators on a node.
 
     capacity: KV tokens that it holds; used: of those that are leased by its scheduler. free_at_s: when all spans that
@@ -42,22 +42,22 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     holder: str | None = None
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterLinks(msgspec.Struct, frozen=True, kw_only=True):
     """What instances move KV over: inside a node, and across nodes (one card an accelerator)."""
 
-    inside: Link
-    across: Link
+    inside: NetworkLink
+    across: NetworkLink
 
-    def between(self, one: Instance, other: Instance) -> Link:
+    def between(self, one: ClusterInstance, other: ClusterInstance) -> NetworkLink:
         return self.inside if one.node == other.node else self.across
 
 
-class ClusterBook:
+class ClusterState:
     """Instances by id (0, 1, …), with a version that rises with every change, and the times of recent arrivals."""
 
-    def __init__(self, instances: Iterable[Instance], links: Links, memory_s: float = 600.0) -> None:
+    def __init__(self, instances: Iterable[ClusterInstance], links: ClusterLinks, memory_s: float = 600.0) -> None:
         """`memory_s`: how long arrivals are remembered, the longest window of a rate."""
-        self.instances: list[Instance] = list(instances)
+        self.instances: list[ClusterInstance] = list(instances)
         for index, instance in enumerate(self.instances):
             if instance.id != index:
                 raise ConfigError(f"instance ids count from 0 without gaps; {instance.id} stands at place {index}")
@@ -75,7 +75,7 @@ class ClusterBook:
         self._memory_s = memory_s
         self._journal: deque[tuple[int, int]] = deque(maxlen=4 * len(self.instances) + 64)
 
-    def put(self, instance: Instance) -> None:
+    def put(self, instance: ClusterInstance) -> None:
         """Replace what is known of an instance. No change, no new version."""
         if self.instances[instance.id] == instance:
             return
@@ -92,7 +92,7 @@ class ClusterBook:
         self.changed_at[instance] = self.version
         self._journal.append((self.version, instance))
 
-    def add(self, instance: Instance) -> None:
+    def add(self, instance: ClusterInstance) -> None:
         """It is there: one that was removed, with its id, or a new one with the next id."""
         i = instance.id
         if i == len(self.instances):
@@ -132,18 +132,18 @@ class ClusterBook:
         return found
 
 
-class ClusterView:
+class ClusterSnapshot:
     """What a policy reads. Made for one event; the book may change when the event has been handled."""
 
     __slots__ = ("_book", "now_s", "version")
 
-    def __init__(self, book: ClusterBook, now_s: float) -> None:
+    def __init__(self, book: ClusterState, now_s: float) -> None:
         self._book = book
         self.now_s = now_s
         self.version = book.version
 
     @property
-    def instances(self) -> Sequence[Instance]:
+    def instances(self) -> Sequence[ClusterInstance]:
         """By id."""
         return self._book.instances
 
@@ -153,7 +153,7 @@ class ClusterView:
         return self._book.by_node
 
     @property
-    def links(self) -> Links:
+    def links(self) -> ClusterLinks:
         return self._book.links
 
     def with_role(self, *roles: Role) -> tuple[int, ...]:
@@ -181,9 +181,9 @@ class ClusterView:
         return count / max(self.now_s - since, 1.0)
 
     def changed_since(self, version: int) -> set[int] | None:
-        """See `ClusterBook.changed_since`."""
+        """See `ClusterState.changed_since`."""
         return self._book.changed_since(version)
 
-    def snapshot(self) -> tuple[Instance, ...]:
+    def snapshot(self) -> tuple[ClusterInstance, ...]:
         """An immutable copy of the instances, to keep: one reference an instance."""
         return tuple(self._book.instances)

@@ -30,28 +30,28 @@ from headway.perf.latency.groups import GroupShape
 from headway.policy.placement import tetris
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
-    Paused,
     Phase,
-    Preempt,
-    Prefilled,
-    Refused,
-    Resume,
+    PreemptRequest,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    RequestPrefilled,
+    ResumeRequest,
     SpanDone,
+    SpanPaused,
 )
-from headway.policy.placement.cdsp_literal import Allocation
+from headway.policy.placement.cdsp_literal import ChunkAllocation
 from headway.policy.placement.decode import DecodeSide
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import ClusterView
-from headway.policy.placement.weave_groups import Ring, Rings
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterSnapshot
+from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 
 
-class Options(tetris.Options, frozen=True, kw_only=True):
+class WeaveOptions(tetris.TetrisOptions, frozen=True, kw_only=True):
     """Tetris's, and: batch_s: prompts that the plan gives to one instance go to its scheduler when they take at most so
     many seconds there; longer ones are rings of one. yields_to: a ring lets by prompts that take, on one instance, at
     most so many times what the ring takes; 0: none. rho_min, rho_max: least and largest share of its time that it
@@ -77,22 +77,22 @@ class Options(tetris.Options, frozen=True, kw_only=True):
             raise ValueError("`anchored: false` is for tetris alone: weave's schedulers do not keep to a plan")
 
 
-class Gap(NamedTuple):
+class QueueGap(NamedTuple):
     """A place before the rings of an instance: when the first token would come, and what each ring would be charged."""
 
     first_s: float
     paused: int
     instance: int
-    charges: tuple[tuple[Ring, float], ...]
-    stop: Ring | None
+    charges: tuple[tuple[PlacedGroup, float], ...]
+    stop: PlacedGroup | None
 
 
-class Weave:
+class WeavePlacement:
     """See the module. `tetris.rates.replace(table)` updates improvement rates."""
 
-    def __init__(self, surroundings: Surroundings, options: Options) -> None:
-        self.tetris = tetris.Tetris(surroundings, options)
-        self.rings = Rings()
+    def __init__(self, surroundings: PolicyContext, options: WeaveOptions) -> None:
+        self.tetris = tetris.TetrisPlacement(surroundings, options)
+        self.rings = PlacedGroups()
         self._around, self._latency = surroundings, surroundings.latency
         self._options = options
         self._decodes = DecodeSide()
@@ -100,23 +100,23 @@ class Weave:
         self._at: dict[str, int] = {}
         self._emptied_s: dict[int, float] = {}
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement."""
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             return self._place(event.request, view)
-        if isinstance(event, Paused):
+        if isinstance(event, SpanPaused):
             self._pausing(event.request, False)
-            return [Resume(event.request, self._options.lost_s)]
-        if isinstance(event, Prefilled):
+            return [ResumeRequest(event.request, self._options.lost_s)]
+        if isinstance(event, RequestPrefilled):
             self._left(event.request, view)
             return self._decodes.prefilled(event.request)
-        if isinstance(event, Refused):
+        if isinstance(event, ActionRefused):
             return self._refused(event, view)
         if isinstance(event, SpanDone):
             self._advance(event)
             return self._decodes.prefilled(event.request) if event.last else []
-        if isinstance(event, Finished | Dropped):
+        if isinstance(event, RequestFinished | RequestDropped):
             self._left(event.request, view)
             self.rings.remove(event.request)
             self._requests.pop(event.request, None)
@@ -128,7 +128,7 @@ class Weave:
 
     # -- where a prompt goes ------------------------------------------------------------------------------------------
 
-    def _place(self, request: Request, view: ClusterView) -> list[Action]:
+    def _place(self, request: Request, view: ClusterSnapshot) -> list[Action]:
         if request.max_output_tokens > 1 and not view.with_role("decode"):
             raise ConfigError("weave needs instances of role decode: rings wait for what decodes on their instances")
         plan = self.tetris.plan(request, view)
@@ -140,7 +140,7 @@ class Weave:
             actions = self._enqueue(request, gap.instance, alone_s, view, beside=True)
             if gap.stop is not None and not gap.stop.pausing:
                 gap.stop.pausing = True
-                actions.append(Preempt(gap.stop.request))
+                actions.append(PreemptRequest(gap.stop.request))
             return actions
         spans = self.tetris.spans(plan, request, view)
         if len(spans) == 1 and len(spans[0].group) == 1 and alone_s <= self._options.batch_s:
@@ -148,10 +148,10 @@ class Weave:
             return self._enqueue(request, instance, alone_s, view, beside=False)
         self.rings.add(self._ring(request, plan, spans, view))
         self._decodes.place(request, [span.group for span in spans], view)
-        return [Commit(request.id, spans, view.version)]
+        return [CommitSpans(request.id, spans, view.version)]
 
     def _enqueue(
-        self, request: Request, instance: int, alone_s: float, view: ClusterView, beside: bool
+        self, request: Request, instance: int, alone_s: float, view: ClusterSnapshot, beside: bool
     ) -> list[Action]:
         """Give a prompt to an instance's scheduler. Not beside: behind the rings that were committed there."""
         self._decodes.place(request, [(instance,)], view)  # its KV moves when it is complete
@@ -159,9 +159,11 @@ class Weave:
         if beside or not self.rings.on(instance):
             self._emptied_s[instance] = self._empty_s(instance, view) + alone_s
         phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"
-        return [Enqueue(request.id, (instance,), phase, beside)]
+        return [EnqueueRequest(request.id, (instance,), phase, beside)]
 
-    def _ring(self, request: Request, plan: Allocation, spans: Sequence[Span], view: ClusterView) -> Ring:
+    def _ring(
+        self, request: Request, plan: ChunkAllocation, spans: Sequence[Span], view: ClusterSnapshot
+    ) -> PlacedGroup:
         """The plan's time line, chunk by chunk."""
         starts_s, edges_s, work_s, at = [], [], 0.0, view.now_s
         for span in spans:
@@ -176,7 +178,7 @@ class Weave:
         if due_s is None:
             due_s = max(self._options.deadline_base_s, self._options.deadline_factor * work_s)
         groups = [span.group for span in spans]
-        return Ring(request.id, groups, starts_s, edges_s, at, work_s, request.arrival_s + due_s)
+        return PlacedGroup(request.id, groups, starts_s, edges_s, at, work_s, request.arrival_s + due_s)
 
     @staticmethod
     def _tokens(request: Request) -> int:
@@ -184,7 +186,7 @@ class Weave:
 
     # -- before rings -------------------------------------------------------------------------------------------------
 
-    def _best_gap(self, alone_s: float, plan_s: float, view: ClusterView) -> Gap | None:
+    def _best_gap(self, alone_s: float, plan_s: float, view: ClusterSnapshot) -> QueueGap | None:
         """The place before rings with the earliest first token, of equal ones that which stops the fewest instances;
         None where the plan is as good. plan_s: seconds until the plan's first token."""
         now, options = view.now_s, self._options
@@ -196,7 +198,7 @@ class Weave:
                 left_s = ring.left_to_give_s(now, options.rho_min, options.rho_max)
             begins_s = now if self._stoppable(ring, view) else max(now, ring.starts_s[ring.index])
             yields[ring.request] = max(begins_s, *(empty_s[i] for i in ring.group)), left_s
-        best: Gap | None = None
+        best: QueueGap | None = None
         for i, at_s in empty_s.items():
             gap = self._gap(i, at_s, alone_s, yields, view)
             if gap is not None and gap.first_s < now + plan_s and (best is None or gap[:3] < best[:3]):
@@ -204,8 +206,13 @@ class Weave:
         return best
 
     def _gap(
-        self, instance: int, empty_s: float, alone_s: float, yields: dict[str, tuple[float, float]], view: ClusterView
-    ) -> Gap | None:
+        self,
+        instance: int,
+        empty_s: float,
+        alone_s: float,
+        yields: dict[str, tuple[float, float]],
+        view: ClusterSnapshot,
+    ) -> QueueGap | None:
         """Before all rings of an instance; None where one of them does not yield so much. yields: of each ring, when it
         goes on if nobody else enters, and seconds that it may still give."""
         rings = self.rings.on(instance)
@@ -222,13 +229,13 @@ class Weave:
                 return None
             charges.append((ring, charge))
         paused = len(stop.group) if stop is not None and not stop.pausing else 0
-        return Gap(first_s, paused, instance, tuple(charges), stop)
+        return QueueGap(first_s, paused, instance, tuple(charges), stop)
 
-    def _stoppable(self, ring: Ring, view: ClusterView) -> bool:
+    def _stoppable(self, ring: PlacedGroup, view: ClusterSnapshot) -> bool:
         """Whether it is running, on its way to a pause perhaps."""
         return ring.pausing or self.rings.runs(ring, view)
 
-    def _empty_s(self, instance: int, view: ClusterView) -> float:
+    def _empty_s(self, instance: int, view: ClusterSnapshot) -> float:
         """When an instance's scheduler is expected to have nothing more to do."""
         if not view.instances[instance].running:
             return view.now_s
@@ -251,13 +258,13 @@ class Weave:
         else:
             ring.index = event.index + 1
 
-    def _left(self, request: str, view: ClusterView) -> None:
+    def _left(self, request: str, view: ClusterSnapshot) -> None:
         """A prompt is no longer with a scheduler."""
         instance = self._at.pop(request, None)
         if instance is not None and not view.instances[instance].running:
             self._emptied_s[instance] = view.now_s
 
-    def _refused(self, event: Refused, view: ClusterView) -> Sequence[Action]:
+    def _refused(self, event: ActionRefused, view: ClusterSnapshot) -> Sequence[Action]:
         """A ring ended or was in its last layer when it was to be paused: what was to go in goes in behind it. A
         commitment is made anew."""
         if event.verb == "preempt":

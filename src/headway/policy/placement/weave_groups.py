@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Ring:
+class PlacedGroup:
     """A prompt on groups of instances. Seconds are predicted, times absolute.
 
     groups: of its spans, nested. starts_s: when each is to begin; edges_s: how long each computes between two places
@@ -68,24 +68,24 @@ class Ring:
             self.starts_s[k] += seconds
 
 
-class Rings:
+class PlacedGroups:
     """All rings that have not ended, in order of commitment on each instance: the order in which they take turns."""
 
     def __init__(self) -> None:
-        self._by_request: dict[str, Ring] = {}
-        self._on: dict[int, list[Ring]] = {}
+        self._by_request: dict[str, PlacedGroup] = {}
+        self._on: dict[int, list[PlacedGroup]] = {}
 
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def get(self, request: str) -> Ring | None:
+    def get(self, request: str) -> PlacedGroup | None:
         return self._by_request.get(request)
 
-    def on(self, instance: int) -> Sequence[Ring]:
+    def on(self, instance: int) -> Sequence[PlacedGroup]:
         """The rings that run or wait there, in turn."""
         return self._on.get(instance, ())
 
-    def all(self) -> Iterable[Ring]:
+    def all(self) -> Iterable[PlacedGroup]:
         """In order of commitment."""
         return self._by_request.values()
 
@@ -93,7 +93,7 @@ class Rings:
         """Instances that have any."""
         return sorted(i for i, rings in self._on.items() if rings)
 
-    def add(self, ring: Ring) -> None:
+    def add(self, ring: PlacedGroup) -> None:
         self._by_request[ring.request] = ring
         for i in ring.groups[-1]:
             self._on.setdefault(i, []).append(ring)
@@ -104,6 +104,6 @@ class Rings:
             for i in ring.groups[-1]:
                 self._on[i].remove(ring)
 
-    def runs(self, ring: Ring, view: ClusterView) -> bool:
+    def runs(self, ring: PlacedGroup, view: ClusterSnapshot) -> bool:
         """Whether a ring's span is on its instances now: it is next on all of them, and their schedulers are empty."""
         return all(self._on[i][0] is ring and not view.instances[i].running for i in ring.group)

@@ -12,7 +12,7 @@ from headway.core.errors import ConfigError
 from headway.runtime.attention.kv_pool import KvPool
 
 
-class Segment(NamedTuple):
+class BatchSegment(NamedTuple):
     """One request's rows in this iteration's flattened batch.
 
     start: its first row. tokens: its rows, 1 for a decode. past: the tokens of this request whose keys and values are
@@ -39,7 +39,7 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Attention over a `KvPool`, in two steps: `plan` once an iteration, `run` once a layer."""
 
-    def plan(self, segments: Sequence[Segment], pool: KvPool) -> AttentionPlan:
+    def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> AttentionPlan:
         """Called before the first layer. Everything that does not depend on the layer's tensors happens here.
 
         Segments are disjoint and together cover rows 0 … T-1 in order. Raises ValueError when they do not, or when a

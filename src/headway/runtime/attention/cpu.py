@@ -14,17 +14,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import Kernels, kernels
+from headway.runtime.attention.native import CompiledKernels, kernels
 from headway.runtime.attention.native_decode import NativeDecodes
 from headway.runtime.attention.native_prefill import NativeChunks, pool_fits
 from headway.runtime.attention.primitive import attend, merge
-from headway.runtime.attention.slots import Writes, cut_runs, plan_writes
+from headway.runtime.attention.slots import KvWritePlan, cut_runs, plan_writes
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _SegmentRows:
     """One segment: its rows start..stop, and per run of visible slots the views of all layers (`run_views`)."""
 
     start: int
@@ -42,9 +42,9 @@ class CpuPlan:
     rows: int
     native: NativeDecodes | None
     prefill: NativeChunks | None
-    decodes: tuple[_Rows, ...]
-    chunks: tuple[_Rows, ...]
-    writes: Writes
+    decodes: tuple[_SegmentRows, ...]
+    chunks: tuple[_SegmentRows, ...]
+    writes: KvWritePlan
 
 
 class CpuBackend:
@@ -53,14 +53,14 @@ class CpuBackend:
     native: compiled kernels to use for bf16; by default those of this machine, if any.
     """
 
-    def __init__(self, native: Kernels | bool | None = True) -> None:
+    def __init__(self, native: CompiledKernels | bool | None = True) -> None:
         self._kernels = kernels() if native is True else native or None
 
-    def plan(self, segments: Sequence[Segment], pool: KvPool) -> CpuPlan:
+    def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> CpuPlan:
         """See `AttentionBackend.plan`."""
         check_cover(segments)
-        decodes: list[_Rows] = []
-        chunks: list[_Rows] = []
+        decodes: list[_SegmentRows] = []
+        chunks: list[_SegmentRows] = []
         new: list[tuple[int, int, int]] = []
         single_rows: list[int] = []
         single_runs: list[list[tuple[int, int]]] = []
@@ -86,7 +86,9 @@ class CpuBackend:
                 span_runs.append(seen)
             else:
                 shards = tuple(pool.run_views(first, count) for first, count in seen)
-                (decodes if decode else chunks).append(_Rows(segment.start, segment.start + segment.tokens, shards))
+                (decodes if decode else chunks).append(
+                    _SegmentRows(segment.start, segment.start + segment.tokens, shards)
+                )
             new += new_runs(segment)
         rows = segments[-1].start + segments[-1].tokens
         native = prefill = None
@@ -124,7 +126,7 @@ class CpuBackend:
         return attend(q, k, v, causal, compiled=self._kernels is not None)
 
 
-def new_runs(segment: Segment) -> list[tuple[int, int, int]]:
+def new_runs(segment: BatchSegment) -> list[tuple[int, int, int]]:
     """(first row, first slot, tokens) of each run that its new tokens go to."""
     new = []
     row = segment.start
@@ -134,7 +136,7 @@ def new_runs(segment: Segment) -> list[tuple[int, int, int]]:
     return new
 
 
-def check_cover(segments: Sequence[Segment]) -> None:
+def check_cover(segments: Sequence[BatchSegment]) -> None:
     """Raise ValueError unless segments follow each other from row 0 and each has the slots that it needs."""
     if not segments or segments[0].start != 0:
         raise ValueError("an iteration has at least one segment, and the first starts at row 0")

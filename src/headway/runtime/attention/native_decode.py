@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import TILE, Kernels
+from headway.runtime.attention.native import TILE, CompiledKernels
 
 Runs = Sequence[tuple[int, int]]
 
@@ -20,7 +20,7 @@ class NativeDecodes:
     rows: the decodes' rows in the batch. shards: each request's visible slots as runs, its new token's slot last.
     """
 
-    def __init__(self, kernels: Kernels, rows: Sequence[int], shards: Sequence[Runs], pool: KvPool) -> None:
+    def __init__(self, kernels: CompiledKernels, rows: Sequence[int], shards: Sequence[Runs], pool: KvPool) -> None:
         self._kernels = kernels
         self._pool = pool
         tiles: list[int] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import DIMS, Kernels
+from headway.runtime.attention.native import DIMS, CompiledKernels
 from headway.runtime.attention.native_decode import Runs
 
 
@@ -22,7 +22,7 @@ class NativeChunks:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: CompiledKernels,
         spans: Sequence[tuple[int, int]],
         shards: Sequence[Runs],
         pool: KvPool,
@@ -52,7 +52,7 @@ class NativeChunks:
 
 
 def attend_native(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dtype: torch.dtype
+    kernels: CompiledKernels, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`primitive.attend` by the compiled kernel, for non-empty bf16 inputs that `shard_fits`. dtype: bf16 or fp32."""
     q_heads, rows, dim = q.shape

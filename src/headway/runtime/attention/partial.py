@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import Kernels
+from headway.runtime.attention.native import CompiledKernels
 from headway.runtime.attention.native_decode import NativeDecodes
 from headway.runtime.attention.native_prefill import NativeChunks, pool_fits
 from headway.runtime.attention.primitive import attend, merge
 
 
-class Reading(NamedTuple):
+class PartialRead(NamedTuple):
     """Rows start .. start + rows - 1 of a batch, over slots `runs` of this pool, at least one. causal: the rows' own
     keys are the last of them; otherwise every row sees all."""
 
@@ -34,10 +34,10 @@ class Reading(NamedTuple):
         return self.causal and self.rows > 1
 
 
-class Partials:
+class PartialAttention:
     """The readings of one iteration, worked out; `run` once a layer. `kernels` None: without compiled ones."""
 
-    def __init__(self, readings: Sequence[Reading], pool: KvPool, kernels: Kernels | None) -> None:
+    def __init__(self, readings: Sequence[PartialRead], pool: KvPool, kernels: CompiledKernels | None) -> None:
         self._kernels = kernels if pool_fits(pool) else None
         self._pool = pool
         self._readings = tuple(readings)
@@ -75,7 +75,7 @@ class Partials:
         return out, lse
 
     def _attend(
-        self, reading: Reading, q: Tensor, views: tuple[tuple[Tensor, ...], ...], layer: int
+        self, reading: PartialRead, q: Tensor, views: tuple[tuple[Tensor, ...], ...], layer: int
     ) -> tuple[Tensor, Tensor]:
         """One reading by ATen: a call a run; where rows see different keys, their own square apart from what is before
         it."""

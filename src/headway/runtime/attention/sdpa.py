@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.cpu import check_cover, new_runs
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.slots import Writes, cut_runs, plan_writes
+from headway.runtime.attention.slots import KvWritePlan, cut_runs, plan_writes
 
 _MASK = 1 << 25
 """The most entries of one call's mask."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Decodes:
+class _DecodeGather:
     """rows (B,) of the batch, each over slots (B, m); seen (B, 1, 1, m), where they differ in length."""
 
     rows: Tensor
@@ -33,7 +33,7 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _ChunkGather:
     """Rows start .. start + tokens - 1 over slots (past + tokens,)."""
 
     start: int
@@ -48,9 +48,9 @@ class SdpaPlan:
 
     rows: int
     pool: KvPool
-    decodes: tuple[_Decodes, ...]
-    chunks: tuple[_Chunk, ...]
-    writes: Writes
+    decodes: tuple[_DecodeGather, ...]
+    chunks: tuple[_ChunkGather, ...]
+    writes: KvWritePlan
 
 
 class SdpaBackend:
@@ -59,11 +59,11 @@ class SdpaBackend:
     def __init__(self, mask: int = _MASK) -> None:
         self._mask = mask
 
-    def plan(self, segments: Sequence[Segment], pool: KvPool) -> SdpaPlan:
+    def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> SdpaPlan:
         """See `AttentionBackend.plan`."""
         check_cover(segments)
         alike: dict[int, list[tuple[int, Tensor]]] = {}
-        chunks: list[_Chunk] = []
+        chunks: list[_ChunkGather] = []
         new: list[tuple[int, int, int]] = []
         for segment in segments:
             new += new_runs(segment)
@@ -73,7 +73,7 @@ class SdpaBackend:
             if segment.tokens == 1:
                 alike.setdefault(len(slots).bit_length(), []).append((segment.start, slots))
             else:
-                chunks.append(_Chunk(segment.start, segment.tokens, segment.past, slots.to(pool.data.device)))
+                chunks.append(_ChunkGather(segment.start, segment.tokens, segment.past, slots.to(pool.data.device)))
         rows = segments[-1].start + segments[-1].tokens
         decodes = tuple(_together(some, pool.data.device) for some in alike.values())
         return SdpaPlan(rows, pool, decodes, tuple(chunks), plan_writes(new, rows, pool))
@@ -121,7 +121,7 @@ def _slots(runs: Sequence[tuple[int, int]], pool: KvPool) -> Tensor:
     return torch.cat([torch.arange(first, first + count) for first, count in runs])
 
 
-def _together(some: Sequence[tuple[int, Tensor]], device: torch.device) -> _Decodes:
+def _together(some: Sequence[tuple[int, Tensor]], device: torch.device) -> _DecodeGather:
     """Decodes in one call. What is filled up reads a decode's own first slot, which holds numbers, and does not see
     it."""
     longest = max(len(slots) for _, slots in some)
@@ -130,4 +130,4 @@ def _together(some: Sequence[tuple[int, Tensor]], device: torch.device) -> _Deco
     if any(len(slots) < longest for _, slots in some):
         lengths = torch.tensor([len(slots) for _, slots in some])
         seen = (torch.arange(longest) < lengths.unsqueeze(1)).view(len(some), 1, 1, longest).to(device)
-    return _Decodes(torch.tensor([row for row, _ in some], device=device), table.to(device), seen)
+    return _DecodeGather(torch.tensor([row for row, _ in some], device=device), table.to(device), seen)

@@ -17,7 +17,7 @@ _SLICES_WORTH_IT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Writes:
+class KvWritePlan:
     """Where an iteration's new keys and values go: copies of whole runs, or one scattered copy.
 
     slices: (first row, end row, the run's views). Otherwise `rows` of the batch (None: all) go to `slots`, in `planes`,
@@ -39,13 +39,13 @@ class Writes:
                 self.planes[plane].index_copy_(1, self.slots, chosen.transpose(0, 1))
 
 
-def plan_writes(new: Sequence[tuple[int, int, int]], batch_rows: int, pool: KvPool) -> Writes:
+def plan_writes(new: Sequence[tuple[int, int, int]], batch_rows: int, pool: KvPool) -> KvWritePlan:
     """Once an iteration, from (first row, first slot, tokens) of each new run."""
     tokens = sum(count for _, _, count in new)
     if len(new) <= 2 or tokens >= _SLICES_WORTH_IT * len(new):
-        return Writes(tuple((row, row + count, pool.run_views(first, count)) for row, first, count in new))
+        return KvWritePlan(tuple((row, row + count, pool.run_views(first, count)) for row, first, count in new))
     slots = torch.cat([torch.arange(first, first + count) for _, first, count in new]).to(pool.data.device)
     rows = None
     if tokens != batch_rows:
         rows = torch.cat([torch.arange(row, row + count) for row, _, count in new]).to(pool.data.device)
-    return Writes((), rows, slots, pool.data.flatten(0, 1).unbind(0))
+    return KvWritePlan((), rows, slots, pool.data.flatten(0, 1).unbind(0))

@@ -16,21 +16,21 @@ import msgspec
 
 from headway.runtime import embedded
 from headway.runtime.build.event_log import open_event_log
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError
 from headway.core.executor import Executor
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore, Log
 from headway.runtime.engine.protocol import EngineInfo
-from headway.runtime.engine.restart_limits import Restarts
-from headway.perf.hardware.device import Devices
+from headway.runtime.engine.restart_limits import RestartLimit
+from headway.perf.hardware.device import DeviceAssignment
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
-from headway.kv.block_manager import Ledger
+from headway.kv.block_manager import BlockManager
 from headway.perf.latency import store
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.shard_exchange import exchange_of
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.tables import TableLatency, TableSource
 from headway.runtime.model.config import DecoderConfig
@@ -42,12 +42,12 @@ log = logging.getLogger("headway.engine")
 
 
 @dataclass(frozen=True)
-class Built:
+class LoadedModel:
     """A model that is loaded, wherever it runs. Sizes are of all ranks together; `kv_tokens` of one KV group. device:
     cpu or cuda; processor: what it is called, where it is not this host's CPU."""
 
     executor: Executor
-    measure: profiling.Measure
+    measure: profiling.MeasureFunction
     shape: DecoderConfig
     dtype: str
     mark: str
@@ -60,12 +60,12 @@ class Built:
     processor: str | None = None
 
 
-def layout_of(config: EngineConfig) -> Layout:
+def layout_of(config: EngineConfig) -> ParallelLayout:
     """The degrees that the settings ask for."""
-    return Layout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size)
+    return ParallelLayout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size)
 
 
-def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Built:
+def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
     """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit. `wanted`:
     whether somebody still waits for it, asked while other hosts are waited for."""
     if layout_of(config).accelerators > 1:
@@ -77,7 +77,7 @@ def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Bu
     return build_one(config)
 
 
-def assemble(config: EngineConfig, clock: Clock, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
+def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
     """Everything that an engine process runs. Takes as long as loading the model, plus about 0.3 s of measuring when
     no profile of this model on this machine is found. `wanted`: see `build`."""
     layout = layout_of(config)
@@ -93,8 +93,8 @@ def assemble(config: EngineConfig, clock: Clock, wanted: Callable[[], bool] = la
         raise
 
 
-def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built: Built, log: Log | None) -> EngineCore:
-    ledgers = [Ledger(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
+def _engine(config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: Log | None) -> EngineCore:
+    ledgers = [BlockManager(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)
     scheduler = make_scheduler(schedule, latency, ledgers, exchange_of(source))
@@ -121,11 +121,11 @@ def _engine(config: EngineConfig, clock: Clock, schedule: SchedulerConfig, built
         eos_token_ids=eos_ids(Path(config.model)),
         latency=describe(latency),
     )
-    restarts = Restarts(config.max_restarts, "the workers")
+    restarts = RestartLimit(config.max_restarts, "the workers")
     return EngineCore(scheduler, built.executor, clock, info, log, restarts)
 
 
-def latency_source(config: EngineConfig, built: Built) -> tuple[TableSource, float]:
+def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSource, float]:
     """The cached profile of this model on this machine in this layout; without one, a quick measurement. With how much
     it is trusted (`CorrectedLatency`). Times are of one stage."""
     mark = profile_mark(config, built)
@@ -141,7 +141,7 @@ def latency_source(config: EngineConfig, built: Built) -> tuple[TableSource, flo
     return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, words, groups), 2.0
 
 
-def _with_exchange(config: EngineConfig, built: Built, source: TableSource) -> TableSource:
+def _with_exchange(config: EngineConfig, built: LoadedModel, source: TableSource) -> TableSource:
     """A profile with what KV groups' exchange costs, measured now where it does not say."""
     if config.kv_parallel_size == 1 or source.exchange is not None:
         return source
@@ -149,13 +149,13 @@ def _with_exchange(config: EngineConfig, built: Built, source: TableSource) -> T
     return msgspec.structs.replace(source, exchange=measured)
 
 
-def profile_mark(config: EngineConfig, built: Built) -> str:
+def profile_mark(config: EngineConfig, built: LoadedModel) -> str:
     """What a profile of this model here holds for."""
     name = built.processor or processor_name()
     return store.fingerprint(built.mark, built.dtype, name, built.threads, layout_of(config).name)
 
 
-def backend_name(config: EngineConfig, devices: Devices | None) -> str:
+def backend_name(config: EngineConfig, devices: DeviceAssignment | None) -> str:
     """The attention backend: the one that was asked for, else the device's own."""
     if config.attention_backend != "auto":
         return config.attention_backend

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.core.errors import HeadwayError, LostError
 from headway.core.structured_log import setup
 from headway.runtime.engine.config import EngineConfig
@@ -27,7 +27,7 @@ log = logging.getLogger("headway.engine")
 
 if TYPE_CHECKING:
     from headway.runtime.engine.core import EngineCore
-    from headway.runtime.cluster.instance_agent import Member
+    from headway.runtime.cluster.instance_agent import InstanceAgent
 
 
 class WallClock:
@@ -37,13 +37,13 @@ class WallClock:
         return time.monotonic()
 
 
-Make = Callable[[EngineConfig, Clock, EngineService, int], "tuple[EngineCore, Member | None]"]
+Make = Callable[[EngineConfig, ClockProtocol, EngineService, int], "tuple[EngineCore, InstanceAgent | None]"]
 """Settings, a clock, the service and the server's process to an engine, and what makes it an instance of a cluster."""
 
 
 def real(
-    config: EngineConfig, clock: Clock, service: EngineService, server_pid: int
-) -> tuple[EngineCore, Member | None]:
+    config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int
+) -> tuple[EngineCore, InstanceAgent | None]:
     """An engine that computes."""
     from headway.runtime.build.engine import assemble
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import msgspec
 
 from headway.runtime.build.engine import eos_ids, layout_of
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.cluster.kv_connector_scheduler import Desk
-from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
+from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.kv_transfer.connector import make_connector
 from headway.runtime.kv_transfer.cut_connector import CutConnector
-from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.kv_transfer.peers import PeerNetwork
 
 
-def join(config: EngineConfig, core: EngineCore, clock: Clock, ring: Callable[[], None]) -> Member | None:
+def join(config: EngineConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]) -> InstanceAgent | None:
     """Listen for other instances, and say so in the engine's `info`. None, and no listener, for an engine that is
     alone, and for one of which KV does not move (pipeline stages, KV groups, other devices): it serves whole requests
     only. ring: wakes the loop, from any thread. Raises ConfigError for an address that it cannot have, and an unknown
@@ -31,34 +31,34 @@ def join(config: EngineConfig, core: EngineCore, clock: Clock, ring: Callable[[]
 
 
 def _join_one(
-    config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: Clock, ring: Callable[[], None]
-) -> Member:
+    config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]
+) -> InstanceAgent:
     from headway.runtime.kv_transfer.pool_port import KvPort
-    from headway.runtime.executor.single_process import LocalExecutor
-    from headway.runtime.sequence_parallel.span_executor import Runs
+    from headway.runtime.executor.single_process import SingleProcessExecutor
+    from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
-    assert isinstance(core.executor, LocalExecutor)
-    peers = Peers(own.number, own.incarnation, own.listen, own.secret.encode())
+    assert isinstance(core.executor, SingleProcessExecutor)
+    peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret.encode())
     core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
     worker = core.executor.worker
-    runs = Runs(worker, peers, eos_ids(Path(config.model)))
+    runs = SpanExecutor(worker, peers, eos_ids(Path(config.model)))
     inner = make_connector(own.kv_connector, peers, ring)
     connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
     port = KvPort(worker, core.scheduler.ledgers[0].block_tokens, runs, connector, own.number)
-    return Member(core, runs, peers, clock, own.room_s, Desk(core, port, core.executor.replay, clock))
+    return InstanceAgent(core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, core.executor.replay, clock))
 
 
-def _join_ranks(own: InstanceConfig, core: EngineCore, clock: Clock) -> Member | None:
+def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> InstanceAgent | None:
     """Its ranks listen, if they do: `many_processes` has them told."""
-    from headway.runtime.executor.multi_process import ParallelExecutor
-    from headway.runtime.kv_transfer.multi_rank_transfer import KvRanks, RankPeers
+    from headway.runtime.executor.multi_process import MultiProcessExecutor
+    from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
 
     executor = core.executor
-    assert isinstance(executor, ParallelExecutor)
+    assert isinstance(executor, MultiProcessExecutor)
     if not executor.peer_addresses:
         return None
     first, *others = executor.peer_addresses
     core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
-    port = KvRanks(executor, core.scheduler.ledgers[0].take_ops)
-    peers = RankPeers(own.number, port)
-    return Member(core, port.computes, peers, clock, own.room_s, Desk(core, port, executor.replay, clock))
+    port = MultiRankKvTransfer(executor, core.scheduler.ledgers[0].take_ops)
+    peers = MultiRankPeers(own.number, port)
+    return InstanceAgent(core, port.computes, peers, clock, own.room_s, KvConnectorScheduler(core, port, executor.replay, clock))

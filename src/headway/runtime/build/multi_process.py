@@ -6,31 +6,31 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from headway.runtime.build.engine import Built, backend_name, eos_ids, kv_blocks
+from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
 from headway.core.cpu_affinity import CORES
 from headway.core.errors import CheckpointError
 from headway.runtime.engine.config import EngineConfig
-from headway.perf.hardware.device import Devices, choose
+from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.model.config import DecoderConfig, read_config
 from headway.runtime.model.fields import read_json
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.memory_fit import check_memory, check_shape, need, parameters
 from headway.runtime.launcher.network import parse_endpoint
 from headway.runtime.executor.rank_config import RankConfig, RankPeer
 from headway.runtime.launcher.host_compatibility import node_of, terms
 from headway.runtime.executor.cuda_probe import look_apart
 from headway.runtime.launcher.rank_launcher import warm
-from headway.runtime.executor.rank_processes import ProcessWire
-from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.executor.rank_processes import ProcessTransport
+from headway.runtime.launcher.host_coordinator import HostCoordinator
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _START_S = 120.0
 """A worker that gives no sign of life for so long while it starts is lost."""
 
 
-def build_many(config: EngineConfig, layout: Layout, wanted: Callable[[], bool] = lambda: True) -> Built:
+def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
     """Check that the layout can be, start the ranks, and wait until all have loaded. Raises ConfigError otherwise, with
     the layouts that would fit or with the words of the rank that could not start. Hosts are waited for while it is
     `wanted`."""
@@ -52,7 +52,7 @@ def build_many(config: EngineConfig, layout: Layout, wanted: Callable[[], bool] 
         raise
 
 
-def _peer(config: EngineConfig, layout: Layout) -> RankPeer | None:
+def _peer(config: EngineConfig, layout: ParallelLayout) -> RankPeer | None:
     """What ranks hear other instances by, where KV moves between them: where they are cut by heads only. Such an
     instance is lost as a whole when a rank is (`runtime.cluster.live_instance`): others' KV was on it."""
     own = config.instance
@@ -67,12 +67,12 @@ def _peer(config: EngineConfig, layout: Layout) -> RankPeer | None:
     )
 
 
-def open_rendezvous(config: EngineConfig, layout: Layout) -> Rendezvous:
+def open_rendezvous(config: EngineConfig, layout: ParallelLayout) -> HostCoordinator:
     """Node 0's end of several hosts."""
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
     mine = terms(0, config.nnodes, layout, config.model)
-    return Rendezvous(
+    return HostCoordinator(
         parse_endpoint(config.rdzv_endpoint),
         config.rdzv_token,
         mine,
@@ -83,14 +83,14 @@ def open_rendezvous(config: EngineConfig, layout: Layout) -> Rendezvous:
 
 def _build(
     config: EngineConfig,
-    layout: Layout,
+    layout: ParallelLayout,
     shape: DecoderConfig,
     itemsize: int,
     longest: int,
-    devices: Devices | None,
-    hosts: Rendezvous | None,
+    devices: DeviceAssignment | None,
+    hosts: HostCoordinator | None,
     wanted: Callable[[], bool],
-) -> Built:
+) -> LoadedModel:
     available, cores = available_bytes(), len(CORES)
     if hosts is not None:
         warm()
@@ -127,20 +127,20 @@ def _build(
         instance=None if config.instance is None else config.instance.number,
         peer=_peer(config, layout),
     )
-    wire = ProcessWire(ranks, hosts)
+    wire = ProcessTransport(ranks, hosts)
     ready = wire.start()
 
-    def rewire() -> ProcessWire:
-        again = ProcessWire(ranks, hosts)
+    def rewire() -> ProcessTransport:
+        again = ProcessTransport(ranks, hosts)
         again.start()
         return again
 
     addresses = tuple(rank.peer_address for rank in ready if rank.peer_address is not None)
-    executor = ParallelExecutor(wire, layout, blocks, None if addresses else rewire)
+    executor = MultiProcessExecutor(wire, layout, blocks, None if addresses else rewire)
     executor.peer_addresses = addresses
     executor.hosts = hosts
     weights = sum(rank.weights_bytes for rank in ready)
-    return Built(
+    return LoadedModel(
         executor=executor,
         measure=executor.measure,
         shape=shape,

@@ -8,23 +8,23 @@ from pathlib import Path
 import torch
 
 from headway.runtime.attention.base import make_backend
-from headway.runtime.build.engine import Built, backend_name, eos_ids, kv_blocks
+from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
 from headway.runtime.engine.config import EngineConfig
 from headway.perf.hardware.device import choose
 from headway.perf.hardware.memory import available_bytes
 from headway.runtime.model.loading import load_decoder
 from headway.runtime.executor.cuda_probe import look
-from headway.runtime.executor.single_process import LocalExecutor
+from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.measure import measure
-from headway.runtime.executor.thread_pinning import Team
-from headway.runtime.executor.worker import Worker
+from headway.runtime.executor.thread_pinning import ThreadPinning
+from headway.runtime.executor.worker import ModelWorker
 
 
-def build_one(config: EngineConfig) -> Built:
+def build_one(config: EngineConfig) -> LoadedModel:
     """Load, and make the pool. Raises ConfigError when it cannot be."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    team = Team(torch.get_num_threads())
+    team = ThreadPinning(torch.get_num_threads())
     devices = choose(config.device, 1, look)
     backend = make_backend(backend_name(config, devices))
     device = "cpu" if devices is None else f"cuda:{devices.first}"
@@ -33,10 +33,10 @@ def build_one(config: EngineConfig) -> Built:
     decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend)
     free = available_bytes() if devices is None else torch.cuda.mem_get_info(device)[0]
     blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, free)
-    worker = Worker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
+    worker = ModelWorker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
     parameters = decoder.weights.parameters
-    return Built(
-        executor=LocalExecutor(worker, team),
+    return LoadedModel(
+        executor=SingleProcessExecutor(worker, team),
         measure=partial(measure, worker),
         shape=decoder.config,
         dtype=str(decoder.dtype).removeprefix("torch."),

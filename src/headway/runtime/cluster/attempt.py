@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
-from headway.runtime.cluster.cluster_request import Asked
-from headway.runtime.cluster.messages import Run, Send
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.messages import SendKv, SpanTask
 
 
-class Movement:
+class KvMovement:
     """KV that has been asked for: who still has to send, and what follows when all have."""
 
     __slots__ = ("sources", "then")
@@ -21,7 +21,7 @@ class Movement:
         self.sources, self.then = sources, then
 
 
-class Attempt:
+class RequestAttempt:
     """`request` is what the policy sees; `wire` the id by which instances know it (its name, or another one when a
     scheduler begins with it anew).
 
@@ -40,14 +40,14 @@ class Attempt:
                  "halts", "home", "journey", "late", "left", "moving", "request", "room", "running", "runs", "space",
                  "spread", "step", "steps", "stopping", "token", "unsent", "wanted", "whole", "wire")  # fmt: skip
 
-    journey: Journey
+    journey: ControlledRequest
 
-    def __init__(self, asked: Asked, request: Request) -> None:
+    def __init__(self, asked: ClusterRequest, request: Request) -> None:
         self.asked, self.request = asked, request
         self.wire = request.id
         self.base = len(asked.told)
         self.admitted: set[int] = set()
-        self.runs: list[Run] = []
+        self.runs: list[SpanTask] = []
         self.running: set[int] = set()
         self.entry: SpanEntry | None = None
         self.spread: tuple[int, ...] = ()
@@ -58,18 +58,18 @@ class Attempt:
         self.stopping = self.halts = False
         self.step: int | None = None
         self.count = 0
-        self.token: Run | None = None
-        self.steps: list[Run] = []
+        self.token: SpanTask | None = None
+        self.steps: list[SpanTask] = []
         self.home: int | None = None
         self.left: set[int] = set()
         self.finished = False
         self.room: dict[int, bool] = {}
         self.space: dict[int, int] = {}
         self.asked_as: dict[int, int] = {}
-        self.unsent: list[tuple[int, Send]] = []
-        self.moving: dict[int, Movement] = {}
-        self.late: list[Piece] = []
-        self.early: list[Piece] = []
+        self.unsent: list[tuple[int, SendKv]] = []
+        self.moving: dict[int, KvMovement] = {}
+        self.late: list[KvSlice] = []
+        self.early: list[KvSlice] = []
 
     @property
     def said(self) -> int:
@@ -94,37 +94,37 @@ class Attempt:
         return number in self.running or number in self.room or bool(self.moving)
 
 
-class Attempts:
+class AttemptTable:
     """Those under way, by the id that instances know."""
 
     def __init__(self) -> None:
-        self._of: dict[str, Attempt] = {}
-        self._named: dict[str, Attempt] = {}
+        self._of: dict[str, RequestAttempt] = {}
+        self._named: dict[str, RequestAttempt] = {}
 
-    def __iter__(self) -> Iterator[Attempt]:
+    def __iter__(self) -> Iterator[RequestAttempt]:
         return iter(list(self._of.values()))
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def named(self, name: str) -> Attempt | None:
+    def named(self, name: str) -> RequestAttempt | None:
         """By the name that the policy knows."""
         return self._named.get(name)
 
-    def get(self, wire: str) -> Attempt | None:
+    def get(self, wire: str) -> RequestAttempt | None:
         """None: whoever speaks of it does not know yet that it was given up."""
         return self._of.get(wire)
 
-    def add(self, attempt: Attempt) -> None:
+    def add(self, attempt: RequestAttempt) -> None:
         """It begins."""
         self._of[attempt.wire] = self._named[attempt.request.id] = attempt
 
-    def remove(self, attempt: Attempt) -> None:
+    def remove(self, attempt: RequestAttempt) -> None:
         """It has ended. Harmless when repeated."""
         self._of.pop(attempt.wire, None)
         self._named.pop(attempt.request.id, None)
 
-    def rename(self, attempt: Attempt) -> None:
+    def rename(self, attempt: RequestAttempt) -> None:
         """What instances say of it under its old name is not heard any more."""
         del self._of[attempt.wire]
         attempt.wire += "'"

@@ -17,29 +17,29 @@ import msgspec
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.base import Placement
-from headway.policy.placement.view import Links
+from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.view import ClusterLinks
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
-from headway.runtime.cluster.cluster_request import Asked
-from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LatencyOf
-from headway.runtime.cluster.live_controller import DecisionLog, Live
+from headway.runtime.cluster.live_controller import DecisionLog, LiveController
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.membership import Another, Roster
+from headway.runtime.cluster.membership import Another, ClusterMembership
 from headway.runtime.cluster.merged import merged_info, merged_stats
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.cumulative_counters import carried
-from headway.runtime.engine.protocol import Delta, EngineInfo, EngineState, EngineStats, Submit
+from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
 
 log = logging.getLogger("headway.cluster")
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
     are predicted by, latency_of: on an instance, where that is not the same; rows: most of a span that an instance
     computes at once (`Run.rows`); log: of all decisions."""
 
-    policy: Callable[[], Placement]
+    policy: Callable[[], PlacementPolicy]
     latency: GroupLatency
     shape: ModelShape
     latency_of: LatencyOf | None = None
@@ -53,8 +53,8 @@ class ClusterClient:
     def __init__(
         self,
         instances: Sequence[LiveInstance],
-        links: Links,
-        make: Callable[[Sequence[EngineInfo]], Rules],
+        links: ClusterLinks,
+        make: Callable[[Sequence[EngineInfo]], ClusterRules],
         *,
         placement: str,
         another: Another | None = None,
@@ -64,11 +64,11 @@ class ClusterClient:
         """`make` is called once all of them are ready, with what they say of themselves. placement: the policy's name.
         another: starts one more; None: none can join.
         in_place: groups decode where their KV lies, and do not gather it on one of them."""
-        self.fleet = Fleet(instances)
+        self.fleet = InstanceRegistry(instances)
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place = backends, in_place
-        self._roster = Roster(self.fleet, self, another)
-        self._live: Live | None = None
+        self._roster = ClusterMembership(self.fleet, self, another)
+        self._live: LiveController | None = None
         self._ready: dict[int, asyncio.Future[None]] = {}
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
@@ -146,7 +146,7 @@ class ClusterClient:
             info = merged_info(infos)
             rules = self._make(infos)
             losses = max(each.config.max_restarts for each in instances)
-            live = Live(
+            live = LiveController(
                 self.fleet,
                 self._links,
                 rules.policy,
@@ -168,9 +168,9 @@ class ClusterClient:
         self._live, self._info = live, info
         return info
 
-    async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
+    async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
         live = self._accepts(submit)
-        asked = Asked(submit, prompt)
+        asked = ClusterRequest(submit, prompt)
         timer: asyncio.TimerHandle | None = None
         if submit.timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -178,7 +178,7 @@ class ClusterClient:
         try:
             live.ask(asked)
             self._roster.look(live)
-            deltas = cast("AsyncGenerator[Delta, None]", asked.answer())
+            deltas = cast("AsyncGenerator[OutputDelta, None]", asked.answer())
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta
@@ -188,7 +188,7 @@ class ClusterClient:
             live.leave(asked)
             self._roster.look(live)
 
-    def _accepts(self, submit: Submit) -> Live:
+    def _accepts(self, submit: SubmitRequest) -> LiveController:
         """Raises where a request cannot be accepted."""
         live, state = self._live, self.state
         if live is None or state in ("starting", "draining"):
@@ -205,7 +205,7 @@ class ClusterClient:
             )
         return live
 
-    def _check_size(self, submit: Submit) -> None:
+    def _check_size(self, submit: SubmitRequest) -> None:
         """One instance has to hold all of a request's KV when it decodes."""
         holds = max((each.info.kv_tokens_total for each in self.fleet if each.info is not None), default=0)
         needed = submit.prompt_tokens + submit.params.max_tokens
@@ -216,9 +216,9 @@ class ClusterClient:
                 "prompt",
             )
 
-    def _timed_out(self, asked: Asked) -> None:
+    def _timed_out(self, asked: ClusterRequest) -> None:
         assert self._live is not None
-        asked.tell(Delta(id=asked.submit.id, finish="timeout"))
+        asked.tell(OutputDelta(id=asked.submit.id, finish="timeout"))
         self._live.leave(asked, "it has timed out")
         self._roster.look(self._live)
 
@@ -263,7 +263,7 @@ class ClusterClient:
             self._live.said(number, message)
             self._roster.look(self._live)
 
-    def heard(self, number: int, delta: Delta) -> None:
+    def heard(self, number: int, delta: OutputDelta) -> None:
         """See `instance.Listener`."""
         if self._live is not None:
             self._live.heard(number, delta)

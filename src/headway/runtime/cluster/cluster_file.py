@@ -24,7 +24,7 @@ _SIZES = ("sp", "long_sp", "reserved")
 """Options that are numbers of instances that prefill."""
 
 
-class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InstancePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`count` equal instances; `serve`: their own settings, as of `headway serve`, over the file's. host: the
     --node-rank of the host they run on. per_node: how many of them the policy is to take for a node; None: they are on
     one node with all others of their host that do not say."""
@@ -44,7 +44,7 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts, one way, for
     policies to reckon with."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[InstancePool, ...]
     model: str | None = None
     placement: str = "jsq"
     options: dict[str, Any] = {}

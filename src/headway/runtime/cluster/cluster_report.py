@@ -55,7 +55,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @runtime_checkable
-class Instances(Protocol):
+class InstanceAdmin(Protocol):
     """What the endpoints for operators need of a router."""
 
     def report(self) -> ClusterReport:

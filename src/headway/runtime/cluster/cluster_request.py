@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from headway.core.request import Request
-from headway.runtime.engine.protocol import Delta, Submit
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from headway.runtime.engine.refusals import refusal
 
 
-class Asked:
+class ClusterRequest:
     """One request. Whatever is lost of it, another attempt goes on behind what the client was told."""
 
     __slots__ = (
@@ -29,7 +29,7 @@ class Asked:
         "told",
     )
 
-    def __init__(self, submit: Submit, prompt: bytes | memoryview) -> None:
+    def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         self.submit, self.prompt = submit, prompt
         self.told: list[int] = list(submit.output)
         self.answered = False
@@ -43,7 +43,7 @@ class Asked:
         self.over = False
         self.first_s: float | None = None
         """When work on it began, until that was told."""
-        self._news: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._news: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
 
     @property
     def left(self) -> int:
@@ -64,7 +64,7 @@ class Asked:
             priority=submit.priority,
         )
 
-    def tell(self, delta: Delta) -> None:
+    def tell(self, delta: OutputDelta) -> None:
         """An instance has something for the client."""
         if self.over:
             return
@@ -81,7 +81,7 @@ class Asked:
             self.over = True
             self._news.put_nowait(error)
 
-    async def answer(self) -> AsyncIterator[Delta]:
+    async def answer(self) -> AsyncIterator[OutputDelta]:
         """What the client gets, to the last. Raises what the request failed with."""
         while True:
             delta = await self._news.get()

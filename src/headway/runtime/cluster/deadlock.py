@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from headway.control.transfer_queue import Transfers
-from headway.runtime.cluster.attempt import Attempt, Attempts
-from headway.runtime.cluster.instance_registry import Fleet
+from headway.control.transfer_queue import TransferQueue
+from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
+from headway.runtime.cluster.instance_registry import InstanceRegistry
 
 EVERY_S = 1.0
 """How often to look while anybody waits."""
@@ -41,10 +41,10 @@ def knotted(
         left = stuck
 
 
-class Knots:
+class DeadlockDetector:
     """Of one router."""
 
-    def __init__(self, fleet: Fleet, attempts: Attempts, transfers: Transfers) -> None:
+    def __init__(self, fleet: InstanceRegistry, attempts: AttemptTable, transfers: TransferQueue) -> None:
         self._fleet, self._attempts, self._transfers = fleet, attempts, transfers
         self._since: dict[str, float] = {}
         self._done: dict[int, tuple[int, float]] = {}
@@ -54,7 +54,7 @@ class Knots:
         """An instance has sent a snapshot."""
         self._heard[number] = now
 
-    def find(self, now: float, order: Iterable[str]) -> tuple[Attempt, bool] | None:
+    def find(self, now: float, order: Iterable[str]) -> tuple[RequestAttempt, bool] | None:
         """The youngest of a knot, by the `order` of acceptance of what is asked, and whether others go on once it lets
         go of its KV. None: there is no knot. To be asked every `EVERY_S` seconds while anybody waits for room."""
         silent = {each.number for each in self._fleet if now - self._heard.get(each.number, now) > _SURE_S}
@@ -98,7 +98,7 @@ class Knots:
         return {number for number, (_, since_s) in self._done.items() if now - since_s >= _SURE_S}
 
 
-def _places(attempt: Attempt) -> set[int]:
+def _places(attempt: RequestAttempt) -> set[int]:
     """Where a request has KV, or room for some, or is in a scheduler."""
     found = {*attempt.running, *attempt.spread, *attempt.whole, *(i for i, there in attempt.room.items() if there)}
     if attempt.entry is not None and attempt.runs:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import msgspec
 
 from headway.core.span import Strategy
-from headway.runtime.cluster.attempt import Attempt
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.messages import Compute, Run, RunDone
+from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.messages import ComputeSpan, SpanTask, SpanTaskDone
 
 _LOW = 64
 """KV tokens that are to be free: with less room the master is followed by the roomiest of the group."""
@@ -26,30 +26,30 @@ _LOW = 64
 _WHAT = "layout"
 
 
-class Steps:
+class GroupDecodeSteps:
     """grown, shrunk: how often a group has changed while it decoded."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: InstanceRegistry) -> None:
         self._fleet = fleet
         self.grown = self.shrunk = 0
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: RequestAttempt) -> None:
         """From now on its group decodes it, over the KV that its runs have left. `next` follows."""
         attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
         attempt.steps = list(attempt.runs)
 
-    def take_up(self, attempt: Attempt, home: int) -> None:
+    def take_up(self, attempt: RequestAttempt, home: int) -> None:
         """From now on a group decodes it, over the KV that a scheduler has left on one instance. `next` follows."""
         attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
-        attempt.steps = [Run(0, attempt.kv_tokens, (home,))]
+        attempt.steps = [SpanTask(0, attempt.kv_tokens, (home,))]
         attempt.spread, attempt.whole, attempt.home = (home,), set(), home
 
-    def end(self, attempt: Attempt) -> None:
+    def end(self, attempt: RequestAttempt) -> None:
         """Its KV is on one instance, in whose scheduler it goes on."""
         attempt.step = attempt.home = attempt.token = None
         attempt.steps.clear()
 
-    def next(self, attempt: Attempt, group: tuple[int, ...]) -> None:
+    def next(self, attempt: RequestAttempt, group: tuple[int, ...]) -> None:
         """Compute a token; these instances have all KV with that, whoever has it before: as soon as each has room for
         its part of it."""
         assert attempt.step is not None
@@ -62,7 +62,7 @@ class Steps:
         for number in self._anew(attempt, run):
             self._fleet.promises.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
         attempt.running = set(order)
-        message = Compute(
+        message = ComputeSpan(
             id=attempt.wire,
             index=attempt.step,
             run=run,
@@ -73,7 +73,7 @@ class Steps:
         )
         self._fleet.tell(order, message)
 
-    def done(self, number: int, attempt: Attempt, message: RunDone) -> bool:
+    def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> bool:
         """An instance has done its part of a token; True when all have."""
         if message.index != attempt.step or number not in attempt.running:
             return False
@@ -86,7 +86,7 @@ class Steps:
         self._computed(attempt)
         return True
 
-    def _computed(self, attempt: Attempt) -> None:
+    def _computed(self, attempt: RequestAttempt) -> None:
         run, held = attempt.token, set(attempt.spread)
         assert run is not None
         assert attempt.step is not None
@@ -105,7 +105,7 @@ class Steps:
         if held - kept:
             self._fleet.leave(attempt, but=kept)
 
-    def _run(self, attempt: Attempt, group: tuple[int, ...], known: int) -> Run:
+    def _run(self, attempt: RequestAttempt, group: tuple[int, ...], known: int) -> SpanTask:
         """The token's, in the form that KV has, or gets with it."""
         last, held = attempt.steps[-1], set(attempt.spread)
         everybody = tuple(sorted(held.union(group)))
@@ -116,26 +116,26 @@ class Steps:
             if full and others and self._fits(attempt, others):
                 keepers = others
             elif held.issuperset(group) or not self._fits(attempt, everybody):
-                return Run(known - 1, known, last.group, last.strategy, last.node, True)
+                return SpanTask(known - 1, known, last.group, last.strategy, last.node, True)
         master = self._master(attempt, keepers or group)
         order = (master, *(number for number in everybody if number != master))
-        return Run(known - 1, known, order, Strategy("ring"), None, True, keepers=keepers)
+        return SpanTask(known - 1, known, order, Strategy("ring"), None, True, keepers=keepers)
 
-    def _fits(self, attempt: Attempt, group: tuple[int, ...]) -> bool:
+    def _fits(self, attempt: RequestAttempt, group: tuple[int, ...]) -> bool:
         """Whether KV that is dealt to these evenly fits, whoever has how much of it before."""
         return all(self._fleet.room(number) >= self._share(attempt, group) for number in group)
 
-    def _share(self, attempt: Attempt, group: tuple[int, ...]) -> int:
+    def _share(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
         """Room that each needs for that."""
         return attempt.kv_tokens // len(group) + _LOW
 
-    def _anew(self, attempt: Attempt, run: Run) -> tuple[int, ...]:
+    def _anew(self, attempt: RequestAttempt, run: SpanTask) -> tuple[int, ...]:
         """Who gets more KV with a run than its token's."""
         if run.keepers:
             return run.keepers
         return run.group if attempt.steps[-1].strategy.attn == "ulysses" != run.strategy.attn else ()
 
-    def _master(self, attempt: Attempt, group: tuple[int, ...]) -> int:
+    def _master(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
         """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that
         joins, where it has any; else the roomiest."""
         before, run = set(attempt.spread), attempt.token

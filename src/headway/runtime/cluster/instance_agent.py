@@ -3,7 +3,7 @@
 The companion of `EngineCore`, driven by the same loop. A run is computed in `work`, in the loop's own thread; from
 inside it the loop is called back: between layers and, every so often, within them and while others are waited for. So
 messages are heard (KV that is asked for goes), and between layers the scheduler's iterations go on where the run allows
-that. No torch here: `Computes` does the computing.
+that. No torch here: `SpanExecution` does the computing.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.core.errors import HeadwayError
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.kv.staged_kv import Custody, runs_of
+from headway.kv.staged_kv import StagedKv, runs_of
 from headway.runtime.cluster.messages import (
-    Admit,
-    Compute,
-    Forget,
+    AdmitRequest,
+    ComputeSpan,
+    ForgetRequest,
     FromInstance,
-    Halt,
-    Meet,
-    Pause,
-    Peer,
-    Proceed,
-    Reserve,
-    Reserved,
-    Run,
-    RunDone,
-    RunLost,
-    RunPaused,
-    Send,
+    HaltDecode,
+    KvReserved,
+    MeetPeers,
+    PauseSpan,
+    PeerAddress,
+    ReserveKv,
+    ResumeSpan,
+    SendKv,
+    SpanTask,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
     ToInstance,
 )
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.output_tracker import Live
-from headway.runtime.engine.protocol import Submit
+from headway.runtime.engine.output_tracker import OutputTracker
+from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.kv_transfer.ends import instance_of
 from headway.runtime.kv_transfer.peer import PeerLostError
 
@@ -52,7 +52,7 @@ _LOOK_S = 0.002
 Slots = Sequence[tuple[int, int]]
 
 
-class _Saved(Protocol):
+class _SavedBytes(Protocol):
     @property
     def kv_bytes(self) -> int: ...
     @property
@@ -61,7 +61,7 @@ class _Saved(Protocol):
     def kv_bytes_at_end(self) -> int: ...
 
 
-class Computes(Protocol):
+class SpanExecution(Protocol):
     """Who computes runs: `runtime.sequence_parallel.span_executor.Runs`, or who leads the ranks that do
     (`runtime.sequence_parallel.multi_rank_span_executor`), and doubles in tests.
     What it does not say of a method is said there."""
@@ -71,8 +71,8 @@ class Computes(Protocol):
     def begin(
         self,
         name: str,
-        run: Run,
-        before: Sequence[Run],
+        run: SpanTask,
+        before: Sequence[SpanTask],
         preemptible: bool,
         drawn: tuple[int, ...],
         room: Callable[[int, bool], Slots],
@@ -81,9 +81,9 @@ class Computes(Protocol):
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool) -> bool: ...
 
-    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]: ...
+    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]: ...
 
-    def saved(self, name: str) -> tuple[int, int, _Saved]: ...
+    def saved(self, name: str) -> tuple[int, int, _SavedBytes]: ...
 
     def whole(self, name: str, tokens: int) -> bool: ...
 
@@ -94,10 +94,10 @@ class Computes(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
 
-class Moves(Protocol):
+class KvTransferManager(Protocol):
     """Who moves KV between instances (`runtime.kv_transfer.connector`). All is called in the loop's thread."""
 
-    def take(self, message: Reserve | Send) -> None:
+    def take(self, message: ReserveKv | SendKv) -> None:
         """The router asks for it."""
 
     def granted(self, name: str) -> None:
@@ -119,21 +119,21 @@ class Moves(Protocol):
         """Nothing of a request is to be sent or received any more. Before its KV is given back."""
 
 
-class Others(Protocol):
+class PeerTable(Protocol):
     """The other instances: `runtime.kv_transfer.peers.Peers`, or who speaks for those of several ranks. `number`:
     this one's."""
 
     @property
     def number(self) -> int: ...
 
-    def meet(self, peers: Iterable[Peer]) -> None: ...
+    def meet(self, peers: Iterable[PeerAddress]) -> None: ...
 
     def forget(self, scope: str) -> None: ...
 
     def cease(self, scope: str) -> None: ...
 
 
-class Loop(Protocol):
+class EngineLoop(Protocol):
     """The loop that drives this, as it may be called from inside a run."""
 
     def say(self, message: FromInstance, measured: bool = False) -> None:
@@ -147,49 +147,50 @@ class _EndedError(Exception):
     """The run under way is to end, and nobody waits for a word of it."""
 
 
-class _Request(NamedTuple):
-    admit: Admit
-    live: Live
+class _AgentRequest(NamedTuple):
+    admit: AdmitRequest
+    live: OutputTracker
 
 
-class _Job:
-    """A run from `Compute` until it is done. grew: it was, and holds more KV than a token's."""
+class _SpanJob:
+    """A run from `ComputeSpan` until it is done. grew: it was, and holds more KV than a token's."""
 
     __slots__ = ("began_s", "begun", "compute", "forgotten", "grew", "pause")
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: ComputeSpan) -> None:
         self.compute = compute
         self.begun = self.pause = self.forgotten = self.grew = False
         self.began_s = 0.0
 
 
-class Member:
+class InstanceAgent:
     """Of one engine. `room_s`: how long a run waits for room in the pool.
 
-    Runs are carried out one at a time, in the order in which `Compute` and `Proceed` come; the router sends them to all
+    Runs are carried out one at a time, in the order in which `ComputeSpan` and `ResumeSpan` come; the router sends
+    them to all
     of a group in the same order, which is why groups that overlap do not wait for each other.
     """
 
     def __init__(
         self,
         core: EngineCore,
-        computes: Computes,
-        peers: Others,
-        clock: Clock,
+        computes: SpanExecution,
+        peers: PeerTable,
+        clock: ClockProtocol,
         room_s: float,
-        moves: Moves | None = None,
+        moves: KvTransferManager | None = None,
     ) -> None:
         custody = core.scheduler.custody
         assert custody is not None, "an instance of several KV groups takes no part in runs"
         self._core, self._computes, self._peers, self._clock = core, computes, peers, clock
-        self._custody: Custody = custody
+        self._custody: StagedKv = custody
         self._ledger = core.scheduler.ledgers[0]
         self._room_s, self._moves = room_s, moves
-        self._requests: dict[str, _Request] = {}
-        self._jobs: dict[str, _Job] = {}
+        self._requests: dict[str, _AgentRequest] = {}
+        self._jobs: dict[str, _SpanJob] = {}
         self._places: dict[str, list[str]] = {}
         self._asked: set[str] = set()
-        self._line: deque[_Job] = deque()
+        self._line: deque[_SpanJob] = deque()
         self._looked_s = float("-inf")
 
     @property
@@ -200,31 +201,31 @@ class Member:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def take(self, message: ToInstance, prompt: memoryview | None) -> None:
-        """A message of the router's. `prompt`: the frame behind `Admit`. Ids that are unknown are ignored."""
-        if isinstance(message, Meet):
+        """A message of the router's. `prompt`: the frame behind `AdmitRequest`. Ids that are unknown are ignored."""
+        if isinstance(message, MeetPeers):
             self._peers.meet(message.peers)
-        elif isinstance(message, Admit):
+        elif isinstance(message, AdmitRequest):
             assert prompt is not None
             self._admit(message, prompt)
-        elif isinstance(message, Compute):
+        elif isinstance(message, ComputeSpan):
             if message.id in self._requests:
-                self._line.append(_Job(message))
+                self._line.append(_SpanJob(message))
                 self._jobs.setdefault(message.id, self._line[-1])
-        elif isinstance(message, Pause):
+        elif isinstance(message, PauseSpan):
             if message.id in self._jobs:
                 self._jobs[message.id].pause = True
-        elif isinstance(message, Proceed):
+        elif isinstance(message, ResumeSpan):
             if message.id in self._jobs:
                 self._jobs[message.id].pause = False  # one that came too late meant what is paused already
                 self._line.append(self._jobs[message.id])
-        elif isinstance(message, Forget):
+        elif isinstance(message, ForgetRequest):
             self.forget(message.id, message.for_good)
-        elif isinstance(message, Halt):
+        elif isinstance(message, HaltDecode):
             self._core.stage(message.id)
         elif self._moves is not None:
             self._moves.take(message)
 
-    def submitted(self, submit: Submit) -> None:
+    def submitted(self, submit: SubmitRequest) -> None:
         """A request is about to be given to the scheduler: where it decodes with KV of runs, that becomes its own."""
         if submit.phase != "decode" or submit.id not in self._requests:
             return
@@ -252,7 +253,7 @@ class Member:
         self._custody.release(name)
         self._drop(name)
 
-    def turn(self, loop: Loop) -> None:
+    def turn(self, loop: EngineLoop) -> None:
         """In every turn of the loop: room for those who wait, and word of KV that has moved."""
         if self._custody.waiting:
             for name in self._custody.grant():
@@ -260,9 +261,9 @@ class Member:
                     self._moves.granted(name)
         if self._moves is not None:
             for message in self._moves.turn():
-                loop.say(message, measured=isinstance(message, Reserved))
+                loop.say(message, measured=isinstance(message, KvReserved))
 
-    def _admit(self, admit: Admit, prompt: memoryview) -> None:
+    def _admit(self, admit: AdmitRequest, prompt: memoryview) -> None:
         info = self._core.info
         if admit.id in self._requests:
             return
@@ -274,13 +275,13 @@ class Member:
             log.error("%s: token ids must be between 0 and %d", admit.id, info.vocab_size - 1)
             return
         room = info.max_model_len - admit.prompt_tokens
-        live = Live(admit.params, len(admit.output), room, info.eos_token_ids)
+        live = OutputTracker(admit.params, len(admit.output), room, info.eos_token_ids)
         self._computes.admit(admit.id, prompt, admit.params, admit.output)
-        self._requests[admit.id] = _Request(admit, live)
+        self._requests[admit.id] = _AgentRequest(admit, live)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def work(self, loop: Loop) -> None:
+    def work(self, loop: EngineLoop) -> None:
         """Carry out the next run, if there is one: until it is done, paused, lost or forgotten. Who hears that a span
         is done decides at once where its KV has room, so what is free is said before."""
         if not self._line:
@@ -305,7 +306,7 @@ class Member:
             return
         loop.say(word, measured=job.grew)
 
-    def _carry_out(self, job: _Job, loop: Loop) -> bool:
+    def _carry_out(self, job: _SpanJob, loop: EngineLoop) -> bool:
         compute, name = job.compute, job.compute.id
         beside = compute.beside
 
@@ -351,7 +352,7 @@ class Member:
         self._places[name] = [runs_of(name)]
         self._asked.add(runs_of(name))
 
-    def _room(self, job: _Job, tokens: int, anew: bool, loop: Loop) -> Slots:
+    def _room(self, job: _SpanJob, tokens: int, anew: bool, loop: EngineLoop) -> Slots:
         """Slots of the pool for a run that is about to begin, of this request's own place or of another one. The
         scheduler goes on while there are none."""
         name, custody = job.compute.id, self._custody
@@ -374,7 +375,7 @@ class Member:
         block = self._ledger.block_tokens
         return [(first * block, count * block) for first, count in self._ledger.runs(lease)]
 
-    def _done(self, job: _Job) -> RunDone:
+    def _done(self, job: _SpanJob) -> SpanTaskDone:
         compute, name = job.compute, job.compute.id
         emitted, moved = self._computes.finish(name, compute.last)
         del self._jobs[name]
@@ -398,12 +399,12 @@ class Member:
             admit, live = self._requests[name]
             live.emitted = compute.run.end - admit.prompt_tokens
             delta = live.take(emitted, now)
-        return RunDone(id=name, index=compute.index, began_s=job.began_s, ended_s=now, delta=delta)
+        return SpanTaskDone(id=name, index=compute.index, began_s=job.began_s, ended_s=now, delta=delta)
 
-    def _paused(self, job: _Job) -> RunPaused:
+    def _paused(self, job: _SpanJob) -> SpanTaskPaused:
         job.pause = False
         tokens, layer, saved = self._computes.saved(job.compute.id)
-        return RunPaused(
+        return SpanTaskPaused(
             id=job.compute.id,
             index=job.compute.index,
             tokens=tokens,
@@ -415,11 +416,11 @@ class Member:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _lose(self, name: str, why: str, loop: Loop, by: int | None = None) -> None:
-        """A run cannot be completed. Nothing of the request is of use any more. by: see `RunLost`."""
+    def _lose(self, name: str, why: str, loop: EngineLoop, by: int | None = None) -> None:
+        """A run cannot be completed. Nothing of the request is of use any more. by: see `SpanTaskLost`."""
         log.warning("a run of %s is lost: %s", name, why)
         self.forget(name)
-        loop.say(RunLost(name, why, by))
+        loop.say(SpanTaskLost(name, why, by))
 
     def _give_back(self, name: str) -> None:
         """The room of a request's runs."""

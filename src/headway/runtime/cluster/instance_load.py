@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.runtime.engine.protocol import EngineStats
 
 
-class Load:
+class InstanceLoad:
     """One instance: requests that it has, what of their prompts is left, and when that will be done.
 
     The engine's count of prefill tokens, in each snapshot, says how far the waiting prompts have come together; which

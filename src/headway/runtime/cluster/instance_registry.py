@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from headway.runtime.cluster.attempt import Attempt
-from headway.runtime.cluster.kv_reservations import Promises
+from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.kv_reservations import KvReservations
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import Admit, Forget, Meet
+from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPeers
 
 
-class Fleet:
+class InstanceRegistry:
     """Those that are in the cluster, whatever their state. promises: of room for KV."""
 
     def __init__(self, instances: Iterable[LiveInstance]) -> None:
         self._of = {instance.number: instance for instance in instances}
-        self.promises = Promises()
+        self.promises = KvReservations()
 
     def __iter__(self) -> Iterator[LiveInstance]:
         return iter(sorted(self._of.values(), key=lambda instance: instance.number))
@@ -51,15 +51,15 @@ class Fleet:
     def meet(self) -> None:
         """Tell everybody who is there."""
         peers = tuple(peer for instance in self if (peer := instance.peer) is not None)
-        self.tell([peer.instance for peer in peers], Meet(peers))
+        self.tell([peer.instance for peer in peers], MeetPeers(peers))
 
-    def admit(self, attempt: Attempt, numbers: Iterable[int]) -> None:
+    def admit(self, attempt: RequestAttempt, numbers: Iterable[int]) -> None:
         """See that these instances have a request's prompt."""
         new = [number for number in numbers if number not in attempt.admitted]
         if not new:
             return
         asked = attempt.asked
-        admit = Admit(
+        admit = AdmitRequest(
             id=attempt.wire,
             prompt_tokens=asked.submit.prompt_tokens,
             params=asked.submit.params,
@@ -68,7 +68,7 @@ class Fleet:
         attempt.admitted.update(new)
         self.tell(new, admit, asked.prompt)
 
-    def forget(self, attempt: Attempt) -> None:
+    def forget(self, attempt: RequestAttempt) -> None:
         """A request has nothing to do any more with the instances that know it."""
         known = attempt.admitted | attempt.whole | attempt.left
         if attempt.at is not None:
@@ -80,15 +80,15 @@ class Fleet:
             if number == attempt.at and not attempt.finished:
                 instance.abort(attempt.wire)
             if instance.moves_kv:
-                instance.tell(Forget(attempt.wire))
+                instance.tell(ForgetRequest(attempt.wire))
         attempt.admitted.clear()
 
-    def leave(self, attempt: Attempt, but: Iterable[int]) -> None:
+    def leave(self, attempt: RequestAttempt, but: Iterable[int]) -> None:
         """A request that goes on has nothing now on the instances that know it, but for some. It may come again."""
         known = (attempt.admitted | attempt.whole) - set(but)
         self.tell(
             [number for number in sorted(known) if (one := self._of.get(number)) is not None and one.moves_kv],
-            Forget(attempt.wire, for_good=False),
+            ForgetRequest(attempt.wire, for_good=False),
         )
         attempt.left |= known
         attempt.admitted -= known

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.control.queue_entries import SpanEntry
-from headway.runtime.cluster.instance_registry import Fleet
+from headway.runtime.cluster.instance_registry import InstanceRegistry
 
 _SLACK = 32
 """Tokens more than are needed: of blocks that are not full."""
@@ -19,10 +19,10 @@ PATIENCE_S = 60.0
 """A span that has found no room for so long begins all the same: the instances say why it cannot."""
 
 
-class Rooms:
+class KvAdmission:
     """Of one router."""
 
-    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: InstanceRegistry, clock: Callable[[], float]) -> None:
         self._fleet, self._clock = fleet, clock
         self._since: dict[str, float] = {}
 

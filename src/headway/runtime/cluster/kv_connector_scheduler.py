@@ -10,25 +10,25 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headway.core.batch import KvOp
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.core.errors import RequestError
-from headway.runtime.cluster.messages import Arrived, FromInstance, Reserve, Reserved, RunLost, Send
+from headway.runtime.cluster.messages import FromInstance, KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.kv_transfer.connector import Finished, Save
+from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
 from headway.runtime.kv_transfer.ends import instance_of
 
 _UNTOLD = 1024
 """KV operations that may wait for a batch to carry them."""
 
 
-class Port(Protocol):
+class KvPoolPort(Protocol):
     """The worker's side: `runtime.kv_transfer.pool_port.KvPort`, where it is documented."""
 
     def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
 
     def awaits(self, request: str) -> bool: ...
 
-    def send(self, save: Save, start: int, end: int) -> None: ...
+    def send(self, save: SaveKv, start: int, end: int) -> None: ...
 
     def sending(self) -> list[str]: ...
 
@@ -40,36 +40,38 @@ class Port(Protocol):
 
     def opened(self) -> list[str]: ...
 
-    def finished(self) -> Finished: ...
+    def finished(self) -> FinishedTransfers: ...
 
     def forget(self, request: str) -> None: ...
 
 
-class Desk:
+class KvConnectorScheduler:
     """Of one engine. `replay`: the executor's, for KV operations that no batch carries."""
 
-    def __init__(self, core: EngineCore, port: Port, replay: Callable[[tuple[KvOp, ...]], None], clock: Clock) -> None:
+    def __init__(
+        self, core: EngineCore, port: KvPoolPort, replay: Callable[[tuple[KvOp, ...]], None], clock: ClockProtocol
+    ) -> None:
         custody = core.scheduler.custody
         assert custody is not None, "KV does not move between instances of several KV groups"
         self._scheduler, self._custody, self._ledger = core.scheduler, custody, core.scheduler.ledgers[0]
         self._port, self._replay, self._clock = port, replay, clock
-        self._asked: dict[str, Reserve] = {}
+        self._asked: dict[str, ReserveKv] = {}
         self._words: list[FromInstance] = []
         self._came: dict[str, int] = {}
         core.lacks = self.lacks
 
-    def take(self, message: Reserve | Send) -> None:
+    def take(self, message: ReserveKv | SendKv) -> None:
         """See `Moves`."""
         name = message.id
-        if isinstance(message, Send):
-            self._port.send(Save(name, message.piece, message.to), message.start, message.end)
+        if isinstance(message, SendKv):
+            self._port.send(SaveKv(name, message.piece, message.to), message.start, message.end)
             self._advance(name)
             return
         try:
             self._custody.ask(name, message.tokens, self._clock.now())
             self._asked[name] = message
         except RequestError as error:
-            self._words.append(RunLost(name, str(error)))
+            self._words.append(SpanTaskLost(name, str(error)))
 
     def granted(self, name: str) -> None:
         """See `Moves`."""
@@ -102,9 +104,9 @@ class Desk:
             self._advance(name)
         received, lost = self._port.finished()
         words, self._words = self._words, []
-        words += [Reserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
-        words += [Arrived(*one) for one in received]
-        words += [RunLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
+        words += [KvReserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
+        words += [KvArrived(*one) for one in received]
+        words += [SpanTaskLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
         if self._ledger.untold > _UNTOLD:
             self._replay(self._ledger.take_ops())
         return words

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 
-class Promises:
+class KvReservations:
     """Of one fleet: tokens by instance, request, and what they are for."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from headway.runtime.cluster.live_instance import Launch
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.launcher.engine_spawn import ENGINE
-from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.remote_engine import RemoteEngine
 
 
@@ -28,7 +28,9 @@ def launcher(number: int, folder: Path, module: str = ENGINE, kv_connector: str 
     return launch
 
 
-def host_launcher(number: int, folder: Path, meeting: Rendezvous, secret: str, kv_connector: str = "peers") -> Launch:
+def host_launcher(
+    number: int, folder: Path, meeting: HostCoordinator, secret: str, kv_connector: str = "peers"
+) -> Launch:
     """The same in a cluster of several hosts: on that one of them which `meeting` has for the number. Instances then
     speak to each other over TCP, and show that they know `secret`."""
     own = folder / str(number)

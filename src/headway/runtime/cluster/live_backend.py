@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headway.control.backend import Figures, Impossible
+from headway.control.backend import ActionImpossible, SchedulerStats
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape, batch_s
 from headway.perf.latency.pause_points import edges_of
 from headway.policy.placement.base import Phase
-from headway.runtime.cluster.attempt import Attempt, Attempts
-from headway.runtime.cluster.group_steps import Steps
-from headway.runtime.cluster.instance_load import Load
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.kv_admission import Rooms
-from headway.runtime.cluster.kv_migrations import Moves
-from headway.runtime.cluster.residency import Stays
-from headway.runtime.cluster.span_runs import Runs
+from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
+from headway.runtime.cluster.group_steps import GroupDecodeSteps
+from headway.runtime.cluster.instance_load import InstanceLoad
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.kv_admission import KvAdmission
+from headway.runtime.cluster.kv_migrations import LiveKvMigrations
+from headway.runtime.cluster.residency import LiveResidency
+from headway.runtime.cluster.span_runs import LiveSpanRuns
 from headway.runtime.engine.protocol import EngineInfo
 
 _ALONE = GroupShape(1)
@@ -33,20 +33,20 @@ LatencyOf = Callable[[EngineInfo | None], GroupLatency]
 """By what an instance has said of itself; None: it is not there now."""
 
 
-class LiveHands:
+class LiveBackend:
     """See `control.backend.Hands`. completed: batches that are complete though nobody told so: their last request left.
     over: requests that had ended when their decode was enqueued. ended: requests that the machine has let go of, with
     why (None: they have all of their output). Who owns the machine empties these after each of its calls."""
 
     def __init__(
         self,
-        fleet: Fleet,
-        attempts: Attempts,
+        fleet: InstanceRegistry,
+        attempts: AttemptTable,
         latency_of: LatencyOf,
         shape: ModelShape,
         in_place: bool,
         rows: int,
-        sent: Callable[[Piece], None],
+        sent: Callable[[KvSlice], None],
         cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -57,22 +57,22 @@ class LiveHands:
         self._latency_of, self._sent, self._cancel, self._clock = latency_of, sent, cancel, clock
         self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
         self._layers = shape.layers
-        self.loads: dict[int, Load] = {}
-        self.moves = Moves(fleet, sent)
-        self.over: list[Attempt] = []
+        self.loads: dict[int, InstanceLoad] = {}
+        self.moves = LiveKvMigrations(fleet, sent)
+        self.over: list[RequestAttempt] = []
         self.completed: list[SpanEntry] = []
-        self.ended: deque[tuple[Attempt, str | None]] = deque()
-        self.steps = Steps(fleet)
-        self.stays = Stays(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
-        self.rooms = Rooms(fleet, clock)
-        self.runs = Runs(fleet, shape, rows, self.stays.submit, self.moves.begun)
+        self.ended: deque[tuple[RequestAttempt, str | None]] = deque()
+        self.steps = GroupDecodeSteps(fleet)
+        self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
+        self.rooms = KvAdmission(fleet, clock)
+        self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit, self.moves.begun)
 
     # -- what it expects ----------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         for span in spans:
             if any(self.fleet.get(i) is None for i in span.group):
-                raise Impossible(f"{span.group} are not all there")
+                raise ActionImpossible(f"{span.group} are not all there")
         shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
         return batch_s(self._latency(spans[0].group[0]), ((span.start, span.end - span.start) for span in spans), shape)
 
@@ -84,14 +84,14 @@ class LiveHands:
         left_s = max(self.load(i).left_s for i in group)
         return self._clock() + left_s if left_s else 0.0
 
-    def refresh(self, instance: int) -> Figures:
+    def refresh(self, instance: int) -> SchedulerStats:
         one, load = self.fleet.get(instance), self.load(instance)
         if one is None:
-            return Figures()
+            return SchedulerStats()
         load.take(one.stats)
         left_s = load.left_s
         free_at_s = self._clock() + left_s if left_s else 0.0
-        return Figures(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
+        return SchedulerStats(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
 
     def fits(self, entry: SpanEntry) -> bool:
         return not self.runs.computes(entry) or self.rooms.fits(entry)
@@ -112,32 +112,32 @@ class LiveHands:
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Its request is forgotten next, which stops it."""
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        attempt: Attempt = journey.driver
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        attempt: RequestAttempt = journey.driver
         self.stays.enter(attempt, group, phase)
         for i in group:
             self.load(i).entered(attempt.request.id)
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
-        attempt: Attempt = journey.driver
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
+        attempt: RequestAttempt = journey.driver
         for i in journey.group:
             self.load(i).left(attempt.request.id)
         if why == "moved":
             self.stays.leave(attempt)
         return attempt.said
 
-    def announced(self, journey: Journey, target: int, now: float) -> None:
+    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
         self.moves.announced(journey.driver, target)
 
-    def send(self, piece: Piece, now: float) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         attempt = self.attempts.named(piece.request)
         if attempt is not None:
             self.moves.send(attempt, piece)
         else:  # its request has left a batch that goes on
             self._sent(piece)
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
-        attempt: Attempt = journey.driver
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
+        attempt: RequestAttempt = journey.driver
         name = attempt.request.id
         for load in self.loads.values():
             load.remove(name)
@@ -163,9 +163,9 @@ class LiveHands:
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
-    def load(self, instance: int) -> Load:
+    def load(self, instance: int) -> InstanceLoad:
         """What an instance's scheduler was given."""
-        return self.loads.setdefault(instance, Load())
+        return self.loads.setdefault(instance, InstanceLoad())
 
     def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
         """Where a span has paused that its group has told of: layer, tokens before its piece, and the share of its time
@@ -189,6 +189,6 @@ class LiveHands:
             known = self._latencies[number] = info, self._latency_of(info)
         return known[1]
 
-    def _placed(self, attempt: Attempt, number: int) -> None:
+    def _placed(self, attempt: RequestAttempt, number: int) -> None:
         tokens = attempt.request.prompt_tokens + attempt.said
         self.load(number).add(attempt.request.id, tokens, self._latency(number).prefill_s(0, tokens, _ALONE))

@@ -14,25 +14,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from headway.control.controller import Machine
-from headway.control.decision_log import Recorded
+from headway.control.controller import ClusterController
+from headway.control.decision_log import RecordingController
 from headway.control.queue_entries import SpanEntry
 from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.request import Request
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement import base
-from headway.policy.placement.base import Placement
-from headway.policy.placement.view import ClusterBook, ClusterView, Links
-from headway.runtime.cluster.attempt import Attempt, Attempts
-from headway.runtime.cluster.cluster_request import Asked
-from headway.runtime.cluster.deadlock import EVERY_S, Knots
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.live_backend import LatencyOf, LiveHands
-from headway.runtime.cluster.messages import Arrived, FromInstance, Reserved, RunDone, RunLost, RunPaused, Staged
-from headway.runtime.cluster.peer_health import Suspects
-from headway.runtime.cluster.policies import Policies, may_of
-from headway.runtime.cluster.retries import Retries
-from headway.runtime.engine.protocol import Delta
+from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.view import ClusterLinks, ClusterSnapshot, ClusterState
+from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.deadlock import EVERY_S, DeadlockDetector
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.live_backend import LatencyOf, LiveBackend
+from headway.runtime.cluster.messages import (
+    FromInstance,
+    KvArrived,
+    KvReserved,
+    KvStaged,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
+from headway.runtime.cluster.peer_health import PeerHealth
+from headway.runtime.cluster.policies import PlacementChain, may_of
+from headway.runtime.cluster.retries import RetryQueue
+from headway.runtime.engine.protocol import OutputDelta
 
 log = logging.getLogger("headway.cluster")
 
@@ -47,14 +55,14 @@ class DecisionLog(NamedTuple):
     about: object
 
 
-class Live:
+class LiveController:
     """asked: requests that are not over, in order of acceptance."""
 
     def __init__(
         self,
-        fleet: Fleet,
-        links: Links,
-        make: Callable[[], Placement],
+        fleet: InstanceRegistry,
+        links: ClusterLinks,
+        make: Callable[[], PlacementPolicy],
         latency_of: LatencyOf,
         shape: ModelShape,
         backends: int = 16,
@@ -68,9 +76,9 @@ class Live:
         in_place: groups decode where their KV lies (`stays`). rows: see `Run.rows`. log: of all decisions, for a
         replay."""
         self.fleet, self._make = fleet, make
-        self.attempts = Attempts()
-        self.asked: dict[str, Asked] = {}
-        self.retries = Retries(self.settle, most_losses)
+        self.attempts = AttemptTable()
+        self.asked: dict[str, ClusterRequest] = {}
+        self.retries = RetryQueue(self.settle, most_losses)
         self._sent: list[Any] = []
         self._alarm: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -81,8 +89,8 @@ class Live:
         self.able: str | None = None
         """Why no request can be placed; None: they can."""
         instances = [each.seen for each in fleet]
-        self.book = ClusterBook(instances, links)
-        self.hands = LiveHands(
+        self.book = ClusterState(instances, links)
+        self.hands = LiveBackend(
             fleet,
             self.attempts,
             latency_of,
@@ -93,12 +101,14 @@ class Live:
             lambda name: self.machine.cancel(name),
             time.monotonic,
         )
-        self.policies = Policies(make, lambda name, number: self._may(name, number))
-        kind = Machine if log is None else partial(Recorded, sink=log.sink, about=log.about)
-        self.machine: Machine = kind(self.book, self.hands, self.policies, layers=shape.layers, backends=backends)
+        self.policies = PlacementChain(make, lambda name, number: self._may(name, number))
+        kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
+        self.machine: ClusterController = kind(
+            self.book, self.hands, self.policies, layers=shape.layers, backends=backends
+        )
         self._may = may_of(self.machine)
-        self._suspects = Suspects()
-        self._knots = Knots(fleet, self.attempts, self.machine.state.transfers)
+        self._suspects = PeerHealth()
+        self._knots = DeadlockDetector(fleet, self.attempts, self.machine.state.transfers)
         for each in fleet:
             if each.state != "ready":
                 self.machine.lost(each.number, time.monotonic())
@@ -145,13 +155,13 @@ class Live:
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: ClusterRequest) -> None:
         """A request is accepted."""
         self.asked[asked.submit.id] = asked
         self._begin(asked)
         self.settle()
 
-    def leave(self, asked: Asked, why: str = "its client left") -> None:
+    def leave(self, asked: ClusterRequest, why: str = "its client left") -> None:
         """Nobody waits for the rest of a request's answer. Harmless when it is over."""
         if self.asked.pop(asked.submit.id, None) is None:
             return
@@ -167,7 +177,7 @@ class Live:
             self.attempts.remove(attempt)
         self.settle()
 
-    def _begin(self, asked: Asked) -> None:
+    def _begin(self, asked: ClusterRequest) -> None:
         """A first or another attempt at a request; it waits where nobody could place it."""
         try:
             self._attempt(asked)
@@ -175,18 +185,18 @@ class Live:
             log.exception("the router has failed at placing %s", asked.submit.id)
             self._fail(asked, _own_failure())
 
-    def _attempt(self, asked: Asked) -> None:
+    def _attempt(self, asked: ClusterRequest) -> None:
         if self.able is not None:
             self.retries.wait(asked)
             return
         if (error := self.retries.given_up(asked)) is not None:
             self._fail(asked, error)
             return
-        attempt = Attempt(asked, asked.try_again())
+        attempt = RequestAttempt(asked, asked.try_again())
         self.attempts.add(attempt)
         attempt.journey = self.machine.arrive(attempt.request, time.monotonic(), attempt)
 
-    def _retry(self, attempt: Attempt, why: str, later: bool = False) -> None:
+    def _retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
         """An attempt has come to nothing; the next one begins when instances have come or gone, where it is to be
         later, or after a pause."""
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
@@ -197,13 +207,13 @@ class Live:
         else:
             self.retries.soon(attempt.asked)
 
-    def _fail(self, asked: Asked, error: Exception) -> None:
+    def _fail(self, asked: ClusterRequest, error: Exception) -> None:
         asked.fail(error)
         self.leave(asked)
 
     # -- what instances say -------------------------------------------------------------------------------------------
 
-    def heard(self, number: int, delta: Delta) -> None:
+    def heard(self, number: int, delta: OutputDelta) -> None:
         """See `instance.Listener`."""
         self._blaming(self.attempts.get(delta.id), delta.id, lambda: self._hear(number, delta))
 
@@ -211,7 +221,7 @@ class Live:
         """See `instance.Listener`."""
         self._blaming(self.attempts.get(message.id), message.id, lambda: self._say(number, message))
 
-    def _blaming(self, attempt: Attempt | None, wire: str, act: Callable[[], bool]) -> None:
+    def _blaming(self, attempt: RequestAttempt | None, wire: str, act: Callable[[], bool]) -> None:
         """What goes wrong here is no fault of the instance that was heard: the request that it spoke of ends with an
         error (500), and everything else goes on. What is to be settled after it may be others', and is not laid to it.
         act: True where there is anything to settle."""
@@ -225,7 +235,7 @@ class Live:
         if follows:
             self.settle()
 
-    def _hear(self, number: int, delta: Delta) -> bool:
+    def _hear(self, number: int, delta: OutputDelta) -> bool:
         attempt = self.attempts.get(delta.id)
         if attempt is None or attempt.at != number or attempt.finished:
             return False
@@ -261,31 +271,31 @@ class Live:
         if attempt is None:
             return False
         now = time.monotonic()
-        if isinstance(message, RunDone):
+        if isinstance(message, SpanTaskDone):
             self._suspects.worked({number, *attempt.running})
         match message:
-            case RunDone() if attempt.step is not None:
+            case SpanTaskDone() if attempt.step is not None:
                 if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
                     self.machine.stayed(attempt.journey, attempt.said, True, now)
-            case RunDone():
+            case SpanTaskDone():
                 self._complete(self.hands.runs.done(number, attempt, message))
-            case RunPaused():
+            case SpanTaskPaused():
                 entry = self.hands.runs.paused(number, attempt, message)
                 if entry is not None:
                     layer, tokens, share = self.hands.paused(entry)
                     self.machine.span_paused(entry, layer, now, tokens, share)
-            case RunLost() if not attempt.may_lose(number):
+            case SpanTaskLost() if not attempt.may_lose(number):
                 return False
-            case RunLost(why=why, by=by):
+            case SpanTaskLost(why=why, by=by):
                 self._retry(attempt, f"instance {number}: {why}", later=True)
                 self._suspect(number, by, attempt.asked.submit.id, why)
-            case Reserved(serial=serial):
+            case KvReserved(serial=serial):
                 self.hands.moves.reserved(attempt, number, serial)
                 return False
-            case Arrived(source=source):
+            case KvArrived(source=source):
                 self._suspects.worked((number, source))
                 self.hands.moves.arrived(attempt, message)
-            case Staged():
+            case KvStaged():
                 if attempt.at == number and attempt.halts:
                     self.hands.stays.staged(attempt, number)
                 elif attempt.at == number:
@@ -389,12 +399,12 @@ class Live:
         """Why the policy could do nothing with these instances alone; None: it could."""
         if not there:
             return "no instance is there"
-        book = ClusterBook(self.book.instances, self.book.links)
+        book = ClusterState(self.book.instances, self.book.links)
         for i in set(range(len(book.instances))) - set(there):
             book.remove(i)
         probe = Request(id="", arrival_s=0.0, prompt_tokens=1, max_output_tokens=2)
         try:
-            self._make().on_event(base.Arrived(probe), ClusterView(book, 0.0))
+            self._make().on_event(base.RequestArrived(probe), ClusterSnapshot(book, 0.0))
         except (ConfigError, ValueError, IndexError) as error:
             return str(error)
         return None
@@ -521,7 +531,7 @@ class Live:
                 self._begin(asked)
         return some
 
-    def _over(self, attempt: Attempt) -> None:
+    def _over(self, attempt: RequestAttempt) -> None:
         self.asked.pop(attempt.asked.submit.id, None)
 
     def close_all(self) -> None:

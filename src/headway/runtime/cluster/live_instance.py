@@ -16,13 +16,22 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.policy.placement.view import Instance, Role
+from headway.policy.placement.view import ClusterInstance, Role
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.cumulative_counters import carried
-from headway.runtime.engine.protocol import Abort, Delta, Drain, EngineInfo, EngineStats, Fatal, Outputs, Submit
-from headway.runtime.engine.restart_limits import GaveUpError, Restarts
-from headway.runtime.kv_transfer.peer import Peer
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    DrainEngine,
+    EngineInfo,
+    EngineStats,
+    FatalError,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
+)
+from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
+from headway.runtime.kv_transfer.peer import PeerAddress
 
 log = logging.getLogger("headway.cluster")
 
@@ -39,10 +48,10 @@ class HasPid(Protocol):
     def pid(self) -> int | None: ...
 
 
-class Process(Protocol):
+class InstanceProcess(Protocol):
     """What an instance needs of `runtime.engine.engine_child.EngineChild`; tests have another one."""
 
-    words: Fatal | None
+    words: FatalError | None
     served: bool
 
     @property
@@ -56,7 +65,7 @@ class Process(Protocol):
 
     def send(self, frames: Sequence[Any]) -> None: ...
 
-    def receive(self) -> Coroutine[Any, Any, EngineInfo | Outputs | Fatal | FromInstance]: ...
+    def receive(self) -> Coroutine[Any, Any, EngineInfo | IterationOutputs | FatalError | FromInstance]: ...
 
     def ready(self) -> None: ...
 
@@ -65,11 +74,11 @@ class Process(Protocol):
     def end(self, at_once: bool = False) -> None: ...
 
 
-Launch = Callable[[EngineConfig, int], Process]
+Launch = Callable[[EngineConfig, int], InstanceProcess]
 """(settings, how many there were before) to a process that is starting."""
 
 
-class Listener(Protocol):
+class InstanceListener(Protocol):
     """Who is told, on the event loop, in the order in which it happens."""
 
     def joined(self, number: int) -> None:
@@ -78,7 +87,7 @@ class Listener(Protocol):
     def said(self, number: int, message: FromInstance) -> None:
         """It tells of a run, a piece of KV or a reservation."""
 
-    def heard(self, number: int, delta: Delta) -> None:
+    def heard(self, number: int, delta: OutputDelta) -> None:
         """Its scheduler has something for a request."""
 
     def measured(self, number: int) -> None:
@@ -91,10 +100,10 @@ class Listener(Protocol):
         """It has left or was given up: nothing follows."""
 
 
-def seen(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> Instance:
+def seen(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> ClusterInstance:
     """An instance on which nothing is, as policies see it."""
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    return Instance(id=number, node=node, role=role, tp=tp, stages=stages, capacity=kv_tokens)
+    return ClusterInstance(id=number, node=node, role=role, tp=tp, stages=stages, capacity=kv_tokens)
 
 
 class LiveInstance:
@@ -128,7 +137,7 @@ class LiveInstance:
         """Why its process was ended from here, to be started again, unless it was given up."""
         self._given_up = False
         self._process = launch(config, incarnation)
-        self._restarts = Restarts(config.max_restarts, f"instance {number}")
+        self._restarts = RestartLimit(config.max_restarts, f"instance {number}")
         self.heard_s = time.monotonic()
         """When it has said something: an engine tells its figures several times a second, whatever it does."""
 
@@ -159,36 +168,36 @@ class LiveInstance:
         return self._process.process.pid or 0
 
     @property
-    def seen(self) -> Instance:
+    def seen(self) -> ClusterInstance:
         """As policies see it when nothing is there."""
         kv_tokens = 0 if self.info is None else self.info.kv_tokens_total
         return seen(self.number, self.node, self.role, self.config, kv_tokens)
 
     @property
-    def peer(self) -> Peer | None:
+    def peer(self) -> PeerAddress | None:
         """How others reach it; None when they cannot."""
         if self.info is None or self.info.peer_address is None or not self.serves:
             return None
-        return Peer(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
+        return PeerAddress(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
 
     def tell(self, message: msgspec.Struct, *frames: Any) -> None:
         """Never blocks; what a process that is gone did not read is lost with it."""
         if self.serves:
             self._process.send([_encoder.encode(message), *frames])
 
-    def submit(self, submit: Submit, prompt: bytes | memoryview) -> None:
+    def submit(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         """Give its scheduler a request. Its own limit of waiting ones does not count: the router has one."""
         received_s = submit.received_s - self._process.ahead_s
         self.tell(msgspec.structs.replace(submit, again=True, received_s=received_s), prompt)
 
     def abort(self, name: str) -> None:
         """Take a request from its scheduler, with its KV."""
-        self.tell(Abort(name))
+        self.tell(AbortRequest(name))
 
     def drain(self) -> None:
         """Take nothing new, end what is there, then end. The state becomes `left`."""
         if self.serves:
-            self.tell(Drain())
+            self.tell(DrainEngine())
         else:
             self._ended = True
             self._process.end(at_once=True)
@@ -214,7 +223,7 @@ class LiveInstance:
 
     # -- one process after another ----------------------------------------------------------------------------------
 
-    async def look_after(self, listener: Listener) -> None:
+    async def look_after(self, listener: InstanceListener) -> None:
         """For as long as there is a process or hope of one."""
         try:
             while True:
@@ -247,7 +256,7 @@ class LiveInstance:
         """Whether it is to end when nothing is left there."""
         return self.state == "draining"
 
-    async def _live(self, listener: Listener) -> str:
+    async def _live(self, listener: InstanceListener) -> str:
         """Listen to a process until it is gone; how it went."""
         listening = asyncio.create_task(self._listen(listener))
         going = asyncio.ensure_future(self._process.gone())
@@ -263,12 +272,12 @@ class LiveInstance:
                 task.cancel()
                 task.add_done_callback(_seen)
 
-    async def _listen(self, listener: Listener) -> None:
+    async def _listen(self, listener: InstanceListener) -> None:
         process = self._process
         while True:
             message = await process.receive()
             self.heard_s = time.monotonic()
-            if isinstance(message, Outputs):
+            if isinstance(message, IterationOutputs):
                 if message.stats is not None:
                     self._stats = carried(self._before, message.stats)
                     listener.measured(self.number)
@@ -281,13 +290,13 @@ class LiveInstance:
                 if self.state != "draining":
                     self.state = "ready"
                 listener.joined(self.number)
-            elif isinstance(message, Fatal):
+            elif isinstance(message, FatalError):
                 process.words = message
                 log.error("instance %d: %s", self.number, message.error)
             else:
                 listener.said(self.number, message)
 
-    def _goes_on(self, why: str, served: bool, words: Fatal | None) -> bool:
+    def _goes_on(self, why: str, served: bool, words: FatalError | None) -> bool:
         """Whether another process was started. One that has never started is not tried again, nor one whose host has
         not come back, and what a process that had served called final is."""
         first = self.info is None

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from headway.core.errors import RequestError, UnavailableError
 from headway.runtime.cluster.cluster_report import InstanceReport
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.live_controller import Live
-from headway.runtime.cluster.live_instance import Listener, LiveInstance
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.live_controller import LiveController
+from headway.runtime.cluster.live_instance import InstanceListener, LiveInstance
 from headway.runtime.engine.cumulative_counters import carried
 from headway.runtime.engine.protocol import EngineStats
 
@@ -19,10 +19,10 @@ Another = Callable[[int, int, int, int | None], LiveInstance]
 have; None: nobody of it is there). Raises RequestError."""
 
 
-class Roster:
+class ClusterMembership:
     """gone: counters of instances that have left."""
 
-    def __init__(self, fleet: Fleet, listener: Listener, another: Another | None) -> None:
+    def __init__(self, fleet: InstanceRegistry, listener: InstanceListener, another: Another | None) -> None:
         self._fleet, self._listener, self._another = fleet, listener, another
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._incarnations: dict[int, int] = {}
@@ -37,12 +37,12 @@ class Roster:
         for task in self._tasks.values():
             task.cancel()
 
-    def reports(self, live: Live | None) -> list[InstanceReport]:
+    def reports(self, live: LiveController | None) -> list[InstanceReport]:
         """All instances now."""
         placed = Counter[int]() if live is None else live.placed()
         return [self._report(each, live, placed) for each in self._fleet]
 
-    def _report(self, instance: LiveInstance, live: Live | None, all_placed: Counter[int]) -> InstanceReport:
+    def _report(self, instance: LiveInstance, live: LiveController | None, all_placed: Counter[int]) -> InstanceReport:
         number, stats = instance.number, instance.stats
         placed = all_placed[number]
         queued, free_in_s = (0, 0.0) if live is None else live.figures(number)
@@ -70,7 +70,7 @@ class Roster:
             failure=instance.failure,
         )
 
-    def join(self, pool: int, live: Live) -> InstanceReport:
+    def join(self, pool: int, live: LiveController) -> InstanceReport:
         """See `listing.Instances`. It has the lowest number that is free."""
         if self._another is None:
             raise RequestError("this cluster cannot start more instances", "pool")
@@ -91,7 +91,7 @@ class Roster:
         infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
         return max((info.kv_bytes for info in infos), default=None)
 
-    def leave(self, number: int, live: Live) -> InstanceReport:
+    def leave(self, number: int, live: LiveController) -> InstanceReport:
         """See `listing.Instances`."""
         instance = self._fleet[number]
         if not instance.serves:
@@ -106,7 +106,7 @@ class Roster:
             self.look(live)
         return self._report(instance, live, live.placed())
 
-    def look(self, live: Live) -> None:
+    def look(self, live: LiveController) -> None:
         """Let instances end that are drained and have nothing left."""
         for number in list(live.leaving):
             if live.quiet(number):

@@ -18,14 +18,14 @@ _APART_S = 0.25
 """Losses closer to each other than that are one: a cut ends all that was under way over it."""
 
 
-class Verdict(NamedTuple):
+class PeerVerdict(NamedTuple):
     """An instance that is to be started again; for_good: that did not help before."""
 
     number: int
     for_good: bool
 
 
-class _Link:
+class _LinkHealth:
     """Between two instances, or of one with itself. `at_s`: of the last loss; requests: that were lost; ended: which
     of its ends were started again for it."""
 
@@ -37,19 +37,19 @@ class _Link:
         self.ended: set[int] = set()
 
 
-class Suspects:
+class PeerHealth:
     """Of one router."""
 
     def __init__(self) -> None:
-        self._links: dict[tuple[int, int], _Link] = {}
+        self._links: dict[tuple[int, int], _LinkHealth] = {}
         self._ending: set[int] = set()
 
-    def lost(self, here: int, by: int, request: str, now: float) -> Verdict | None:
+    def lost(self, here: int, by: int, request: str, now: float) -> PeerVerdict | None:
         """Something of a request was lost at an instance, which lays it to another, or to itself: who is to end."""
         ends = (min(here, by), max(here, by))
         if self._ending.intersection(ends):
             return None
-        link = self._links.setdefault(ends, _Link())
+        link = self._links.setdefault(ends, _LinkHealth())
         if now - link.at_s < _APART_S or (here == by and request in link.requests):
             return None
         link.at_s = now
@@ -58,7 +58,7 @@ class Suspects:
         if link.losses < LOSSES:
             return None
         number = max(set(ends), key=lambda end: (end not in link.ended, self._losses(end), end))
-        verdict = Verdict(number, number in link.ended)
+        verdict = PeerVerdict(number, number in link.ended)
         link.ended.add(number)
         self._ending.add(number)
         return verdict

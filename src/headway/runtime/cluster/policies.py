@@ -10,40 +10,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from headway.control.controller import Machine
+from headway.control.controller import ClusterController
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
-    Held,
-    Hold,
-    Lost,
-    Placement,
-    Release,
-    Transfer,
-    Woken,
+    HoldGranted,
+    HoldGroup,
+    InstanceLost,
+    PlacementPolicy,
+    ReleaseGroup,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    TransferKv,
+    WakeupDue,
 )
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.view import ClusterSnapshot
 
 log = logging.getLogger("headway.cluster")
 
 
-class Policies:
-    """A `Placement` of placements: each request is its own policy's. `may`: whether a request may be given to an
+class PlacementChain:
+    """A `PlacementPolicy` of placements: each request is its own policy's. `may`: whether a request may be given to an
     instance; not to one that is gone."""
 
-    def __init__(self, make: Callable[[], Placement], may: Callable[[str, int], bool]) -> None:
+    def __init__(self, make: Callable[[], PlacementPolicy], may: Callable[[str, int], bool]) -> None:
         self._make, self._may = make, may
         self._newest = make()
-        self._of: dict[str, Placement] = {}
+        self._of: dict[str, PlacementPolicy] = {}
         self._has: dict[int, int] = {}
-        self._alive: list[Placement] = [self._newest]
+        self._alive: list[PlacementPolicy] = [self._newest]
         self._placed: set[str] = set()
-        self._due: list[tuple[Placement, float]] = []
+        self._due: list[tuple[PlacementPolicy, float]] = []
         self.stranded: list[str] = []
         """Requests that were to go to an instance that is gone, in order: they have to begin anew."""
 
@@ -54,22 +54,22 @@ class Policies:
         self._alive = [policy for policy in self._alive if self._has.get(id(policy))] + [self._newest]
         return [name for name in self._of if name not in self._placed]
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement."""
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             self._of[event.request.id] = self._newest
             self._has[id(self._newest)] = self._has.get(id(self._newest), 0) + 1
             return self._ask(self._newest, event, view)
-        if isinstance(event, Woken):
+        if isinstance(event, WakeupDue):
             due, self._due = [policy for policy, at in self._due if at <= view.now_s], []
             return [action for policy in due for action in self._ask(policy, event, view)]
-        if isinstance(event, Lost):
+        if isinstance(event, InstanceLost):
             return []
-        name = event.holder if isinstance(event, Held) else event.request
+        name = event.holder if isinstance(event, HoldGranted) else event.request
         policy = self._of.get(name)
         if policy is None:
             return []
-        if isinstance(event, Finished | Dropped):
+        if isinstance(event, RequestFinished | RequestDropped):
             del self._of[name]
             self._placed.discard(name)
             wanted = self._ask(policy, event, view)
@@ -90,19 +90,19 @@ class Policies:
                 self._due.append((policy, at))
         return min((at for _, at in self._due), default=None)
 
-    def _ask(self, policy: Placement, event: Event, view: ClusterView) -> list[Action]:
+    def _ask(self, policy: PlacementPolicy, event: Event, view: ClusterSnapshot) -> list[Action]:
         """What a policy wants. One that fails, an older one at a cluster that it does not know say, does not take the
         router with it: the request begins anew, with the newest."""
         try:
             return self._wanted(policy.on_event(event, view))
         except Exception:
             log.exception("a placement failed at %s", event)
-            name = event.request.id if isinstance(event, Arrived) else getattr(event, "request", "")
+            name = event.request.id if isinstance(event, RequestArrived) else getattr(event, "request", "")
             if name in self._of and name not in self.stranded:
                 self.stranded.append(name)
             return []
 
-    def _left(self, policy: Placement) -> None:
+    def _left(self, policy: PlacementPolicy) -> None:
         """One of its requests has ended; one without any ends, unless it is the newest."""
         self._has[id(policy)] -= 1
         if not self._has[id(policy)]:
@@ -113,14 +113,14 @@ class Policies:
         """Without those that name an instance that is gone."""
         wanted = []
         for action in actions:
-            name = action.holder if isinstance(action, Hold | Release) else action.request
+            name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
             if name in self.stranded:
                 continue
             if all(self._may(name, i) for i in _instances(action)):
                 wanted.append(action)
-                if isinstance(action, Commit | Enqueue):
+                if isinstance(action, CommitSpans | EnqueueRequest):
                     self._placed.add(name)
-                if isinstance(action, Commit):
+                if isinstance(action, CommitSpans):
                     self._placed.update(span.request.id for span in action.along)
             else:
                 self.stranded.append(name)
@@ -128,14 +128,14 @@ class Policies:
 
 
 def _instances(action: Action) -> list[int]:
-    if isinstance(action, Commit):
+    if isinstance(action, CommitSpans):
         return [i for span in (*action.spans, *action.along) for i in span.group]
-    if isinstance(action, Transfer):
+    if isinstance(action, TransferKv):
         return [action.to]
-    return list(action.group) if isinstance(action, Enqueue | Hold) else []
+    return list(action.group) if isinstance(action, EnqueueRequest | HoldGroup) else []
 
 
-def may_of(machine: Machine) -> Callable[[str, int], bool]:
+def may_of(machine: ClusterController) -> Callable[[str, int], bool]:
     """Whether a request may be given to an instance: not to one that is gone; to one that takes nothing new, what has
     something there."""
     state = machine.state

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headway.control.backend import Impossible
+from headway.control.backend import ActionImpossible
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
+from headway.control.request import ControlledRequest
 from headway.core.span import Span, Strategy
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import Phase
-from headway.runtime.cluster.attempt import Attempt
-from headway.runtime.cluster.instance_registry import Fleet
-from headway.runtime.cluster.messages import Compute, Pause, Proceed, Run, RunDone, RunPaused
-from headway.runtime.engine.protocol import Delta
+from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, ResumeSpan, SpanTask, SpanTaskDone, SpanTaskPaused
+from headway.runtime.engine.protocol import OutputDelta
 
 
-class Batch:
+class LiveSpanBatch:
     """What the router keeps of an entry that runs. over: requests that have all of their output with it; paused: the
     last word of where it was."""
 
@@ -33,17 +33,17 @@ class Batch:
     def __init__(self) -> None:
         self.done: set[str] = set()
         self.over: set[str] = set()
-        self.paused: RunPaused | None = None
+        self.paused: SpanTaskPaused | None = None
 
 
-class Runs:
+class LiveSpanRuns:
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: InstanceRegistry,
         shape: ModelShape,
         rows: int,
-        submit: Callable[[Attempt, int, Phase], None],
-        begun: Callable[[Attempt], None],
+        submit: Callable[[RequestAttempt, int, Phase], None],
+        begun: Callable[[RequestAttempt], None],
     ) -> None:
         """rows: see `Run.rows`. submit: give a whole request to an instance's scheduler; begun: told when a group has
         been told of a run."""
@@ -60,19 +60,19 @@ class Runs:
         attempt = _attempt(entry.journey)
         if entry.resumed:
             attempt.running = set(entry.group)
-            self._fleet.tell(entry.group, Proceed(attempt.wire))
+            self._fleet.tell(entry.group, ResumeSpan(attempt.wire))
             return
-        entry.driver = Batch()
+        entry.driver = LiveSpanBatch()
         self._next(entry)
 
     def pause(self, entry: SpanEntry) -> None:
         """At the next layer edge."""
         attempt = _attempt(entry.journey)
         if not self.computes(entry) or attempt.running != set(entry.group):
-            raise Impossible(f"{entry.owner} cannot be paused any more")
-        self._fleet.tell(entry.group[:1], Pause(attempt.wire))
+            raise ActionImpossible(f"{entry.owner} cannot be paused any more")
+        self._fleet.tell(entry.group[:1], PauseSpan(attempt.wire))
 
-    def done(self, number: int, attempt: Attempt, message: RunDone) -> SpanEntry | None:
+    def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> SpanEntry | None:
         """An instance has computed its part; the entry that is complete with that."""
         entry = attempt.entry
         if entry is None or number not in attempt.running or message.index != entry.index:
@@ -89,7 +89,7 @@ class Runs:
         attempt.running.discard(number)
         return None if attempt.running else self._complete(attempt, entry)
 
-    def paused(self, number: int, attempt: Attempt, message: RunPaused) -> SpanEntry | None:
+    def paused(self, number: int, attempt: RequestAttempt, message: SpanTaskPaused) -> SpanEntry | None:
         """An instance has stopped; the entry of which all have."""
         entry = attempt.entry
         if entry is None or number not in attempt.running or message.index != entry.index:
@@ -98,7 +98,7 @@ class Runs:
         entry.driver.paused = message
         return None if attempt.running else entry
 
-    def first_token(self, attempt: Attempt, delta: Delta) -> SpanEntry | None:
+    def first_token(self, attempt: RequestAttempt, delta: OutputDelta) -> SpanEntry | None:
         """A whole prompt has its first token: the span that it was is complete."""
         entry = attempt.entry
         if entry is None:
@@ -107,7 +107,7 @@ class Runs:
             (entry.lead or entry).driver.over.add(entry.owner)
         return self._complete(attempt, entry)
 
-    def left(self, attempt: Attempt) -> SpanEntry | None:
+    def left(self, attempt: RequestAttempt) -> SpanEntry | None:
         """A request has ended while its run was under way; the entry that is complete with that, of a batch."""
         entry = attempt.entry
         attempt.entry = None
@@ -117,7 +117,7 @@ class Runs:
         lead = entry.lead or entry
         return self._next(lead) if lead.state == "running" and lead.driver is not None else None
 
-    def _complete(self, attempt: Attempt, entry: SpanEntry) -> SpanEntry | None:
+    def _complete(self, attempt: RequestAttempt, entry: SpanEntry) -> SpanEntry | None:
         attempt.entry = None
         if attempt.at is None:
             attempt.spread = entry.group if len(entry.group) > 1 else ()
@@ -141,7 +141,7 @@ class Runs:
             self._submit(attempt, entry.group[0], "all")
             return
         run = self._run(span, entry.group)
-        compute = Compute(
+        compute = ComputeSpan(
             id=attempt.wire,
             index=entry.index,
             run=run,
@@ -156,7 +156,7 @@ class Runs:
         self._fleet.tell(entry.group, compute)
         self._begun(attempt)
 
-    def _run(self, span: Span, group: tuple[int, ...]) -> Run:
+    def _run(self, span: Span, group: tuple[int, ...]) -> SpanTask:
         """The span as instances compute it. Where its nodes are uneven they count as one, and where the model's heads
         cannot be cut for Ulysses, or each of an instance's processes keeps its own, it is a ring: what is computed is
         the same."""
@@ -168,7 +168,7 @@ class Runs:
                 strategy = Strategy("ring", strategy.mlp)
         elif "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
             strategy = Strategy("ring" if size > 1 else "local")
-        return Run(span.start, span.end, group, strategy, node, rows=self._rows)
+        return SpanTask(span.start, span.end, group, strategy, node, rows=self._rows)
 
     def computes(self, entry: SpanEntry) -> bool:
         """Whether a span is a run of its group; else a stay in a scheduler."""
@@ -180,6 +180,6 @@ def _divides(shape: ModelShape, ranks: int) -> bool:
     return shape.q_heads % ranks == 0 and (shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)
 
 
-def _attempt(journey: Journey) -> Attempt:
-    attempt: Attempt = journey.driver
+def _attempt(journey: ControlledRequest) -> RequestAttempt:
+    attempt: RequestAttempt = journey.driver
     return attempt

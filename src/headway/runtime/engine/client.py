@@ -16,18 +16,18 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.cumulative_counters import carried
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import (
-    Abort,
-    Delta,
-    Drain,
+    AbortRequest,
+    DrainEngine,
     EngineInfo,
     EngineState,
     EngineStats,
-    Fatal,
-    Outputs,
-    Submit,
+    FatalError,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
 )
 from headway.runtime.engine.refusals import refusal
-from headway.runtime.engine.restart_limits import GaveUpError, Restarts
+from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
 
 log = logging.getLogger("headway.server")
 
@@ -35,19 +35,19 @@ _encoder = msgspec.msgpack.Encoder()
 _ENDS = "the server is ending; send the request again later"
 
 
-class _Stream:
+class _ResponseStream:
     """A request that the server has accepted: all that another engine needs to go on with it."""
 
     __slots__ = ("deltas", "output", "over", "prompt", "submit")
 
-    def __init__(self, submit: Submit, prompt: bytes | memoryview) -> None:
+    def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         self.submit = submit
         self.prompt = prompt
         self.output: list[int] = list(submit.output)
-        self.deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.deltas: asyncio.Queue[OutputDelta | None] = asyncio.Queue()
         self.over = False
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: OutputDelta) -> None:
         self.output.extend(delta.tokens)
         self.over = delta.finish is not None
         self.deltas.put_nowait(delta)
@@ -57,7 +57,8 @@ class ProcessEngineClient:
     """Spawns the engine at construction (so that it loads while the server imports its own modules) and connects when
     `start` is awaited. One instance per server.
 
-    An engine that dies or hangs is started again, `config.max_restarts` times in a row at most (`Restarts`), and gets
+    An engine that dies or hangs is started again, `config.max_restarts` times in a row at most (`RestartLimit`), and
+    gets
     every request that is not finished, with what its client has been told: streams pause.
     """
 
@@ -66,11 +67,11 @@ class ProcessEngineClient:
         self._config, self._module = config, module
         self._serial = 0
         self._child = EngineChild(config, module, self._folder.path, 0)
-        self._restarts = Restarts(config.max_restarts, "the engine")
+        self._restarts = RestartLimit(config.max_restarts, "the engine")
         self._state: EngineState = "starting"
         self._info: EngineInfo | None = None
         self._stats = self._before = EngineStats()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _ResponseStream] = {}
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._drained = asyncio.Event()
@@ -110,14 +111,14 @@ class ProcessEngineClient:
             self.failure = str(error)
             raise
 
-    async def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
+    async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
         if self._state == "lost":
             raise UnavailableError(self.failure or _ENDS)
         if self.state in ("starting", "draining"):
             raise UnavailableError(f"the engine is {self.state}", 5.0)
         if submit.id in self._streams:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
-        stream = self._streams[submit.id] = _Stream(submit, prompt)
+        stream = self._streams[submit.id] = _ResponseStream(submit, prompt)
         finished = False
         try:
             if self._state == "ready":
@@ -134,14 +135,14 @@ class ProcessEngineClient:
         finally:
             self._streams.pop(submit.id, None)
             if not finished and self._state == "ready":
-                self._child.send([_encoder.encode(Abort(submit.id))])
+                self._child.send([_encoder.encode(AbortRequest(submit.id))])
 
     async def drain(self) -> None:
         if self._state in ("lost", "starting"):
             return
         self._drains = True
         if self._state == "ready":
-            self._child.send([_encoder.encode(Drain())])
+            self._child.send([_encoder.encode(DrainEngine())])
         await self._drained.wait()
 
     async def close(self) -> None:
@@ -225,7 +226,7 @@ class ProcessEngineClient:
         child = self._child
         while True:
             message = await child.receive()
-            if isinstance(message, Outputs):
+            if isinstance(message, IterationOutputs):
                 if message.stats is not None:
                     self._stats = carried(self._before, message.stats)
                 for delta in message.deltas:
@@ -239,7 +240,7 @@ class ProcessEngineClient:
                 if not ready.done():
                     ready.set_result(message)
                 self._resubmit(child)
-            elif isinstance(message, Fatal):
+            elif isinstance(message, FatalError):
                 child.words = message
                 log.error(message.error)
 
@@ -250,7 +251,7 @@ class ProcessEngineClient:
                 submit = msgspec.structs.replace(stream.submit, again=True, output=tuple(stream.output))
                 child.send([_encoder.encode(submit), stream.prompt])
         if self._drains:
-            child.send([_encoder.encode(Drain())])
+            child.send([_encoder.encode(DrainEngine())])
 
     def _fail(self, why: str) -> None:
         self.failure = why

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from headway.runtime.cluster.messages import Arrived, FromInstance, RunDone
-from headway.runtime.engine.protocol import Delta, EngineInfo, Fatal, Outputs
+from headway.runtime.cluster.messages import FromInstance, KvArrived, SpanTaskDone
+from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, OutputDelta
 
-Message = EngineInfo | Outputs | Fatal | FromInstance
+Message = EngineInfo | IterationOutputs | FatalError | FromInstance
 
 
 def by_our_clock(message: Message, ahead_s: float) -> Message:
     """The same with `ahead_s` added to all times."""
     match message:
-        case Outputs(deltas=deltas) if deltas:
+        case IterationOutputs(deltas=deltas) if deltas:
             return replace(message, deltas=tuple(_delta(delta, ahead_s) for delta in deltas))
-        case RunDone(delta=delta):
+        case SpanTaskDone(delta=delta):
             moved = None if delta is None else _delta(delta, ahead_s)
             began_s, ended_s = message.began_s + ahead_s, message.ended_s + ahead_s
             return replace(message, began_s=began_s, ended_s=ended_s, delta=moved)
-        case Arrived():
+        case KvArrived():
             return replace(message, began_s=message.began_s + ahead_s, ended_s=message.ended_s + ahead_s)
     return message
 
 
-def _delta(delta: Delta, ahead_s: float) -> Delta:
+def _delta(delta: OutputDelta, ahead_s: float) -> OutputDelta:
     """0: the time is not known."""
     first_s = delta.first_scheduled_s
     return replace(

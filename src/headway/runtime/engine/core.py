@@ -13,30 +13,30 @@ from dataclasses import asdict
 
 import numpy as np
 
-from headway.core.batch import Batch, Progress
-from headway.core.clock import Clock
+from headway.core.batch import Batch, RequestProgress
+from headway.core.clock import ClockProtocol
 from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
-from headway.core.events import Event
-from headway.core.executor import Emitted, Executor, StepResult
+from headway.core.events import RequestEvent
+from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
-from headway.runtime.cluster.messages import Staged
-from headway.runtime.engine.output_tracker import Live
-from headway.runtime.engine.protocol import Delta, EngineInfo, EngineStats, FinishReason, Submit
+from headway.runtime.cluster.messages import KvStaged
+from headway.runtime.engine.output_tracker import OutputTracker
+from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.engine.refusals import refused
-from headway.runtime.engine.restart_limits import Bereaved, Restarts
+from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
 
 log = logging.getLogger("headway.engine")
 
 
-class _Scheduled(Live):
+class _ScheduledOutput(OutputTracker):
     """A request inside the engine."""
 
     __slots__ = ("submit",)
 
-    def __init__(self, submit: Submit, info: EngineInfo) -> None:
+    def __init__(self, submit: SubmitRequest, info: EngineInfo) -> None:
         super().__init__(
             submit.params, len(submit.output), info.max_model_len - submit.prompt_tokens, info.eos_token_ids
         )
@@ -53,10 +53,10 @@ class EngineCore:
         self,
         scheduler: InstanceScheduler,
         executor: Executor,
-        clock: Clock,
+        clock: ClockProtocol,
         info: EngineInfo,
         log: Log | None = None,
-        restarts: Restarts | None = None,
+        restarts: RestartLimit | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -65,18 +65,18 @@ class EngineCore:
         self.lacks: Callable[[str, int], bool] = lambda request_id, tokens: False
         """Whether KV of so many tokens of a request, which a decode is about to take, has not all come; told by who
         brings it."""
-        self.staged: list[Staged] = []
+        self.staged: list[KvStaged] = []
         """Requests of phase "prefill" that have been done, and decodes that have stopped for others to go on, since
         whoever tells of them emptied this, after the deltas of the step."""
         self._clock = clock
         self._log = log
-        self._live: dict[str, _Scheduled] = {}
+        self._live: dict[str, _ScheduledOutput] = {}
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
         self._stage_busy_s: dict[tuple[int, int], float] = {}
-        self._restarts = restarts or Restarts(3, "the workers")
-        self._bereaved = Bereaved()
+        self._restarts = restarts or RestartLimit(3, "the workers")
+        self._bereaved = PoisonRequestTracker()
         self._lost_s: float | None = None
         if log is not None:
             ledger = scheduler.ledgers[0]
@@ -99,7 +99,7 @@ class EngineCore:
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit, prompt: memoryview) -> Delta | None:
+    def submit(self, submit: SubmitRequest, prompt: memoryview) -> OutputDelta | None:
         """Take on a request, or return the delta that refuses it and says why."""
         now = self._clock.now()
         try:
@@ -108,7 +108,7 @@ class EngineCore:
             return refused(submit.id, error, now)
         return None
 
-    def _admit(self, submit: Submit, prompt: memoryview, now: float) -> None:
+    def _admit(self, submit: SubmitRequest, prompt: memoryview, now: float) -> None:
         known = submit.again or submit.phase == "decode"  # accepted before
         if self.draining and submit.phase != "decode":
             raise UnavailableError("the server is shutting down and takes no new requests")
@@ -149,7 +149,7 @@ class EngineCore:
         except RequestError:
             self.executor.forget(submit.id)
             raise
-        self._live[submit.id] = _Scheduled(submit, self.info)
+        self._live[submit.id] = _ScheduledOutput(submit, self.info)
         if submit.timeout_s is not None:
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         if self._log is not None:
@@ -166,7 +166,7 @@ class EngineCore:
                 **({} if submit.phase == "all" else {"phase": submit.phase}),
             )
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> Delta | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
         if self._live.pop(request_id, None) is None:
             return None
@@ -174,7 +174,7 @@ class EngineCore:
         if self.scheduler.abort(request_id, now):
             self.executor.forget(request_id)
         self._note("abort", request=request_id, at_s=now)
-        return Delta(id=request_id, finish=reason, emitted_s=now)
+        return OutputDelta(id=request_id, finish=reason, emitted_s=now)
 
     def stage(self, request_id: str) -> None:
         """A request that decodes goes on elsewhere: `staged` will tell of it, with its KV left here, unless it ends
@@ -182,15 +182,15 @@ class EngineCore:
         if request_id in self._live:
             self._staged(self.scheduler.stage(request_id, self._clock.now()))
 
-    def _staged(self, events: Iterable[Event]) -> None:
+    def _staged(self, events: Iterable[RequestEvent]) -> None:
         for event in events:
             del self._live[event.request]
             self.executor.forget(event.request)
-            self.staged.append(Staged(event.request, event.tokens))
+            self.staged.append(KvStaged(event.request, event.tokens))
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def step(self, wait_s: float | None = None) -> list[Delta]:
+    def step(self, wait_s: float | None = None) -> list[OutputDelta]:
         """Schedule what fits, execute, update. Returns what clients should hear; empty when there was nothing to do.
 
         `wait_s` bounds the wait for an executor with several batches in flight (None: until something is done). A batch
@@ -216,9 +216,10 @@ class EngineCore:
             self._fill()
         return deltas
 
-    def _begin_again(self, why: str) -> list[Delta]:
+    def _begin_again(self, why: str) -> list[OutputDelta]:
         """All KV and everything in flight is lost: every request's known tokens will be computed again. Raises
-        GaveUpError when that has happened too often; returns the ends of requests to which it has (`Bereaved`)."""
+        GaveUpError when that has happened too often; returns the ends of requests to which it has
+        (`PoisonRequestTracker`)."""
         now = self._clock.now()
         self._lost_s = now if self._lost_s is None else self._lost_s
         events = self.scheduler.lost(0, now)
@@ -236,7 +237,7 @@ class EngineCore:
         for name in self._bereaved.lost((event.request for event in events if event.tokens), self._live, limit):
             self.abort(name, "error")
             words = f"the request was given up: it was being computed at {limit + 1} losses of workers, at last: {why}"
-            ended.append(Delta(id=name, finish="error", error=words, emitted_s=now))
+            ended.append(OutputDelta(id=name, finish="error", error=words, emitted_s=now))
         self.executor.recover()
         return ended
 
@@ -253,12 +254,12 @@ class EngineCore:
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
 
-    def _update(self, result: StepResult) -> list[Delta]:
+    def _update(self, result: StepResult) -> list[OutputDelta]:
         """A batch has been carried out."""
-        deltas: list[Delta] = []
+        deltas: list[OutputDelta] = []
         batch, submitted_s = self._batches.pop(result.batch_id)
         now = self._clock.now()
-        progress: list[Progress] = []
+        progress: list[RequestProgress] = []
         for emitted in result.emitted:
             deltas.extend(self._emit(emitted, now, submitted_s, progress))
         for event in self.scheduler.complete(batch.id, progress, now, result.elapsed_s):
@@ -274,20 +275,22 @@ class EngineCore:
         self._account(batch, result, now, progress)
         return deltas
 
-    def _emit(self, emitted: Emitted, now: float, submitted_s: float, progress: list[Progress]) -> list[Delta]:
+    def _emit(
+        self, emitted: EmittedToken, now: float, submitted_s: float, progress: list[RequestProgress]
+    ) -> list[OutputDelta]:
         live = self._live.get(emitted.request)
         if live is None:  # aborted while in flight
-            progress.append(Progress(emitted.request, 0, True))
+            progress.append(RequestProgress(emitted.request, 0, True))
             return []
         if live.first_scheduled_s is None:
             live.first_scheduled_s = submitted_s
         delta = live.take(emitted, now)
-        progress.append(Progress(emitted.request, 1, delta.finish is not None))
+        progress.append(RequestProgress(emitted.request, 1, delta.finish is not None))
         if delta.finish is not None:
             del self._live[emitted.request]
         return [delta]
 
-    def _expire(self) -> list[Delta]:
+    def _expire(self) -> list[OutputDelta]:
         deltas = []
         now = self._clock.now()
         while self._timeouts and self._timeouts[0][0] <= now:
@@ -321,7 +324,7 @@ class EngineCore:
         self._count("run_tokens_total", prefill)
         self._count("decode_tokens_total", decodes)
 
-    def _account(self, batch: Batch, result: StepResult, now: float, progress: list[Progress]) -> None:
+    def _account(self, batch: Batch, result: StepResult, now: float, progress: list[RequestProgress]) -> None:
         elapsed_s, chunks = result.elapsed_s, [chunk for part in batch.parts for chunk in part.prefills]
         prefill = sum(chunk.tokens for chunk in chunks)
         decodes = sum(part.decodes.count for part in batch.parts)

@@ -12,13 +12,13 @@ import zmq
 import zmq.asyncio
 
 from headway.runtime.cluster.messages import FromInstance
-from headway.runtime.engine.protocol import EngineInfo, Fatal, Outputs
-from headway.runtime.launcher.heartbeat import Pulse
+from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs
+from headway.runtime.launcher.heartbeat import HeartbeatMonitor
 
 START_TIMEOUT_S = 120.0
 """An engine that has given no sign of life for so long while it starts is hung."""
 
-_decoder = msgspec.msgpack.Decoder(EngineInfo | Outputs | Fatal | FromInstance)
+_decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | FromInstance)
 
 
 class EngineLine:
@@ -30,7 +30,7 @@ class EngineLine:
     def __init__(self, timeout_s: float, bind: Callable[[zmq.Socket[Any], zmq.Socket[Any]], None]) -> None:
         self._timeout_s = timeout_s
         self.limit_s = START_TIMEOUT_S
-        self._pulse: Pulse | None = None
+        self._pulse: HeartbeatMonitor | None = None
         self._context = zmq.asyncio.Context()
         self._plain: zmq.Context[Any] = zmq.Context.shadow(self._context.underlying)
         self._socket = self._context.socket(zmq.PAIR)
@@ -50,17 +50,17 @@ class EngineLine:
             sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames, copy=False))
             sent.add_done_callback(_seen)
 
-    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
+    async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
         """The next message."""
         frame = await self._socket.recv()
         self._was_there = True
-        message: EngineInfo | Outputs | Fatal | FromInstance = _decoder.decode(frame)
+        message: EngineInfo | IterationOutputs | FatalError | FromInstance = _decoder.decode(frame)
         return message
 
     def started(self) -> None:
         """From now on its silence means something, should it never say a word."""
         if self._pulse is None:
-            self._pulse = Pulse([0], self.limit_s, time.monotonic())
+            self._pulse = HeartbeatMonitor([0], self.limit_s, time.monotonic())
 
     def ready(self) -> None:
         """From now on its silence means more."""
@@ -89,7 +89,7 @@ class EngineLine:
             except zmq.Again:
                 break
             if self._pulse is None:
-                self._pulse = Pulse([0], self.limit_s, now)
+                self._pulse = HeartbeatMonitor([0], self.limit_s, now)
             self._pulse.heard(0, now)
         return self._pulse is not None and self._pulse.silent(now) is not None
 

@@ -18,7 +18,7 @@ import zmq
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_channel import EngineLine
-from headway.runtime.engine.protocol import BEATS, EngineInfo, Fatal, Outputs
+from headway.runtime.engine.protocol import BEATS, EngineInfo, FatalError, IterationOutputs
 from headway.runtime.launcher.engine_spawn import spawn
 
 _LOOK_S = 0.1
@@ -41,7 +41,7 @@ class EngineChild:
             beats.bind(endpoint + BEATS)
 
         self._line = EngineLine(config.worker_timeout_s, bind)
-        self.words: Fatal | None = None
+        self.words: FatalError | None = None
         """What it said of its own end."""
         self.served = False
         """Whether it has ever been ready."""
@@ -56,7 +56,7 @@ class EngineChild:
         """See `EngineLine.send`."""
         self._line.send(frames)
 
-    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
+    async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
         """The next message."""
         return await self._line.receive()
 

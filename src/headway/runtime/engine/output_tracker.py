@@ -3,12 +3,12 @@ drawn, by a scheduler's iteration or by a run of several instances."""
 
 from __future__ import annotations
 
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.protocol import Delta, FinishReason
+from headway.runtime.engine.protocol import FinishReason, OutputDelta
 
 
-class Live:
+class OutputTracker:
     """`told` tokens were said before. `room`: how many the model's context has for the output."""
 
     __slots__ = ("_room", "_stops", "emitted", "first_scheduled_s", "params")
@@ -20,7 +20,7 @@ class Live:
         self.emitted = told
         self.first_scheduled_s: float | None = None
 
-    def take(self, emitted: Emitted, now: float) -> Delta:
+    def take(self, emitted: EmittedToken, now: float) -> OutputDelta:
         """What the client hears of a token that was drawn at `now`; `finish` is set where it is the last."""
         stop = emitted.token in self._stops and self.emitted >= self.params.min_tokens
         self.emitted += 0 if stop else 1
@@ -30,7 +30,7 @@ class Live:
         elif self.emitted >= min(self.params.max_tokens, self._room):
             finish = "length"
         logprobs = None if emitted.logprobs is None else (emitted.logprobs,)
-        return Delta(
+        return OutputDelta(
             id=emitted.request,
             tokens=() if stop else (emitted.token,),
             logprobs=() if stop and logprobs is not None else logprobs,

@@ -19,7 +19,7 @@ from headway.core.span import Phase
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
-class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A new request. The prompt's token ids follow as the next frame (int32, little-endian).
 
     received_s is `time.monotonic()` when the server had read the request: queueing counts from there. `again`: it was
@@ -43,17 +43,17 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     phase: Phase = "all"
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
     """The client is gone, or a stop string matched: free the request's work at the next chunk edge."""
 
     id: str
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True):
+class DrainEngine(msgspec.Struct, frozen=True, tag=True):
     """Finish what was accepted, take nothing new, then end. Sent on SIGTERM."""
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one iteration produced for one request: usually one token; the last one carries `finish`.
 
     emitted_s: `time.monotonic()` at the engine when the iteration was complete (system-wide on Linux, so that the
@@ -105,10 +105,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     engine_restarts_total: int = 0
 
 
-class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Everything that one iteration produced, in one message."""
 
-    deltas: tuple[Delta, ...] = ()
+    deltas: tuple[OutputDelta, ...] = ()
     stats: EngineStats | None = None
 
 
@@ -141,7 +141,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_others: tuple[str, ...] = ()
 
 
-class Fatal(msgspec.Struct, frozen=True, tag=True):
+class FatalError(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; the message is fit to be shown to a user. `final` false: another engine process
     may fare better."""
 
@@ -189,7 +189,7 @@ class EngineClient(Protocol):
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it is ready; raises ConfigError with the engine's own words otherwise."""
 
-    def generate(self, submit: Submit, prompt: bytes | memoryview) -> AsyncIterator[Delta]:
+    def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
         """Submit and yield deltas until one carries `finish`.
 
         Raises OverloadedError (queue full) or UnavailableError (draining, lost) at the first step. Closing the

@@ -11,7 +11,7 @@ class GaveUpError(HeadwayError):
     """Lost too often: whoever is told this does not try again."""
 
 
-class Restarts:
+class RestartLimit:
     """Allows `limit` restarts in a row. The row ends when what was restarted has been up for `window_s` seconds: the
     time that a restart takes, which may be long, is no sign of health. `what`: who is restarted, for the error."""
 
@@ -39,7 +39,7 @@ class Restarts:
         self._spent += 1
 
 
-class Bereaved:
+class PoisonRequestTracker:
     """Requests that lost KV when what computed them was lost, and how often. What was there at every loss may be their
     cause, however long it takes to do its harm."""
 

@@ -16,20 +16,29 @@ from typing import Any
 import msgspec
 import zmq
 
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.instance_agent import Member
+from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.messages import FromInstance, ToInstance
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import Abort, Delta, Drain, EngineInfo, Fatal, Outputs, Submit, both
-from headway.runtime.launcher.heartbeat import Heart
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    DrainEngine,
+    EngineInfo,
+    FatalError,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
+    both,
+)
+from headway.runtime.launcher.heartbeat import HeartbeatSender
 from headway.runtime.launcher.secret import guard_client
 
 _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
 _TOLD_SOON_MS = 50
 
-_decoder = msgspec.msgpack.Decoder(Submit | Abort | Drain | ToInstance)
+_decoder = msgspec.msgpack.Decoder(SubmitRequest | AbortRequest | DrainEngine | ToInstance)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -38,7 +47,7 @@ class EngineService:
     is gone. (Who the parent is must be told: it may have died before this process could ask.) token: what a server on
     another host takes this process by; a connection to it that ends is not made again."""
 
-    def __init__(self, endpoint: str, clock: Clock, parent: int, token: str | None = None) -> None:
+    def __init__(self, endpoint: str, clock: ClockProtocol, parent: int, token: str | None = None) -> None:
         self._clock = clock
         self._context = zmq.Context()
         self._token = token
@@ -48,7 +57,7 @@ class EngineService:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         where, self._beats_at = both(endpoint)
         self._socket.connect(where)
-        self._heart: Heart | None = None
+        self._heart: HeartbeatSender | None = None
         self._parent = parent
         self._cut = False
         self._stats_sent_s = 0.0
@@ -57,13 +66,13 @@ class EngineService:
 
     def live(self, every_s: float) -> None:
         """Begin to send beats, from a thread of their own: a long iteration is no silence."""
-        self._heart = Heart(self._beats, b"", every_s)
+        self._heart = HeartbeatSender(self._beats, b"", every_s)
 
     def fail(self, error: str, final: bool = True) -> None:
         """The engine cannot start, or go on (`final` false: a new one might)."""
-        self._send(Fatal(error, final))
+        self._send(FatalError(error, final))
 
-    def run(self, core: EngineCore, member: Member | None = None) -> None:
+    def run(self, core: EngineCore, member: InstanceAgent | None = None) -> None:
         """Announce readiness and serve until drained. member: what makes the engine an instance of a cluster."""
         self._core, self._member = core, member
         self._send(core.info)
@@ -102,7 +111,7 @@ class EngineService:
             stats = core.stats() if due else None
             self._untold = self._untold and not due
             self._stats_sent_s = now if due else self._stats_sent_s
-            self._send(Outputs(deltas=tuple(deltas), stats=stats))
+            self._send(IterationOutputs(deltas=tuple(deltas), stats=stats))
         for staged in core.staged:
             self._send(staged)
         core.staged.clear()
@@ -120,7 +129,7 @@ class EngineService:
         """See `member.Loop`."""
         if measured:
             self._stats_sent_s = self._clock.now()
-            self._send(Outputs(deltas=(), stats=self._core.stats()))
+            self._send(IterationOutputs(deltas=(), stats=self._core.stats()))
         self._send(message)
 
     def ring(self) -> None:
@@ -152,8 +161,8 @@ class EngineService:
             poller.register(readable, zmq.POLLIN)
         return poller
 
-    def _receive(self, core: EngineCore) -> Iterable[Delta]:
-        deltas: list[Delta] = []
+    def _receive(self, core: EngineCore) -> Iterable[OutputDelta]:
+        deltas: list[OutputDelta] = []
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         while True:
@@ -163,21 +172,21 @@ class EngineService:
                 return deltas
             self._untold = True
             message = _decoder.decode(frames[0].buffer)
-            delta: Delta | None = None
-            if isinstance(message, Submit):
+            delta: OutputDelta | None = None
+            if isinstance(message, SubmitRequest):
                 if self._member is not None:
                     self._member.submitted(message)
                 delta = core.submit(message, memoryview(frames[1].buffer))
-            elif isinstance(message, Abort):
+            elif isinstance(message, AbortRequest):
                 core.abort(message.id)
-            elif isinstance(message, Drain):
+            elif isinstance(message, DrainEngine):
                 core.draining = True
             elif self._member is not None:
                 self._member.take(message, memoryview(frames[1].buffer) if len(frames) > 1 else None)
             if delta is not None:
                 deltas.append(delta)
 
-    def _send(self, message: EngineInfo | Outputs | Fatal | FromInstance) -> None:
+    def _send(self, message: EngineInfo | IterationOutputs | FatalError | FromInstance) -> None:
         try:
             self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # there is no limit to what waits here: the connection has ended, and none follows

@@ -11,28 +11,28 @@ import sys
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.device import Cuda
+from headway.perf.hardware.device import CudaReport
 
 
-def look() -> Cuda:
+def look() -> CudaReport:
     """Opens every device, in this process."""
     import torch
 
     version = str(torch.__version__)
     if not torch.cuda.is_available():
-        return Cuda(version, torch.version.cuda is not None)
+        return CudaReport(version, torch.version.cuda is not None)
     devices = range(torch.cuda.device_count())
     names = tuple(torch.cuda.get_device_name(device) for device in devices)
-    return Cuda(version, True, names, tuple(torch.cuda.mem_get_info(device)[0] for device in devices))
+    return CudaReport(version, True, names, tuple(torch.cuda.mem_get_info(device)[0] for device in devices))
 
 
-def look_apart() -> Cuda:
+def look_apart() -> CudaReport:
     """The same by another process, which has ended when this returns. Raises ConfigError when it cannot say."""
     done = subprocess.run(
         [sys.executable, "-m", "headway.runtime.executor.cuda_probe"], capture_output=True, stdin=subprocess.DEVNULL
     )
     try:
-        return msgspec.json.decode(done.stdout, type=Cuda)
+        return msgspec.json.decode(done.stdout, type=CudaReport)
     except msgspec.MsgspecError as error:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise ConfigError(f"torch cannot be asked for CUDA devices: {lines[-1] if lines else error}") from error

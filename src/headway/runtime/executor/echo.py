@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from headway.kv.block_allocator import BlockTables
-from headway.perf.latency.layout import Layout
-from headway.runtime.executor.messages import Admit, Done, Plan, ToRank
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.executor.messages import AdmitToRank, BatchPlan, PlanDone, ToRank
 from headway.runtime.executor.plan_stream import StreamState
 from headway.runtime.executor.rank_layout import places
 from headway.runtime.executor.rank_transport import Frame
@@ -19,7 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
-class EchoWire:
+class EchoTransport:
     """Every rank reads its plans as a real one does, and reports token `token` for whatever yields one.
 
     sent: bytes by kind of message, summed over ranks.
@@ -27,7 +27,7 @@ class EchoWire:
 
     waits_on: tuple[Any, ...] = ("echo",)
 
-    def __init__(self, layout: Layout, token: int = 5) -> None:
+    def __init__(self, layout: ParallelLayout, token: int = 5) -> None:
         self.sent: dict[str, int] = {}
         self._token = token
         self._places = places(layout)
@@ -39,12 +39,12 @@ class EchoWire:
         message = _decoder.decode(frames[0])
         kind = type(message).__name__.lower()
         self.sent[kind] = self.sent.get(kind, 0) + sum(len(frame) for frame in frames)
-        if isinstance(message, Plan):
+        if isinstance(message, BatchPlan):
             part = self._states[rank].part_of(message)
             count = part.decodes.count + sum(chunk.last for chunk in part.prefills)
             tokens = (self._token,) * count if self._places[rank].draws else ()
-            self._answers.append((rank, [_encoder.encode(Done(message.seq, 0.0, 0.001, tokens))]))
-        elif isinstance(message, Admit):
+            self._answers.append((rank, [_encoder.encode(PlanDone(message.seq, 0.0, 0.001, tokens))]))
+        elif isinstance(message, AdmitToRank):
             assert message.prompt_tokens > 0, "a request has a prompt"
 
     def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:

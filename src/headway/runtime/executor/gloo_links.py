@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from headway.perf.latency.layout import Layout
-from headway.runtime.executor.rank_layout import Place, places
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.executor.rank_layout import RankPosition, places
 from headway.runtime.launcher.network import address_towards, interface_of
 
 _ROWS, _TOKENS, _LOGITS, _PEERS = 1, 2, 3, 4
@@ -33,7 +33,7 @@ class GlooLinks:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPosition,
         hidden: int,
         dtype: torch.dtype,
         device: torch.device = torch.device("cpu"),  # noqa: B008
@@ -167,9 +167,9 @@ def choose_interface(host: str) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _tensor_groups(mine: Place, backend: str) -> Any:
+def _tensor_groups(mine: RankPosition, backend: str) -> Any:
     """This stage's process group. Every rank makes all of them, in one order: torch wants it so."""
-    layout: Layout = mine.layout
+    layout: ParallelLayout = mine.layout
     own = None
     for place in places(layout):
         if place.tp == 0 and layout.tp > 1:

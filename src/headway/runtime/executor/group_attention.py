@@ -24,23 +24,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway.runtime.attention.base import AttentionBackend, AttentionPlan, Segment
+from headway.runtime.attention.base import AttentionBackend, AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
-from headway.runtime.attention.partial import Partials, Reading
+from headway.runtime.attention.partial import PartialAttention, PartialRead
 from headway.runtime.attention.primitive import merge
 from headway.runtime.attention.slots import cut_runs
 from headway.runtime.executor.rank_links import PeerLinks
 
 
-class Ask(NamedTuple):
+class RemoteQuery(NamedTuple):
     """Rows of this batch that group `group` attends as well, in the order in which it expects them."""
 
     group: int
-    segments: tuple[Segment, ...]
+    segments: tuple[BatchSegment, ...]
 
 
-class Visit(NamedTuple):
+class RemoteRows(NamedTuple):
     """So many rows of another group's request, to be attended over the slots `runs` of this group."""
 
     owner: int
@@ -48,18 +48,18 @@ class Visit(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-class _Guest:
+class _OwnerRows:
     """What this rank does for one owner: all of its rows come in one message, all answers go in one."""
 
-    def __init__(self, owner: int, visits: Sequence[Visit], pool: KvPool) -> None:
+    def __init__(self, owner: int, visits: Sequence[RemoteRows], pool: KvPool) -> None:
         self.owner = owner
         readings = []
         at = 0
         for visit in visits:
-            readings.append(Reading(at, visit.rows, visit.runs, False))
+            readings.append(PartialRead(at, visit.rows, visit.runs, False))
             at += visit.rows
         self.rows = at
-        self.partials = Partials(readings, pool, kernels())
+        self.partials = PartialAttention(readings, pool, kernels())
 
 
 class SharedPlan:
@@ -73,9 +73,9 @@ class SharedPlan:
         rows: int,
         pool: KvPool,
         own: AttentionPlan | None,
-        mine: Partials | None,
-        asks: Sequence[Ask],
-        guests: Sequence[_Guest],
+        mine: PartialAttention | None,
+        asks: Sequence[RemoteQuery],
+        guests: Sequence[_OwnerRows],
     ) -> None:
         self.rows, self.pool = rows, pool
         self.own, self.mine = own, mine
@@ -89,7 +89,7 @@ class SharedPlan:
             for ask in asks
         ]
         """(group, rows of the batch)."""
-        where: dict[int, tuple[Segment, list[tuple[int, int]]]] = {}
+        where: dict[int, tuple[BatchSegment, list[tuple[int, int]]]] = {}
         for index, ask in enumerate(asks):
             at = 0
             for segment in ask.segments:
@@ -107,12 +107,12 @@ class GroupAttention:
         self._links = links
         self._q_heads = q_heads
 
-    def plan(self, segments: Sequence[Segment], pool: KvPool) -> AttentionPlan:
+    def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> AttentionPlan:
         """See `AttentionBackend.plan`. For requests that lie in this group only."""
         return self.inner.plan(segments, pool)
 
     def share(
-        self, segments: Sequence[Segment], pool: KvPool, asks: Sequence[Ask], visits: Sequence[Visit]
+        self, segments: Sequence[BatchSegment], pool: KvPool, asks: Sequence[RemoteQuery], visits: Sequence[RemoteRows]
     ) -> SharedPlan:
         """`plan` for an iteration in which other groups attend some of these rows, and this one some of theirs. Of
         segments in `asks`, `past` is what this group holds. No segments: only visits, by `visit`."""
@@ -124,10 +124,10 @@ class GroupAttention:
             own = self.inner.plan([s._replace(shared=s.start in shared) for s in segments], pool)
         if shared:
             chosen = [s for s in segments if s.start in shared]
-            readings = [Reading(s.start, s.tokens, cut_runs(s.runs, 0, s.past + s.tokens), True) for s in chosen]
-            mine = Partials(readings, pool, kernels())
+            readings = [PartialRead(s.start, s.tokens, cut_runs(s.runs, 0, s.past + s.tokens), True) for s in chosen]
+            mine = PartialAttention(readings, pool, kernels())
         owners = sorted({visit.owner for visit in visits})
-        guests = [_Guest(owner, [visit for visit in visits if visit.owner == owner], pool) for owner in owners]
+        guests = [_OwnerRows(owner, [visit for visit in visits if visit.owner == owner], pool) for owner in owners]
         plan = SharedPlan(rows, pool, own, mine, asks, guests)
         self._expect(plan, 0)
         return plan

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 
 from headway.core.errors import InvariantError
-from headway.runtime.attention.base import AttentionPlan, Segment
-from headway.runtime.executor.group_attention import Ask, GroupAttention, Visit
-from headway.runtime.executor.worker import Worker
+from headway.runtime.attention.base import AttentionPlan, BatchSegment
+from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
+from headway.runtime.executor.worker import ModelWorker
 
 
-def measure(worker: Worker, kind: str, first: int, second: int, repeats: int) -> float:
+def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: int) -> float:
     """The fastest of a few runs: whatever else the machine does can only add.
 
     kind: "chunk", the attention of `first` tokens over `second` past ones; "decodes", of `first` requests with `second`
@@ -33,10 +33,10 @@ def measure(worker: Worker, kind: str, first: int, second: int, repeats: int) ->
     if kind == "forward":
         return _fastest(_forward(worker, first), repeats)
     if kind == "chunk":
-        return _fastest(_attention(worker, [Segment(0, first, second, ((0, second + first),))], first), repeats)
+        return _fastest(_attention(worker, [BatchSegment(0, first, second, ((0, second + first),))], first), repeats)
     if kind == "decodes":
         each = second + 1
-        segments = [Segment(i, 1, second, ((i * each, each),)) for i in range(first)]
+        segments = [BatchSegment(i, 1, second, ((i * each, each),)) for i in range(first)]
         return _fastest(_attention(worker, segments, first), repeats)
     raise InvariantError(f"nobody knows how to measure {kind!r}")
 
@@ -53,7 +53,7 @@ def _fastest(run: Callable[[], object], repeats: int) -> float:
 
 
 def _attention(
-    worker: Worker, segments: list[Segment], rows: int, plan: Callable[[], AttentionPlan] | None = None
+    worker: ModelWorker, segments: list[BatchSegment], rows: int, plan: Callable[[], AttentionPlan] | None = None
 ) -> Callable[[], None]:
     """`plan`: how it is planned, where that is not the backend's plan of `segments`."""
     decoder, pool = worker.decoder, worker.pool
@@ -73,33 +73,33 @@ def _attention(
     return run
 
 
-def _asking(worker: Worker, rows: int, guest: int, repeats: int) -> float:
+def _asking(worker: ModelWorker, rows: int, guest: int, repeats: int) -> float:
     """Both are measured alike, so that all that sharing costs is in the difference: copies, messages, the guest's
     plan, and the merge."""
     backend = worker.decoder.backend
     assert isinstance(backend, GroupAttention)
-    segment = Segment(0, rows, 0, ((0, rows),))
+    segment = BatchSegment(0, rows, 0, ((0, rows),))
     alone_s = _fastest(_attention(worker, [segment], rows), repeats)
     shared = _attention(
-        worker, [segment], rows, lambda: backend.share([segment], worker.pool, [Ask(guest, (segment,))], ())
+        worker, [segment], rows, lambda: backend.share([segment], worker.pool, [RemoteQuery(guest, (segment,))], ())
     )
     return max(0.0, _fastest(shared, repeats) - alone_s)
 
 
-def _visiting(worker: Worker, rows: int, owner: int) -> Callable[[], None]:
+def _visiting(worker: ModelWorker, rows: int, owner: int) -> Callable[[], None]:
     backend, pool = worker.decoder.backend, worker.pool
     assert isinstance(backend, GroupAttention)
 
     def run() -> None:
         with torch.inference_mode():
-            plan = backend.share((), pool, (), [Visit(owner, rows, [(0, 1)])])
+            plan = backend.share((), pool, (), [RemoteRows(owner, rows, [(0, 1)])])
             for layer in range(pool.layers):
                 backend.visit(layer, plan)
 
     return run
 
 
-def _forward(worker: Worker, rows: int) -> Callable[[], None]:
+def _forward(worker: ModelWorker, rows: int) -> Callable[[], None]:
     decoder, pool = worker.decoder, worker.pool
     config, shard = decoder.config, decoder.shard
     tokens = torch.arange(rows) % config.vocab_size
@@ -108,7 +108,7 @@ def _forward(worker: Worker, rows: int) -> Callable[[], None]:
 
     @torch.inference_mode()
     def run() -> None:
-        plan = decoder.backend.plan([Segment(0, rows, 0, ((0, rows),))], pool)
+        plan = decoder.backend.plan([BatchSegment(0, rows, 0, ((0, rows),))], pool)
         hidden = decoder.embed(tokens) if shard.first else arrived.clone()
         hidden = decoder.run_layers(hidden, decoder.rotary_table(positions), plan)
         if shard.last:

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.memory import gib
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.rank_layout import places
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import WHOLE, Shard, divides
+from headway.runtime.model.shard import WHOLE, ModelShard, divides
 
 WORKER_BYTES = 160 << 20
 """What a worker process takes besides weights and KV: its libraries' private memory (measured, PSS)."""
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes of all ranks together: weights, one token's keys and values (in one group), and the processes' own."""
 
     weights: int
@@ -24,16 +24,16 @@ class Need(NamedTuple):
     processes: int
 
 
-def need(config: DecoderConfig, layout: Layout, itemsize: int) -> Need:
+def need(config: DecoderConfig, layout: ParallelLayout, itemsize: int) -> MemoryNeed:
     """What a layout takes. `itemsize`: bytes of a weight and of a number in the cache."""
     shards = [place.shard for place in places(layout)]
     weights = sum(numbers(config, shard) for shard in shards) * itemsize
     pairs = [len(shard.layers(config)) * len(shard.kv_heads(config)) for shard in shards]
     per_token = sum(pairs) // layout.kvp * 2 * config.head_dim * itemsize
-    return Need(weights, per_token, WORKER_BYTES * len(shards))
+    return MemoryNeed(weights, per_token, WORKER_BYTES * len(shards))
 
 
-def numbers(config: DecoderConfig, shard: Shard) -> int:
+def numbers(config: DecoderConfig, shard: ModelShard) -> int:
     """Weights that a rank holds (norms and biases left out: below 0.1%)."""
     q, kv = (len(heads) * config.head_dim for heads in (shard.q_heads(config), shard.kv_heads(config)))
     layer = config.hidden_size * (2 * q + 2 * kv + 3 * len(shard.mlp(config)))
@@ -51,7 +51,7 @@ def parameters(config: DecoderConfig) -> int:
     return numbers(config, WHOLE) + config.layers * (norms + biases) + config.hidden_size
 
 
-def check_shape(config: DecoderConfig, layout: Layout) -> None:
+def check_shape(config: DecoderConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError, with the numbers and the nearest layouts that can be, when the model cannot be cut so."""
     problem = None
     if not divides(config, layout.tp):
@@ -66,13 +66,13 @@ def check_shape(config: DecoderConfig, layout: Layout) -> None:
 
 
 def check_memory(
-    config: DecoderConfig, layout: Layout, itemsize: int, available: int, kv_bytes: int | None, tokens: int
+    config: DecoderConfig, layout: ParallelLayout, itemsize: int, available: int, kv_bytes: int | None, tokens: int
 ) -> None:
     """Raise ConfigError when weights, and the cache of one request of `tokens` tokens, exceed the memory available to
     all ranks together (one host), or that request exceeds `kv_bytes`, the memory set aside for the caches of all KV
     groups: a long request lies in all of them."""
 
-    def takes(other: Layout) -> tuple[Need, int]:
+    def takes(other: ParallelLayout) -> tuple[MemoryNeed, int]:
         wanted = need(config, other, itemsize)
         cache = wanted.kv_per_token * tokens
         return wanted, wanted.weights + wanted.processes + max(cache, kv_bytes or 0)
@@ -95,10 +95,10 @@ def check_memory(
         )
 
 
-def _nearest(config: DecoderConfig, asked: Layout, do: str, fits: Callable[[Layout], bool]) -> str:
+def _nearest(config: DecoderConfig, asked: ParallelLayout, do: str, fits: Callable[[ParallelLayout], bool]) -> str:
     """The layouts closest to what was asked for that the model can have and that fit, in words: "nearest that `do`"."""
     candidates = [
-        Layout(tp=tp, stages=stages, kvp=kvp)
+        ParallelLayout(tp=tp, stages=stages, kvp=kvp)
         for tp in range(1, 2 * asked.tp + 1)
         for stages in range(1, min(2 * asked.stages, config.layers) + 1)
         for kvp in range(1, asked.kvp + 1)
@@ -112,6 +112,6 @@ def _nearest(config: DecoderConfig, asked: Layout, do: str, fits: Callable[[Layo
     return f"nearest that {do} (tensor x pipeline x KV parallel size): {', '.join(words)}"
 
 
-def _distance(asked: Layout, other: Layout) -> tuple[int, int, int]:
+def _distance(asked: ParallelLayout, other: ParallelLayout) -> tuple[int, int, int]:
     steps = abs(asked.tp - other.tp) + abs(asked.stages - other.stages) + abs(asked.kvp - other.kvp)
     return (steps, abs(asked.accelerators - other.accelerators), -other.tp)

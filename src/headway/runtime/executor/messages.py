@@ -19,7 +19,7 @@ ASIDE = b"aside-"
 """The same of the connection over which it says what does not wait for what it computes."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A rank's first word. `store_port`: where rank 0 keeps the rendezvous store, 0 from others."""
 
     protocol: int
@@ -29,13 +29,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     store_port: int = 0
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+class RankWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """All ranks have come: join the others at the store, and load."""
 
     store_port: int
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The rank has its weights and its KV pool. `mark` is the checkpoint's fingerprint, which all must share.
     peer_address: where it hears other instances, if it does."""
 
@@ -47,14 +47,14 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     peer_address: str | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The rank cannot start or go on. `ours` false: the error's words are made for a user."""
 
     error: str
     ours: bool = False
 
 
-class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
+class AdmitToRank(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     """A new request. Ranks that embed or sample get `params`; if `has_prompt`, the token ids follow as the next frame.
 
     `output` is what it has generated already, when a new incarnation of the ranks takes it on.
@@ -67,7 +67,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     output: tuple[int, ...] = ()
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """One batch for one group: what has changed since the plan before, and nothing that grows with a context.
 
     forget: requests that have ended. ops: (request, blocks, first token held here), in order, 0 blocks for free. The
@@ -95,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     told: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """A rank has carried out plan `seq`, computing from `start_s` to `end_s` (CLOCK_MONOTONIC of its host).
 
     tokens: what was drawn, decodes first, then finished prompts; only from the rank that samples. logprobs: likewise,
@@ -109,7 +109,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
-class Desync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
+class PlanDesync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
     """The rank has stopped before plan `seq`, having carried out all up to `done`: `why`. It waits for a snapshot."""
 
     seq: int
@@ -117,7 +117,7 @@ class Desync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
     why: str
 
 
-class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
+class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
     """The state of a group after plan `seq`, to start over from; the plans that follow it are sent again.
 
     requests: (request, tokens known to the group, runs of blocks, first token held). groups: (epoch, members), as many
@@ -131,19 +131,19 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
     groups: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+class RankProbe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
     """Nothing was heard for a while: are you there, and have you got all plans up to `seq`?"""
 
     seq: int
 
 
-class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+class RankAlive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """Yes; the last plan carried out is `done`. A rank that computes answers when it has finished its plan."""
 
     done: int
 
 
-class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
+class MeasureRequest(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
     """Time something while no request is there: chunk (tokens, past), decodes (count, past), forward (rows), or, by two
     ranks at the same time, ask (rows, guest group) and visit (rows, owner's group)."""
 
@@ -153,13 +153,13 @@ class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
     repeats: int
 
 
-class Measured(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
+class MeasureResult(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
     """Seconds, the least of the repeats."""
 
     seconds: float
 
 
-class Aside(msgspec.Struct, frozen=True, array_like=True, tag="aside"):
+class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag="aside"):
     """For whoever moves KV to and from other instances here (`runtime.kv_transfer.rank_transfer`), once plan `after`
     has been carried out;
     before the next one."""
@@ -168,15 +168,15 @@ class Aside(msgspec.Struct, frozen=True, array_like=True, tag="aside"):
     body: bytes
 
 
-class Word(msgspec.Struct, frozen=True, array_like=True, tag="word"):
+class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="word"):
     """From whoever moves KV (`runtime.kv_transfer.rank_transfer`)."""
 
     body: bytes
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class StopRank(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End, without finishing anything."""
 
 
-ToRank = Welcome | Admit | Plan | Snapshot | Probe | Measure | Aside | Stop
-FromRank = Hello | Ready | Failed | Done | Desync | Alive | Measured | Word
+ToRank = RankWelcome | AdmitToRank | BatchPlan | GroupSnapshot | RankProbe | MeasureRequest | ControlMessage | StopRank
+FromRank = RankHello | RankReady | RankFailed | PlanDone | PlanDesync | RankAlive | MeasureResult | ControlReply

@@ -13,32 +13,32 @@ from typing import Any
 
 import msgspec
 
-from headway.core.batch import Batch, DecodeGroup, KvOp, Part
+from headway.core.batch import Batch, DecodeGroup, GroupBatch, KvOp
 from headway.core.errors import InvariantError, LostError
-from headway.core.executor import Emitted, StepResult
+from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
 from headway.kv.block_allocator import BlockTables
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.messages import (
-    Admit,
-    Alive,
-    Aside,
-    Desync,
-    Done,
-    Failed,
+    AdmitToRank,
+    BatchPlan,
+    ControlMessage,
+    ControlReply,
     FromRank,
-    Measure,
-    Measured,
-    Plan,
-    Probe,
-    Snapshot,
+    GroupSnapshot,
+    MeasureRequest,
+    MeasureResult,
+    PlanDesync,
+    PlanDone,
+    RankAlive,
+    RankFailed,
+    RankProbe,
     ToRank,
-    Word,
 )
 from headway.runtime.executor.plan_stream import Asks, PlanWriter, StreamState, Told, replay
-from headway.runtime.executor.rank_layout import Place, places
-from headway.runtime.executor.rank_transport import Frame, Hosts, RankLostError, Wire
-from headway.runtime.executor.restart import Restart
+from headway.runtime.executor.rank_layout import RankPosition, places
+from headway.runtime.executor.rank_transport import Frame, HostLauncher, RankLostError, RankTransport
+from headway.runtime.executor.restart import RankRestart
 
 _MOST_RESYNCS = 8
 """A rank that asks so often without carrying out a plan in between will not recover."""
@@ -50,7 +50,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-class _Request:
+class _TrackedRequest:
     """What the engine keeps of a live request, for ranks that start over. `heard`, for each group: how many of its
     output tokens the group knows, as of its last batch that is done."""
 
@@ -68,12 +68,14 @@ class _Request:
         return len(self.prompt) // 4
 
 
-class _Flight:
+class _PlanInFlight:
     """A plan that not all ranks of its group have carried out."""
 
     __slots__ = ("batch_id", "names", "part", "passed", "plan", "spans", "told", "waiting")
 
-    def __init__(self, batch_id: int, part: Part, plan: Plan, passed: Told, ranks: set[int], stages: int) -> None:
+    def __init__(
+        self, batch_id: int, part: GroupBatch, plan: BatchPlan, passed: Told, ranks: set[int], stages: int
+    ) -> None:
         self.batch_id = batch_id
         self.part = part
         self.passed = passed
@@ -81,29 +83,35 @@ class _Flight:
         self.waiting = ranks
         self.names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         self.spans: list[tuple[float, float] | None] = [None] * stages
-        self.told: Done | None = None
+        self.told: PlanDone | None = None
 
 
-class _Group:
+class _GroupStream:
     """One group's stream: its writer, its plans in flight, and the state that follows those that are done. `heard_s`,
     `moved_s`: when it was last asked or heard, and when it last got or said something; groups run freely."""
 
-    def __init__(self, ranks: tuple[Place, ...], kv_blocks: int, numbers: dict[str, int]) -> None:
+    def __init__(self, ranks: tuple[RankPosition, ...], kv_blocks: int, numbers: dict[str, int]) -> None:
         self.ranks = ranks
         self.writer = PlanWriter(kv_blocks, numbers)
         self.settled = StreamState(BlockTables(kv_blocks))
         self.bases: dict[str, int] = {}
         self.seq = 0
-        self.flights: deque[_Flight] = deque()
+        self.flights: deque[_PlanInFlight] = deque()
         self.resyncs: dict[int, int] = {}
         self.heard_s = self.moved_s = 0.0
 
 
-class ParallelExecutor:
+class MultiProcessExecutor:
     """`Executor` over the ranks behind a wire, all of which are ready. `rewire` starts new ones, when these are lost,
     and returns when they are ready; without it nothing recovers."""
 
-    def __init__(self, wire: Wire, layout: Layout, kv_blocks: int, rewire: Callable[[], Wire] | None = None) -> None:
+    def __init__(
+        self,
+        wire: RankTransport,
+        layout: ParallelLayout,
+        kv_blocks: int,
+        rewire: Callable[[], RankTransport] | None = None,
+    ) -> None:
         self.layout = layout
         self.plans = self.plan_bytes = self.resyncs = 0
         self.probe_s = 1.0
@@ -111,19 +119,19 @@ class ParallelExecutor:
         self._wire = wire
         self._places = places(layout)
         self._numbers: dict[str, int] = {}
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _TrackedRequest] = {}
         self._given = 0
         self._kv_blocks = kv_blocks
         self._groups = self._fresh_groups()
         self._rewire = rewire
-        self._restart: Restart | None = None
+        self._restart: RankRestart | None = None
         self._lost: LostError | None = None
-        self._batches: deque[tuple[int, list[_Flight]]] = deque()
+        self._batches: deque[tuple[int, list[_PlanInFlight]]] = deque()
         self.peer_addresses: tuple[str, ...] = ()
         """Where each rank hears other instances, if they do."""
         self.hears: Callable[[int, bytes], None] | None = None
         """Who is told of what ranks say of KV that moves: (rank, what)."""
-        self.hosts: Hosts | None = None
+        self.hosts: HostLauncher | None = None
         """Set where ranks run on several hosts: their clocks differ, and they end with us."""
 
     # -- the executor's contract --------------------------------------------------------------------------------
@@ -163,7 +171,7 @@ class ParallelExecutor:
             number = self._given
         else:
             self._groups[0].writer.spare(number)
-        request = _Request(number, bytes(prompt), params, len(self._groups))
+        request = _TrackedRequest(number, bytes(prompt), params, len(self._groups))
         request.output += output
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
@@ -179,7 +187,7 @@ class ParallelExecutor:
             passed = self._untold(part)
             plan = group.writer.write(part, _asks(batch, part.group), passed)
             ranks = {place.rank for place in group.ranks}
-            flight = _Flight(batch.id, part, plan, passed, ranks, self.layout.stages)
+            flight = _PlanInFlight(batch.id, part, plan, passed, ranks, self.layout.stages)
             group.flights.append(flight)
             flights.append(flight)
             group.heard_s = group.moved_s = time.monotonic()
@@ -193,7 +201,7 @@ class ParallelExecutor:
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         """KV operations that were made since the last batch, ahead of the next one's. Of one KV group."""
         if ops and self._restart is None:
-            self.submit(Batch(id=_NO_BATCH, parts=(Part(0, DecodeGroup(), (), ops),)))
+            self.submit(Batch(id=_NO_BATCH, parts=(GroupBatch(0, DecodeGroup(), (), ops),)))
 
     def number(self, request_id: str) -> int | None:
         """By what number ranks know a request, live or as who holds KV; None: they do not."""
@@ -202,7 +210,7 @@ class ParallelExecutor:
     def aside(self, body: bytes) -> None:
         """Something for whoever moves KV at each rank, behind all that was submitted."""
         for place in self._places:
-            self._send(place.rank, Aside(self._groups[place.group].writer.seq, body))
+            self._send(place.rank, ControlMessage(self._groups[place.group].writer.seq, body))
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         """See `Executor.result`."""
@@ -223,15 +231,15 @@ class ParallelExecutor:
         self._lost = None
         self._batches.clear()
         self._groups = self._fresh_groups()
-        self._restart = Restart(self._rewire)
+        self._restart = RankRestart(self._rewire)
 
-    def _fresh_groups(self) -> list[_Group]:
+    def _fresh_groups(self) -> list[_GroupStream]:
         return [
-            _Group(tuple(place for place in self._places if place.group == group), self._kv_blocks, self._numbers)
+            _GroupStream(tuple(place for place in self._places if place.group == group), self._kv_blocks, self._numbers)
             for group in range(self.layout.kvp)
         ]
 
-    def _take_over(self, restart: Restart, timeout_s: float | None) -> None:
+    def _take_over(self, restart: RankRestart, timeout_s: float | None) -> None:
         """When the new ranks are ready, tell them of all requests and what they have said so far."""
         try:
             wire = restart.wire(timeout_s)
@@ -308,7 +316,7 @@ class ParallelExecutor:
             for rank in sorted(set().union(*(flight.waiting for flight in group.flights))):
                 if now - group.moved_s > self.stall_s:
                     raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
-                self._send(rank, Probe(group.writer.seq))
+                self._send(rank, RankProbe(group.writer.seq))
 
     # -- measuring ----------------------------------------------------------------------------------------------
 
@@ -317,12 +325,12 @@ class ParallelExecutor:
         up, the first with the last: of neighbours, who may share a host, the others' links would not be seen."""
         asked = 0
         for place in self._places:
-            message = Measure(kind, first, second, repeats)
+            message = MeasureRequest(kind, first, second, repeats)
             if kind == "exchange":
                 other = self.layout.kvp - 1 - place.group
                 if other == place.group:
                     continue
-                message = Measure("ask" if place.group < other else "visit", first, other, repeats)
+                message = MeasureRequest("ask" if place.group < other else "visit", first, other, repeats)
             self._send(place.rank, message)
             asked += 1
         slowest = 0.0
@@ -331,7 +339,7 @@ class ParallelExecutor:
             assert heard is not None
             rank, frames = heard
             said = _decoder.decode(frames[0])
-            if not isinstance(said, Measured):
+            if not isinstance(said, MeasureResult):
                 raise RankLostError(rank, f"answered a measurement with {said!r}")
             slowest = max(slowest, said.seconds)
         return slowest
@@ -341,12 +349,12 @@ class ParallelExecutor:
     def _finished(self) -> bool:
         return any(map(self._carried_out, self._batches))
 
-    def _carried_out(self, batch: tuple[int, list[_Flight]]) -> bool:
+    def _carried_out(self, batch: tuple[int, list[_PlanInFlight]]) -> bool:
         """Whether all its ranks are done, and all batches before it in its groups are settled. Groups that share no
         request run freely: theirs are not in order of submission."""
         return all(not f.waiting and self._groups[f.part.group].flights[0] is f for f in batch[1])
 
-    def _take_finished(self) -> list[_Flight]:
+    def _take_finished(self) -> list[_PlanInFlight]:
         batch = next(filter(self._carried_out, self._batches))
         self._batches.remove(batch)
         return batch[1]
@@ -355,22 +363,22 @@ class ParallelExecutor:
         said = _decoder.decode(frames[0])
         place = self._places[rank]
         group = self._groups[place.group]
-        if isinstance(said, Done):
+        if isinstance(said, PlanDone):
             self._done(group, place, said)
-        elif isinstance(said, Desync):
+        elif isinstance(said, PlanDesync):
             self._resync(group, place, said)
-        elif isinstance(said, Alive):
+        elif isinstance(said, RankAlive):
             if any(rank in flight.waiting and flight.plan.seq <= said.done for flight in group.flights):
                 raise RankLostError(rank, f"has carried out plan {said.done}, and what it said of it was lost")
-        elif isinstance(said, Word):
+        elif isinstance(said, ControlReply):
             if self.hears is not None:
                 self.hears(rank, said.body)
-        elif isinstance(said, Failed):
+        elif isinstance(said, RankFailed):
             raise RankLostError(rank, f"failed: {said.error}")
         else:
             raise InvariantError(f"worker {rank} says {said!r}, which nobody asked for")
 
-    def _done(self, group: _Group, place: Place, said: Done) -> None:
+    def _done(self, group: _GroupStream, place: RankPosition, said: PlanDone) -> None:
         flight = next((flight for flight in group.flights if flight.plan.seq == said.seq), None)
         if flight is None or place.rank not in flight.waiting:
             raise InvariantError(f"worker {place.rank} has carried out plan {said.seq}, which is not in flight")
@@ -383,9 +391,9 @@ class ParallelExecutor:
         if place.draws:
             flight.told = said
 
-    def _settle(self, flights: list[_Flight]) -> StepResult:
+    def _settle(self, flights: list[_PlanInFlight]) -> StepResult:
         """A batch is done everywhere: bring the settled state up to it and tell the engine."""
-        emitted: list[Emitted] = []
+        emitted: list[EmittedToken] = []
         spans: list[tuple[tuple[float, float], ...]] = []
         for flight in flights:
             group = self._groups[flight.part.group]
@@ -406,7 +414,7 @@ class ParallelExecutor:
                     request.heard[index] = max(request.heard[index], known + len(tokens) - request.prompt_tokens)
             logprobs = flight.told.logprobs or (None,) * len(flight.names)
             for name, token, reported in zip(flight.names, flight.told.tokens, logprobs, strict=True):
-                emitted.append(Emitted(name, token, reported))
+                emitted.append(EmittedToken(name, token, reported))
                 if name in self._requests:
                     self._requests[name].output.append(token)
                     self._requests[name].heard[index] += 1
@@ -414,7 +422,7 @@ class ParallelExecutor:
         elapsed_s = max(end - start for stages in spans for start, end in stages)
         return StepResult(flights[0].batch_id, emitted, elapsed_s, tuple(spans))
 
-    def _resync(self, group: _Group, place: Place, said: Desync) -> None:
+    def _resync(self, group: _GroupStream, place: RankPosition, said: PlanDesync) -> None:
         """Give a rank the state as of the last batch that is done, and the plans since."""
         self.resyncs += 1
         count = group.resyncs[place.rank] = group.resyncs.get(place.rank, 0) + 1
@@ -426,7 +434,7 @@ class ParallelExecutor:
         holders = set(tables.owners())
         self._send(
             place.rank,
-            Snapshot(
+            GroupSnapshot(
                 seq=group.seq,
                 said=state.said,
                 check=state.check,
@@ -440,7 +448,7 @@ class ParallelExecutor:
         for flight in group.flights:
             self._send(place.rank, flight.plan)
 
-    def _untold(self, part: Part) -> Told:
+    def _untold(self, part: GroupBatch) -> Told:
         """What a group has not heard of the requests that it begins to hold: tokens generated in other groups. Nothing
         of theirs is in flight here, so what has come back is all that there is."""
         told = []
@@ -454,11 +462,11 @@ class ParallelExecutor:
 
     # -- what ranks hear ----------------------------------------------------------------------------------------
 
-    def _introduce(self, place: Place, request: _Request) -> None:
+    def _introduce(self, place: RankPosition, request: _TrackedRequest) -> None:
         reads = place.embeds or (place.draws and request.params.repetition_penalty != 1.0)
         params = request.params if place.draws else None
         request.heard[place.group] = len(request.output)
-        message = Admit(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
+        message = AdmitToRank(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
         frames: list[Frame] = [_encoder.encode(message)]
         self._put(place.rank, [*frames, request.prompt] if reads else frames)
 

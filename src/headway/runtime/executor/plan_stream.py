@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from headway.core.batch import Assist, Chunk, DecodeGroup, KvOp, KvVerb, Part
+from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp, KvVerb, RemoteAttention
 from headway.kv.block_allocator import BlockTables, Run
-from headway.runtime.executor.messages import Plan
+from headway.runtime.executor.messages import BatchPlan
 
 Asks = tuple[tuple[int, tuple[str, ...]], ...]
 """(guest group, requests): whose rows of a part other groups attend as well."""
@@ -38,7 +38,7 @@ a forgotten one is sent in full."""
 T = TypeVar("T")
 
 
-class Epochs(Generic[T]):
+class DecodeEpochs(Generic[T]):
     """Decode groups by epoch, the least recently used forgotten first. Equal plans leave equal epochs."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class PlanWriter:
         self._holders: dict[str, int] = {}
         self._strays = 0
         self._tables = BlockTables(kv_blocks)
-        self._epochs: Epochs[dict[str, int]] = Epochs()
+        self._epochs: DecodeEpochs[dict[str, int]] = DecodeEpochs()
         self._forget: list[int] = []
 
     def forget(self, request: int) -> None:
@@ -89,12 +89,12 @@ class PlanWriter:
         """A number that was to be forgotten is in use again."""
         self._forget = [number for number in self._forget if number != request]
 
-    def write(self, part: Part, asks: Asks = (), told: Told = ()) -> Plan:
+    def write(self, part: GroupBatch, asks: Asks = (), told: Told = ()) -> BatchPlan:
         """The next plan. It is part of the stream from here on, and must be sent."""
         numbers = self._numbers
         self.seq += 1
         epoch, base, joined, left = self._delta(part.decodes)
-        plan = Plan(
+        plan = BatchPlan(
             seq=self.seq,
             forget=tuple(self._forget),
             ops=tuple(said for op in part.kv_ops if (said := self._numbered(op)) is not None),
@@ -155,9 +155,9 @@ class StreamState:
         self.said = said
         self.check = check
         self.tables = tables
-        self.epochs: Epochs[tuple[str, ...]] = Epochs()
+        self.epochs: DecodeEpochs[tuple[str, ...]] = DecodeEpochs()
 
-    def part_of(self, plan: Plan) -> Part:
+    def part_of(self, plan: BatchPlan) -> GroupBatch:
         """The plan as a batch's part. Called once a plan, in order. ValueError when it is not the one that was written,
         KeyError when it builds on an unknown group."""
         self.said = spoken(self.said, plan)
@@ -173,8 +173,8 @@ class StreamState:
             self.epochs.use(plan.epoch, members)
         ops = tuple(KvOp(_verb(blocks, start), str(request), blocks, start) for request, blocks, start in plan.ops)
         chunks = tuple(Chunk(str(c[0]), c[1], c[2], c[3], c[4]) for c in plan.chunks)
-        assists = tuple(Assist(str(request), *rest) for request, *rest in plan.assists)
-        return Part(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
+        assists = tuple(RemoteAttention(str(request), *rest) for request, *rest in plan.assists)
+        return GroupBatch(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
 
     def advance(self, runs: Runs, kv_sum: int) -> int:
         """A plan's block operations have given `runs`, and its decodes read `kv_sum` tokens: the checksum that results,
@@ -183,7 +183,7 @@ class StreamState:
         return self.check
 
 
-def replay(tables: BlockTables, plan: Plan) -> Runs:
+def replay(tables: BlockTables, plan: BatchPlan) -> Runs:
     """Carry out a plan's block operations and return what each request then holds."""
     results: list[tuple[Run, ...]] = []
     for number, blocks, _ in plan.ops:
@@ -204,7 +204,7 @@ def _verb(blocks: int, start: int) -> KvVerb:
     return "reserve" if start else "grow"
 
 
-def spoken(said: int, plan: Plan) -> int:
+def spoken(said: int, plan: BatchPlan) -> int:
     """The rolling checksum of plans: CRC-32 of this one, begun at the one before."""
     return zlib.crc32(_encoder.encode(msgspec.structs.replace(plan, said=0, check=0)), said)
 

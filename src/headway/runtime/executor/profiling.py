@@ -16,7 +16,7 @@ import numpy as np
 from headway.perf.latency.tables import TableSource
 
 
-class Grid(NamedTuple):
+class ProfileGrid(NamedTuple):
     """Which points are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past), and
     rows that KV groups exchange."""
 
@@ -28,8 +28,8 @@ class Grid(NamedTuple):
     repeats: int
 
 
-QUICK = Grid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), (1, 16, 128), 3)
-FULL = Grid(
+QUICK = ProfileGrid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), (1, 16, 128), 3)
+FULL = ProfileGrid(
     (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096),
     (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
     (0, 1024, 4096, 16384, 65536),
@@ -39,7 +39,7 @@ FULL = Grid(
 )
 
 
-class Measure(Protocol):
+class MeasureFunction(Protocol):
     """Seconds of `kind` (see `runtime.executor.measure`), the least of `repeats` runs; of many ranks, those of the
     slowest."""
 
@@ -47,12 +47,18 @@ class Measure(Protocol):
 
 
 def profile(
-    ask: Measure, slots: int, grid: Grid, budget_s: float, fingerprint: str, provenance: str, groups: int = 1
+    ask: MeasureFunction,
+    slots: int,
+    grid: ProfileGrid,
+    budget_s: float,
+    fingerprint: str,
+    provenance: str,
+    groups: int = 1,
 ) -> TableSource:
     """Measure and compile. No requests must be there: the pool of `slots` tokens of each of the KV `groups` is used as
     scratch."""
     deadline = time.perf_counter() + budget_s
-    measure = _Patient(ask, grid.repeats)
+    measure = _RepeatedMeasure(ask, grid.repeats)
     chunks = []
     longest = 0
     share = deadline - 0.55 * budget_s
@@ -92,7 +98,7 @@ def profile(
     )
 
 
-def exchange(ask: Measure, slots: int, grid: Grid) -> tuple[float, float]:
+def exchange(ask: MeasureFunction, slots: int, grid: ProfileGrid) -> tuple[float, float]:
     """(s an iteration, s a row and guest group) of `perf.latency.shard_exchange.Exchange`, over the links in use.
     Takes some
     tenths of a second: two processes have to run at the same moment, so more runs are disturbed than elsewhere. More
@@ -106,10 +112,10 @@ def exchange(ask: Measure, slots: int, grid: Grid) -> tuple[float, float]:
     return _line(points) if points else (0.0, 0.0)
 
 
-class _Patient:
+class _RepeatedMeasure:
     """Repeats what is short. What takes long is measured once (after a run to warm up): it varies less."""
 
-    def __init__(self, ask: Measure, repeats: int) -> None:
+    def __init__(self, ask: MeasureFunction, repeats: int) -> None:
         self._ask = ask
         self._repeats = repeats
         self._last: dict[str, float] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 
 
 class RankPeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,5 +59,5 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "cpu" if self.cuda is None else f"cuda:{self.cuda + rank % each}"
 
     @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, stages=self.stages, kvp=self.kvp)
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(tp=self.tp, stages=self.stages, kvp=self.kvp)

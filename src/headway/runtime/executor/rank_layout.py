@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.perf.latency.layout import Layout
-from headway.runtime.model.shard import Shard
+from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.model.shard import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """One rank's place in a layout."""
 
-    layout: Layout
+    layout: ParallelLayout
     group: int
     stage: int
     tp: int
@@ -25,9 +25,9 @@ class Place:
         return (self.group * self.layout.stages + self.stage) * self.layout.tp + self.tp
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> ModelShard:
         """What it holds of the model. All groups hold the same."""
-        return Shard(self.tp, self.layout.tp, self.stage, self.layout.stages)
+        return ModelShard(self.tp, self.layout.tp, self.stage, self.layout.stages)
 
     @property
     def draws(self) -> bool:
@@ -40,36 +40,36 @@ class Place:
         return self.stage == 0
 
     @property
-    def drawer(self) -> Place:
+    def drawer(self) -> RankPosition:
         """The rank of this group that samples."""
-        return Place(self.layout, self.group, self.layout.stages - 1, 0)
+        return RankPosition(self.layout, self.group, self.layout.stages - 1, 0)
 
     @property
-    def readers(self) -> tuple[Place, ...]:
+    def readers(self) -> tuple[RankPosition, ...]:
         """The ranks of this group that must be told which tokens were drawn."""
-        ranks = (Place(self.layout, self.group, 0, tp) for tp in range(self.layout.tp))
+        ranks = (RankPosition(self.layout, self.group, 0, tp) for tp in range(self.layout.tp))
         return tuple(place for place in ranks if not place.draws)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """All ranks of this stage of this group, in order."""
-        return tuple(Place(self.layout, self.group, self.stage, tp).rank for tp in range(self.layout.tp))
+        return tuple(RankPosition(self.layout, self.group, self.stage, tp).rank for tp in range(self.layout.tp))
 
-    def in_group(self, group: int) -> Place:
+    def in_group(self, group: int) -> RankPosition:
         """The rank with the same slice of the same stage in another group."""
-        return Place(self.layout, group, self.stage, self.tp)
+        return RankPosition(self.layout, group, self.stage, self.tp)
 
-    def at_stage(self, stage: int) -> Place:
+    def at_stage(self, stage: int) -> RankPosition:
         """The rank with the same slice in another stage."""
-        return Place(self.layout, self.group, stage, self.tp)
+        return RankPosition(self.layout, self.group, stage, self.tp)
 
 
-def place_of(layout: Layout, rank: int) -> Place:
+def place_of(layout: ParallelLayout, rank: int) -> RankPosition:
     """The place of a rank number."""
     row, tp = divmod(rank, layout.tp)
-    return Place(layout, *divmod(row, layout.stages), tp)
+    return RankPosition(layout, *divmod(row, layout.stages), tp)
 
 
-def places(layout: Layout) -> tuple[Place, ...]:
+def places(layout: ParallelLayout) -> tuple[RankPosition, ...]:
     """All ranks, in order."""
     return tuple(place_of(layout, rank) for rank in range(layout.accelerators))

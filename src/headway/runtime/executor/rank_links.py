@@ -26,7 +26,7 @@ class PeerLinks(Protocol):
         """Send to that group's rank. `x` is contiguous and must not change afterwards."""
 
 
-class Links(TensorGroup, PeerLinks, Protocol):
+class RankLinks(TensorGroup, PeerLinks, Protocol):
     """One rank's connections."""
 
     def expect_rows(self, rows: int) -> Callable[[], Tensor]:

@@ -7,36 +7,36 @@ from collections import deque
 
 import msgspec
 
-from headway.core.batch import Part
+from headway.core.batch import GroupBatch
 from headway.core.errors import InvariantError
 from headway.kv.block_allocator import BlockTables
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.messages import (
-    Admit,
-    Alive,
-    Aside,
-    Desync,
-    Done,
-    Failed,
+    AdmitToRank,
+    BatchPlan,
+    ControlMessage,
     FromRank,
-    Measure,
-    Measured,
-    Plan,
-    Probe,
-    Snapshot,
-    Stop,
+    GroupSnapshot,
+    MeasureRequest,
+    MeasureResult,
+    PlanDesync,
+    PlanDone,
+    RankAlive,
+    RankFailed,
+    RankProbe,
+    StopRank,
     ToRank,
 )
 from headway.runtime.executor.plan_stream import StreamState
-from headway.runtime.executor.rank_transport import Channel
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.rank_transfer import KvRank
+from headway.runtime.executor.rank_transport import RankChannel
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.rank_transfer import RankKvTransfer
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
-class Rank:
+class RankLoop:
     """Drives one worker by the engine's plan stream until told to stop.
 
     A plan is replayed and its checksum compared before anything is computed. When it does not follow from what this
@@ -44,14 +44,14 @@ class Rank:
     from other instances, if somebody does.
     """
 
-    def __init__(self, worker: Worker, channel: Channel, kv: KvRank | None = None) -> None:
+    def __init__(self, worker: ModelWorker, channel: RankChannel, kv: RankKvTransfer | None = None) -> None:
         self._worker = worker
         self._channel = channel
         self._kv = kv
-        self._asides: deque[Aside] = deque()
+        self._asides: deque[ControlMessage] = deque()
         self._admitted: dict[int, int] = {}
         self._state = StreamState(worker.tables)
-        self._queue: deque[tuple[Plan, Part]] = deque()
+        self._queue: deque[tuple[BatchPlan, GroupBatch]] = deque()
         self._heard = self._asked = self._done = self._followed = 0
         self._halted = self.stopped = False
         if kv is not None:
@@ -91,28 +91,28 @@ class Rank:
         return self._kv is not None and self._kv.runs.over
 
     def _hear(self, message: ToRank, frames: list[memoryview]) -> None:
-        if isinstance(message, Plan):
+        if isinstance(message, BatchPlan):
             self._take(message)
-        elif isinstance(message, Admit):
+        elif isinstance(message, AdmitToRank):
             prompt = frames[0] if message.has_prompt else None
             name = str(message.request)
             self._admitted[message.request] = self._heard
             self._worker.admit(name, message.prompt_tokens, prompt, message.params, message.output)
-        elif isinstance(message, Snapshot):
+        elif isinstance(message, GroupSnapshot):
             self._restore(message)
-        elif isinstance(message, Probe):
+        elif isinstance(message, RankProbe):
             self._answer(message)
-        elif isinstance(message, Measure):
+        elif isinstance(message, MeasureRequest):
             seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
-            self._say(Measured(seconds))
-        elif isinstance(message, Aside):
+            self._say(MeasureResult(seconds))
+        elif isinstance(message, ControlMessage):
             self._asides.append(message)
-        elif isinstance(message, Stop):
+        elif isinstance(message, StopRank):
             self.stopped = True
         else:
             raise InvariantError(f"the engine says {message!r} to a rank that is at work")
 
-    def _take(self, plan: Plan) -> None:
+    def _take(self, plan: BatchPlan) -> None:
         """A plan has come: make a part of it, and ask for the rows that it will need."""
         if self._halted:
             return
@@ -130,13 +130,13 @@ class Rank:
             self._worker.expect(part)
         self._queue.append((plan, part))
 
-    def _answer(self, probe: Probe) -> None:
+    def _answer(self, probe: RankProbe) -> None:
         """Still here. Should the newest plan have got lost, nothing that follows would tell."""
-        self._say(Alive(self._done))
+        self._say(RankAlive(self._done))
         if not self._halted and self._heard < probe.seq:
             self._halt(probe.seq, f"plan {probe.seq} was sent, and {self._heard} was the last to come")
 
-    def _carry_out(self, plan: Plan, part: Part) -> None:
+    def _carry_out(self, plan: BatchPlan, part: GroupBatch) -> None:
         worker, state = self._worker, self._state
         try:
             runs = worker.replay(part.kv_ops)
@@ -167,7 +167,7 @@ class Rank:
         logprobs = tuple(one.logprobs for one in emitted)
         tokens = tuple(one.token for one in emitted)
         reported = logprobs if any(one is not None for one in logprobs) else ()
-        self._say(Done(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
+        self._say(PlanDone(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
 
     def _attend(self) -> None:
         """What concerns KV that moves, as far as the plans before it have been followed."""
@@ -181,9 +181,9 @@ class Rank:
     def _halt(self, seq: int, why: str) -> None:
         self._queue.clear()
         self._halted = True
-        self._say(Desync(seq, self._done, why))
+        self._say(PlanDesync(seq, self._done, why))
 
-    def _restore(self, snapshot: Snapshot) -> None:
+    def _restore(self, snapshot: GroupSnapshot) -> None:
         """Begin again behind `snapshot.seq`; plans up to the last one that was carried out only move cursors."""
         held = {str(request): runs for request, _, runs, _ in snapshot.requests if runs}
         bases = {str(request): base for request, _, _, base in snapshot.requests if base}
@@ -201,6 +201,6 @@ class Rank:
         self._channel.send(_encoder.encode(message))
 
 
-def failure(error: BaseException) -> Failed:
+def failure(error: BaseException) -> RankFailed:
     """An error as the engine is told of it."""
-    return Failed(f"{type(error).__name__}: {error}")
+    return RankFailed(f"{type(error).__name__}: {error}")

@@ -29,21 +29,21 @@ from headway.runtime.executor.messages import (
     ASIDE,
     BEAT,
     PROTOCOL,
-    Failed,
+    ControlReply,
     FromRank,
-    Hello,
-    Ready,
-    Stop,
+    RankFailed,
+    RankHello,
+    RankReady,
+    RankWelcome,
+    StopRank,
     ToRank,
-    Welcome,
-    Word,
 )
 from headway.runtime.executor.rank_config import RankConfig
 from headway.runtime.executor.rank_layout import place_of
-from headway.runtime.executor.rank_loop import Rank, failure
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.rank_transfer import KvRank
-from headway.runtime.launcher.heartbeat import PER_TIMEOUT, Heart
+from headway.runtime.executor.rank_loop import RankLoop, failure
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.rank_transfer import RankKvTransfer
+from headway.runtime.launcher.heartbeat import PER_TIMEOUT, HeartbeatSender
 from headway.runtime.launcher.secret import guard_client
 from headway.runtime.model.config import read_config
 from headway.runtime.model.fields import read_json
@@ -63,14 +63,14 @@ class ZmqChannel:
         self._context = zmq.Context()
         self._endpoint, self._token = endpoint, token
         self._socket = self._connected(b"%d" % rank)
-        self._heart: Heart | None = None
+        self._heart: HeartbeatSender | None = None
         self._aside: zmq.Socket[Any] | None = None
         self._aside_gate = threading.Lock()
         self._closed = False
 
     def live(self, rank: int, every_s: float) -> None:
         """Begin to send beats, over a connection of their own."""
-        self._heart = Heart(lambda: self._connected(BEAT + b"%d" % rank), b"", every_s)
+        self._heart = HeartbeatSender(lambda: self._connected(BEAT + b"%d" % rank), b"", every_s)
 
     def _connected(self, name: bytes) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
@@ -134,7 +134,7 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
     try:
         _serve(rank, config, channel)
     except HeadwayError as error:
-        channel.send(_encoder.encode(Failed(str(error), ours=True)))
+        channel.send(_encoder.encode(RankFailed(str(error), ours=True)))
         code = 1
     except BaseException as error:
         logging.getLogger("headway.worker").exception("worker %d cannot go on", rank)
@@ -147,13 +147,13 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
 def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     place = place_of(config.layout, rank)
     store = None if rank else rendezvous(config.host, None, config.patience_s)
-    _say(channel, Hello(PROTOCOL, __version__, rank, os.getpid(), 0 if store is None else store.port))
+    _say(channel, RankHello(PROTOCOL, __version__, rank, os.getpid(), 0 if store is None else store.port))
     frames = channel.receive(wait=True)
     assert frames is not None
     welcome = _decoder.decode(frames[0])
-    if isinstance(welcome, Stop):
+    if isinstance(welcome, StopRank):
         return
-    assert isinstance(welcome, Welcome), f"the engine's first word is {welcome!r}"
+    assert isinstance(welcome, RankWelcome), f"the engine's first word is {welcome!r}"
     store = store or rendezvous(config.host, welcome.store_port, config.patience_s)
     choose_interface(config.host)
     join(rank, config.layout.accelerators, store, config.patience_s)
@@ -170,24 +170,24 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     decoder = load_decoder(config.model, config.dtype, config.max_model_len, str(device), backend, place.shard, group)
     if config.kvp > 1:
         decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
-    worker = Worker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
+    worker = ModelWorker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
     held = decoder.weights.parameters * decoder.dtype.itemsize
     dtype = str(decoder.dtype).removeprefix("torch.")
     kv = None
     if config.peer is not None and device.type == "cpu":
         aside = channel.aside(rank)
-        kv = KvRank(
+        kv = RankKvTransfer(
             worker,
             shape,
             config.eos,
             config.block_tokens,
             config.peer,
-            lambda body: _say(channel, Word(body)),
-            lambda body: aside(_encoder.encode(Word(body))),
+            lambda body: _say(channel, ControlReply(body)),
+            lambda body: aside(_encoder.encode(ControlReply(body))),
         )
     address = None if kv is None else kv.address
-    _say(channel, Ready(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
-    Rank(worker, channel, kv).serve()
+    _say(channel, RankReady(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
+    RankLoop(worker, channel, kv).serve()
     links.close()
 
 

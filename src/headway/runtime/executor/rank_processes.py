@@ -16,15 +16,25 @@ import zmq
 from headway import __version__
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
-from headway.runtime.executor.messages import ASIDE, BEAT, PROTOCOL, Failed, FromRank, Hello, Ready, Stop, Welcome
+from headway.runtime.executor.messages import (
+    ASIDE,
+    BEAT,
+    PROTOCOL,
+    FromRank,
+    RankFailed,
+    RankHello,
+    RankReady,
+    RankWelcome,
+    StopRank,
+)
 from headway.runtime.executor.rank_config import RankConfig
 from headway.runtime.executor.rank_transport import Frame, RankLostError
-from headway.runtime.launcher.heartbeat import Pulse
-from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.launcher.heartbeat import HeartbeatMonitor
+from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.rank_launcher import end_words, launch
 from headway.runtime.launcher.remote_rank import RemoteProcess
 
-M = TypeVar("M", Hello, Ready)
+M = TypeVar("M", RankHello, RankReady)
 
 _GRACE_S = 3.0
 _LOOK_S = 0.5
@@ -34,14 +44,14 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-class ProcessWire:
+class ProcessTransport:
     """`Wire` to the ranks of `config.layout`, started at construction and ready after `start`. `hosts`: where those
     ranks run that are not on this host.
 
     Each rank sends a beat from a thread of its own: one that is hung or cut off is lost after `config.timeout_s`.
     """
 
-    def __init__(self, config: RankConfig, hosts: Rendezvous | None = None) -> None:
+    def __init__(self, config: RankConfig, hosts: HostCoordinator | None = None) -> None:
         self._folder = ScratchFolder("headway-ranks-")
         self._directory = self._folder.path
         self._context = zmq.Context()
@@ -66,17 +76,17 @@ class ProcessWire:
             self.processes.append(process)
             self._poller.register(process.sentinel, zmq.POLLIN)
         self._timeout_s = config.timeout_s
-        self._pulse = Pulse(range(len(self.processes)), config.start_timeout_s, time.monotonic())
+        self._pulse = HeartbeatMonitor(range(len(self.processes)), config.start_timeout_s, time.monotonic())
 
     @property
     def waits_on(self) -> tuple[Any, ...]:
         """See `Wire.waits_on`."""
         return (self._socket, *(process.sentinel for process in self.processes))
 
-    def start(self) -> list[Ready]:
+    def start(self) -> list[RankReady]:
         """Wait until all ranks have met and loaded; what each has, by rank. ConfigError with a rank's own words."""
         try:
-            hellos = self._gather(Hello)
+            hellos = self._gather(RankHello)
             for rank, hello in enumerate(hellos):
                 if (hello.protocol, hello.version) != (PROTOCOL, __version__):
                     raise ConfigError(
@@ -84,8 +94,8 @@ class ProcessWire:
                         f"{__version__} (protocol {PROTOCOL})"
                     )
             for rank in range(len(hellos)):
-                self.send(rank, (_encoder.encode(Welcome(hellos[0].store_port)),))
-            ready = self._gather(Ready)
+                self.send(rank, (_encoder.encode(RankWelcome(hellos[0].store_port)),))
+            ready = self._gather(RankReady)
             if len({one.mark for one in ready}) > 1:
                 raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
             self._pulse.timeout_s = self._timeout_s
@@ -139,7 +149,7 @@ class ProcessWire:
         for rank, process in enumerate(self.processes):
             if process.is_alive():
                 try:
-                    self._socket.send_multipart([b"%d" % rank, _encoder.encode(Stop())])
+                    self._socket.send_multipart([b"%d" % rank, _encoder.encode(StopRank())])
                 except zmq.ZMQError:
                     process.kill()
         until = time.monotonic() + _GRACE_S
@@ -171,7 +181,7 @@ class ProcessWire:
             assert message is not None
             rank, frames = message
             said = _decoder.decode(frames[0])
-            if isinstance(said, Failed):
+            if isinstance(said, RankFailed):
                 raise ConfigError(said.error if said.ours else f"worker {rank} failed while starting: {said.error}")
             if not isinstance(said, kind):
                 raise ConfigError(f"worker {rank} says {said!r} while starting")

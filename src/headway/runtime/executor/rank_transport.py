@@ -20,7 +20,7 @@ class RankLostError(LostError):
         self.rank = rank
 
 
-class Wire(Protocol):
+class RankTransport(Protocol):
     """The engine's end. Messages to one rank arrive in order, and so do those from one rank."""
 
     @property
@@ -40,7 +40,7 @@ class Wire(Protocol):
         """End all ranks at once, whatever they are doing or waiting for, and wait until they are gone."""
 
 
-class Hosts(Protocol):
+class HostLauncher(Protocol):
     """The hosts that ranks run on, where there are several."""
 
     def ahead_s(self, rank: int) -> float:
@@ -50,7 +50,7 @@ class Hosts(Protocol):
         """The instance ends, in order, on all of them. After the wire's own `close`."""
 
 
-class Channel(Protocol):
+class RankChannel(Protocol):
     """A rank's end."""
 
     def receive(self, wait: bool) -> list[memoryview] | None:

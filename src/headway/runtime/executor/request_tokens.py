@@ -11,7 +11,7 @@ from headway.core.sampling import SamplingParams
 from headway.runtime.model.sampling import SamplerState, make_state
 
 
-class Resident:
+class RequestTokens:
     """A request's token state on one rank. `known` counts prompt and generated tokens.
 
     The ids are here only where rows are made of them, and may come later than they are counted: `count` is called by

@@ -7,24 +7,24 @@ import threading
 from collections.abc import Callable
 
 from headway.core.errors import LostError
-from headway.runtime.executor.rank_transport import Wire
+from headway.runtime.executor.rank_transport import RankTransport
 
 _PATIENCE_S = 5.0
 
 
-class Restart:
+class RankRestart:
     """Begun at construction by calling `make`, which starts ranks and waits until they are ready. `ready` is a file
     descriptor that becomes readable when it is over."""
 
-    def __init__(self, make: Callable[[], Wire]) -> None:
+    def __init__(self, make: Callable[[], RankTransport]) -> None:
         self.ready = os.eventfd(0, os.EFD_CLOEXEC)
         self._make = make
-        self._made: Wire | None = None
+        self._made: RankTransport | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="restart", daemon=True)
         self._thread.start()
 
-    def wire(self, timeout_s: float | None) -> Wire | None:
+    def wire(self, timeout_s: float | None) -> RankTransport | None:
         """The wire to the new ranks; None while there is none. Raises LostError when they could not start. To be called
         until it gives one of these two."""
         self._thread.join(timeout_s)

@@ -9,18 +9,18 @@ from typing import Any
 from headway.core.batch import Batch, KvOp
 from headway.core.executor import StepResult
 from headway.core.sampling import SamplingParams
-from headway.runtime.executor.thread_pinning import Team
-from headway.runtime.executor.worker import Worker
+from headway.runtime.executor.thread_pinning import ThreadPinning
+from headway.runtime.executor.worker import ModelWorker
 
 
-class LocalExecutor:
-    """`Executor` over one `Worker`. `submit` blocks for the iteration; `result` never does."""
+class SingleProcessExecutor:
+    """`Executor` over one `ModelWorker`. `submit` blocks for the iteration; `result` never does."""
 
     waits_on: tuple[Any, ...] = ()
     accepts = True
     free = None
 
-    def __init__(self, worker: Worker, team: Team | None = None) -> None:
+    def __init__(self, worker: ModelWorker, team: ThreadPinning | None = None) -> None:
         self.worker, self._team = worker, team
         self._done: deque[StepResult] = deque()
 

@@ -21,7 +21,7 @@ _CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """A user who has one of these set says himself where threads run."""
 
 
-class Team:
+class ThreadPinning:
     """Of the thread that calls it: that one, and those that libraries have started for it.
 
     To be made before anything is computed: threads that are there by then, and those of Python's, are not of the team.

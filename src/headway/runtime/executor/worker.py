@@ -13,22 +13,22 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from headway.core.batch import Chunk, DecodeGroup, KvOp, Part
+from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.errors import InvariantError
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.kv.block_allocator import BlockTables, Run
-from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.slots import cut_runs
-from headway.runtime.executor.group_attention import Ask, GroupAttention, Visit
+from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
 from headway.runtime.executor.plan_stream import Asks
-from headway.runtime.executor.rank_links import Links
-from headway.runtime.executor.request_tokens import Resident, sampler_of
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.executor.rank_links import RankLinks
+from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.sampling import sample
 
 
-class Worker:
+class ModelWorker:
     """Holds the model, the KV pool and the tokens of the requests that were admitted.
 
     `began_s` is when the last batch began to compute (CLOCK_MONOTONIC): all that it waited for had come. `leaving` is
@@ -36,7 +36,12 @@ class Worker:
     """
 
     def __init__(
-        self, decoder: Decoder, kv_blocks: int, block_tokens: int, eos: tuple[int, ...], links: Links | None = None
+        self,
+        decoder: DecoderModel,
+        kv_blocks: int,
+        block_tokens: int,
+        eos: tuple[int, ...],
+        links: RankLinks | None = None,
     ) -> None:
         self.decoder = decoder
         self.pool = decoder.make_pool(kv_blocks * block_tokens)
@@ -48,12 +53,12 @@ class Worker:
         self._links = links
         self._block = block_tokens
         self._eos = eos
-        self._residents: dict[str, Resident] = {}
+        self._residents: dict[str, RequestTokens] = {}
         self._slots: dict[str, tuple[Run, ...]] = {}
         self._bases: dict[str, int] = {}
-        self._group: tuple[int, list[Resident]] = (-1, [])
+        self._group: tuple[int, list[RequestTokens]] = (-1, [])
         self._rows: deque[Callable[[], Tensor]] = deque()
-        self._drawn: deque[tuple[list[Resident], Callable[[], list[int]]]] = deque()
+        self._drawn: deque[tuple[list[RequestTokens], Callable[[], list[int]]]] = deque()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -69,7 +74,7 @@ class Worker:
         sampler = None
         if self._draws and params is not None:
             sampler = sampler_of(prompt, params, self.decoder.config.vocab_size, self._eos)
-        resident = Resident(prompt_tokens, prompt, sampler)
+        resident = RequestTokens(prompt_tokens, prompt, sampler)
         for token in output:
             resident.count()
             resident.append(token)
@@ -121,7 +126,7 @@ class Worker:
         known = sum(resident.known for resident in self._members(group))
         return known - sum(map(self._base, group.members)) if self._bases else known
 
-    def skip(self, part: Part) -> None:
+    def skip(self, part: GroupBatch) -> None:
         """Move cursors as `run` would; the part was run before, and its tokens are here or on their way."""
         for resident in self._yielding(part):
             resident.count()
@@ -139,14 +144,14 @@ class Worker:
 
     # -- computing ----------------------------------------------------------------------------------------------
 
-    def expect(self, part: Part) -> None:
+    def expect(self, part: GroupBatch) -> None:
         """Ask the stage before for the rows of a part that is going to be run. In order, and once each."""
         if not self._embeds and part.tokens:
             assert self._links is not None
             self._rows.append(self._links.expect_rows(part.tokens))
 
     @torch.inference_mode()
-    def run(self, part: Part, asks: Asks = ()) -> list[Emitted]:
+    def run(self, part: GroupBatch, asks: Asks = ()) -> list[EmittedToken]:
         """Compute one part and draw the tokens that it yields: decodes in group order, then finished prompts. Empty on
         ranks that do not sample. Its KV operations have been replayed. asks: whose rows other KV groups attend too."""
         if not part.tokens:
@@ -162,7 +167,7 @@ class Worker:
         if not self._ends:
             assert self._links is not None
             self._links.send_rows(hidden)
-        emitted: list[Emitted] = []
+        emitted: list[EmittedToken] = []
         if wanted and self._ends:
             whole = len(wanted) == hidden.shape[0]
             logits = self.decoder.head(
@@ -177,11 +182,11 @@ class Worker:
             self._drawn.append((yielding, self._links.expect_tokens(len(yielding))))
         return emitted
 
-    def _layout(self, part: Part, decoding: list[Resident]) -> tuple[list[Segment], Tensor, list[int]]:
+    def _layout(self, part: GroupBatch, decoding: list[RequestTokens]) -> tuple[list[BatchSegment], Tensor, list[int]]:
         """Rows of the forward pass: decodes first, then chunks. (segments, positions, rows that yield a token)."""
         positions = [resident.known - 1 for resident in decoding]
         segments = [
-            Segment(row, 1, position - self._base(name), self._slots[name])
+            BatchSegment(row, 1, position - self._base(name), self._slots[name])
             for row, (name, position) in enumerate(zip(part.decodes.members, positions, strict=True))
         ]
         wanted = list(range(len(positions)))
@@ -189,13 +194,13 @@ class Worker:
         places = [torch.tensor(positions, dtype=torch.int64)] if positions else []
         for chunk in part.prefills:
             places.append(torch.arange(chunk.start, chunk.start + chunk.tokens))
-            segments.append(Segment(at, chunk.tokens, chunk.start - chunk.base, self._slots[chunk.request]))
+            segments.append(BatchSegment(at, chunk.tokens, chunk.start - chunk.base, self._slots[chunk.request]))
             at += chunk.tokens
             if chunk.last:
                 wanted.append(at - 1)
         return segments, places[0] if len(places) == 1 else torch.cat(places), wanted
 
-    def _plan(self, part: Part, segments: list[Segment], asks: Asks) -> AttentionPlan:
+    def _plan(self, part: GroupBatch, segments: list[BatchSegment], asks: Asks) -> AttentionPlan:
         """What attention does in this part, together with other KV groups where requests lie in several."""
         backend = self.decoder.backend
         if not (asks or part.assists):
@@ -203,13 +208,13 @@ class Worker:
         assert isinstance(backend, GroupAttention)
         names = (*part.decodes.members, *(chunk.request for chunk in part.prefills))
         rows = dict(zip(names, segments, strict=True))
-        asked = [Ask(group, tuple(rows[name] for name in requests)) for group, requests in asks]
+        asked = [RemoteQuery(group, tuple(rows[name] for name in requests)) for group, requests in asks]
         return backend.share(segments, self.pool, asked, self._visits(part))
 
-    def _visits(self, part: Part) -> list[Visit]:
-        return [Visit(a.owner, a.rows, cut_runs(self._slots[a.request], 0, a.tokens)) for a in part.assists]
+    def _visits(self, part: GroupBatch) -> list[RemoteRows]:
+        return [RemoteRows(a.owner, a.rows, cut_runs(self._slots[a.request], 0, a.tokens)) for a in part.assists]
 
-    def _visit(self, part: Part) -> None:
+    def _visit(self, part: GroupBatch) -> None:
         """A part without rows of its own: attend those of other groups."""
         backend = self.decoder.backend
         assert isinstance(backend, GroupAttention)
@@ -222,7 +227,7 @@ class Worker:
         """The first token of a request that is held here."""
         return self._bases.get(request_id, 0)
 
-    def _begin(self, part: Part, decoding: list[Resident]) -> Tensor:
+    def _begin(self, part: GroupBatch, decoding: list[RequestTokens]) -> Tensor:
         """The rows that enter this rank's first layer: embedded tokens, or what the stage before sends."""
         if not self._embeds:
             hidden = self._rows.popleft()()
@@ -245,7 +250,7 @@ class Worker:
         for resident, token in zip(residents, wait(), strict=True):
             resident.append(token)
 
-    def _draw(self, names: list[str], residents: list[Resident], logits: Tensor) -> list[Emitted]:
+    def _draw(self, names: list[str], residents: list[RequestTokens], logits: Tensor) -> list[EmittedToken]:
         # A request that was aborted while its batch waited is still computed; its token goes nowhere.
         samplers = [resident.sampler for resident in residents]
         drawn = sample(logits, [s for s in samplers if s is not None], [resident.known for resident in residents])
@@ -253,14 +258,14 @@ class Worker:
             self._links.send_tokens([result.token for result in drawn])
         for resident, result in zip(residents, drawn, strict=True):
             resident.append(result.token)
-        return [Emitted(name, result.token, result.logprobs) for name, result in zip(names, drawn, strict=True)]
+        return [EmittedToken(name, result.token, result.logprobs) for name, result in zip(names, drawn, strict=True)]
 
-    def _members(self, group: DecodeGroup) -> list[Resident]:
+    def _members(self, group: DecodeGroup) -> list[RequestTokens]:
         if group.epoch != self._group[0]:
             self._group = (group.epoch, [self._residents[name] for name in group.members])
         return self._group[1]
 
-    def _yielding(self, part: Part) -> list[Resident]:
+    def _yielding(self, part: GroupBatch) -> list[RequestTokens]:
         last: list[Chunk] = [chunk for chunk in part.prefills if chunk.last]
         return [*self._members(part.decodes), *(self._residents[chunk.request] for chunk in last)]
 

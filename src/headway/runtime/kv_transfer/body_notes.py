@@ -17,7 +17,7 @@ Progression = tuple[int, int, int]
 """(first, count, step)."""
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True):
+class BodyNote(msgspec.Struct, frozen=True, array_like=True):
     """Keys and values of one layer: (2, heads, tokens, vector), tokens as progressions. Without a body: `END` for the
     layer is the end of a piece, `heads` being (messages that it had, 0); `HERE` is the receiver's answer to that."""
 
@@ -27,11 +27,11 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[Progression, ...] = ()
 
 
-_decoder = msgspec.msgpack.Decoder(Note)
+_decoder = msgspec.msgpack.Decoder(BodyNote)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(note: bytes) -> Note:
+def decode(note: bytes) -> BodyNote:
     """Raises msgspec.DecodeError."""
     return _decoder.decode(note)
 

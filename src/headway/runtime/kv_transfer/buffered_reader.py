@@ -7,7 +7,7 @@ import select
 import socket
 from collections.abc import Sequence
 
-from headway.runtime.kv_transfer.frames import HEAD, Frame
+from headway.runtime.kv_transfer.frames import HEAD, FrameHead
 
 PIECES = 512
 """Buffers in one call."""
@@ -15,7 +15,7 @@ PIECES = 512
 AHEAD = 1 << 16
 
 
-class Ahead:
+class BufferedReader:
     """One connection's, in the thread that reads it."""
 
     def __init__(self, peer: socket.socket) -> None:
@@ -25,7 +25,7 @@ class Ahead:
         self._buffer = memoryview(bytearray(AHEAD))
         self._low = self._high = 0
 
-    def frame(self) -> Frame | None:
+    def frame(self) -> FrameHead | None:
         """The next frame's head, however long that takes; None at the end of the connection."""
         if not self._have(HEAD.size):
             return None
@@ -37,7 +37,7 @@ class Ahead:
         at = self._low + HEAD.size
         scope, said = bytes(self._buffer[at : at + name]).decode(), bytes(self._buffer[at + name : at + name + note])
         self._low = at + name + note
-        return Frame(kind, lane, scope, said, length, place)
+        return FrameHead(kind, lane, scope, said, length, place)
 
     def into(self, views: list[memoryview], most: int) -> int:
         """Read up to `most` bytes without waiting: how many, 0 at the end of the connection, -1: none are there."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from headway.runtime.kv_transfer.peer import PeerLostError
 
 
-class Ticket:
+class Completion:
     """Something that will have happened, or will not, with another end (`PeerLostError.end`). `wait` in one thread, at
     any time."""
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.runtime.kv_transfer.buffered_reader import AHEAD, PIECES, Ahead, advance, rest
-from headway.runtime.kv_transfer.completion import Ticket
+from headway.runtime.kv_transfer.buffered_reader import AHEAD, PIECES, BufferedReader, advance, rest
+from headway.runtime.kv_transfer.completion import Completion
 from headway.runtime.kv_transfer.ends import named
-from headway.runtime.kv_transfer.frames import INLINE, Frame, Kind, head
-from headway.runtime.kv_transfer.ring_buffer import Reader, Ring, Taken, most
-from headway.runtime.kv_transfer.shared_buffer import Arena, Memory
-from headway.runtime.kv_transfer.streams import Lanes
+from headway.runtime.kv_transfer.frames import INLINE, FrameHead, FrameKind, head
+from headway.runtime.kv_transfer.ring_buffer import BufferRange, RingBuffer, RingReader, most
+from headway.runtime.kv_transfer.shared_buffer import Memory, SharedBuffer
+from headway.runtime.kv_transfer.streams import MessageStreams
 
 SMALL = 8 << 10
 """Bodies below this travel with their heads."""
@@ -29,7 +29,7 @@ SMALL = 8 << 10
 Buffer = memoryview | bytes | bytearray
 
 
-class Place(NamedTuple):
+class ReceivePlace(NamedTuple):
     """Where the body of a pushed message is read to, in this order, and what is called once it is all there. `write`
     puts a body that is there into its place; without `views` any is read aside first, and then written."""
 
@@ -38,20 +38,21 @@ class Place(NamedTuple):
     write: Callable[[Memory], None] | None = None
 
 
-Handler = Callable[[int, str, bytes, int], Place | None]
+Handler = Callable[[int, str, bytes, int], ReceivePlace | None]
 """(source, scope, note, length): called in a reader's thread, as is `complete`; None: the body is dropped. Must not
 block. `complete` may still be called just after `forget`; nothing is written to `views` any more then."""
 
 
-class Room(NamedTuple):
+class SendRoom(NamedTuple):
     """Where a body is put together that is to be pushed; `taken`: it is there that the other side reads it."""
 
     view: Memory
-    taken: Taken | None = None
+    taken: BufferRange | None = None
 
 
-class _Into(NamedTuple):
-    """Where the body under way goes: see `Place`. `aside`: what is written when it is there; `pushed`: a handler has
+class _ReceiveTarget(NamedTuple):
+    """Where the body under way goes: see `ReceivePlace`. `aside`: what is written when it is there; `pushed`: a
+    handler has
     said where."""
 
     scope: str
@@ -61,14 +62,14 @@ class _Into(NamedTuple):
     pushed: bool = False
 
 
-class _Leaving(NamedTuple):
+class _OutgoingFrame(NamedTuple):
     scope: str
     views: list[memoryview]
-    ticket: Ticket
-    taken: Taken | None
+    ticket: Completion
+    taken: BufferRange | None
 
 
-class Connection:
+class PeerConnection:
     """Made when a peer is met; frames wait until `serve` brings a socket. `forgotten`: scopes whose frames are dropped.
 
     `lost` is called once, by whatever thread notices, with the connection and why.
@@ -80,25 +81,25 @@ class Connection:
         incarnation: int,
         handler: Callable[[], Handler | None],
         forgotten: Callable[[str], bool],
-        lost: Callable[[Connection, str], None],
+        lost: Callable[[PeerConnection, str], None],
     ) -> None:
         self.instance, self.incarnation = instance, incarnation
         self._handler, self._forgotten, self._lost = handler, forgotten, lost
         self._socket: socket.socket | None = None
         self._out = threading.Condition()
-        self._queue: deque[_Leaving] = deque()
+        self._queue: deque[_OutgoingFrame] = deque()
         self._in = threading.Condition(threading.Lock())
         self._filling = False
-        self._lanes = Lanes(instance)
-        self._reads: _Into | None = None
+        self._lanes = MessageStreams(instance)
+        self._reads: _ReceiveTarget | None = None
         self._ceased = 0
         """How often a scope has ceased: a place that a handler gave meanwhile is asked for again."""
         self._ended: str | None = None
         self._arena: Memory | None = None
-        self._ring = Ring(0)
+        self._ring = RingBuffer(0)
         self._again: set[Callable[[], None]] = set()
         self._theirs: Memory | None = None
-        self._reader = Reader(0)
+        self._reader = RingReader(0)
         self._scratch = memoryview(bytearray(AHEAD))
 
     @property
@@ -117,13 +118,13 @@ class Connection:
 
     # -- what is asked of it ------------------------------------------------------------------------------------------
 
-    def send(self, kind: Kind, lane: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
+    def send(self, kind: FrameKind, lane: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Completion:
         """One frame. The ticket: its buffers may be changed. What fits in the socket is written at once."""
         views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
         views.insert(0, memoryview(head(kind, lane, scope, note, sum(view.nbytes for view in views))))
-        return self._leave(_Leaving(scope, views, Ticket(self.instance), None))
+        return self._leave(_OutgoingFrame(scope, views, Completion(self.instance), None))
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         """Where a body of so many bytes is put together for `push` or `drop`, in an arena that the other side reads if
         there is one. None: there is no room now, and `again` will be called once, in some thread, when to ask again."""
         with self._out:
@@ -136,25 +137,25 @@ class Connection:
                     if taken is None:
                         self._again.add(again)
                         return None
-                    return Room(self._arena[taken.at : taken.at + size], taken)
-        return Room(np.empty(size, dtype=np.uint8))
+                    return SendRoom(self._arena[taken.at : taken.at + size], taken)
+        return SendRoom(np.empty(size, dtype=np.uint8))
 
-    def push(self, scope: str, note: bytes, room: Room) -> Ticket:
+    def push(self, scope: str, note: bytes, room: SendRoom) -> Completion:
         """One pushed message. The ticket: it has left, and the room's memory may be changed if it is not of an arena
         (that is the other side's now)."""
         if room.taken is None:
-            return self.send(Kind.PUSH, 0, scope, note, (room.view.data,))
-        said = head(Kind.PUSH, 0, scope, note, room.view.nbytes, room.taken.at)
-        return self._leave(_Leaving(scope, [memoryview(said)], Ticket(self.instance), room.taken))
+            return self.send(FrameKind.PUSH, 0, scope, note, (room.view.data,))
+        said = head(FrameKind.PUSH, 0, scope, note, room.view.nbytes, room.taken.at)
+        return self._leave(_OutgoingFrame(scope, [memoryview(said)], Completion(self.instance), room.taken))
 
-    def drop(self, room: Room) -> None:
+    def drop(self, room: SendRoom) -> None:
         """Nothing is pushed from there."""
         if room.taken is not None:
             with self._out:
                 self._ring.drop(room.taken)
             self._rouse()
 
-    def _leave(self, leaving: _Leaving) -> Ticket:
+    def _leave(self, leaving: _OutgoingFrame) -> Completion:
         with self._out:
             why = self._closed(leaving.scope)
             if why is None:
@@ -179,13 +180,13 @@ class Connection:
         for again in waiting:
             again()
 
-    def expect(self, lane: int, scope: str, into: memoryview) -> Ticket:
+    def expect(self, lane: int, scope: str, into: memoryview) -> Completion:
         """The next message of a lane, into `into`, which has its size."""
         with self._in:
             why = self._closed(scope)
             if why is None:
                 return self._lanes.expect(lane, scope, into)
-        ticket = Ticket(self.instance)
+        ticket = Completion(self.instance)
         ticket.finish(why)
         return ticket
 
@@ -196,7 +197,7 @@ class Connection:
                 self._divert()
             self._lanes.forget(scope, why)
         with self._out:
-            kept: deque[_Leaving] = deque()
+            kept: deque[_OutgoingFrame] = deque()
             for leaving in self._queue:
                 if leaving.scope == scope:
                     leaving.ticket.finish(why)
@@ -238,15 +239,15 @@ class Connection:
 
     # -- its two threads ----------------------------------------------------------------------------------------------
 
-    def serve(self, peer: socket.socket, arena: Arena | None = None, theirs: Memory | None = None) -> None:
+    def serve(self, peer: socket.socket, arena: SharedBuffer | None = None, theirs: Memory | None = None) -> None:
         """Read until the connection ends; the caller's thread is the reader's. The socket is closed. `arena`: it is
         read by the other side; `theirs` is read here."""
         if theirs is not None:
-            self._theirs, self._reader = theirs, Reader(theirs.nbytes)
+            self._theirs, self._reader = theirs, RingReader(theirs.nbytes)
         with self._out:
             if self._ended is None:
                 if arena is not None:
-                    self._arena, self._ring = arena.memory, Ring(arena.memory.nbytes)
+                    self._arena, self._ring = arena.memory, RingBuffer(arena.memory.nbytes)
                 self._socket = peer
                 self._out.notify_all()
         self._rouse()
@@ -291,9 +292,9 @@ class Connection:
                 leaving.ticket.finish()
 
     def _read(self, peer: socket.socket) -> None:
-        ahead = Ahead(peer)
+        ahead = BufferedReader(peer)
         while (frame := ahead.frame()) is not None:
-            if frame.kind == Kind.READ:
+            if frame.kind == FrameKind.READ:
                 self._given_back(frame.at)
                 continue
             done = self._place(frame)
@@ -303,9 +304,9 @@ class Connection:
                 return
             done()
 
-    def _place(self, frame: Frame) -> Callable[[], None]:
+    def _place(self, frame: FrameHead) -> Callable[[], None]:
         """Say where a body goes (`_reads`; None: nowhere), and what follows it."""
-        if frame.kind == Kind.PUSH:
+        if frame.kind == FrameKind.PUSH:
             while (found := self._pushed(frame)) is None:
                 pass
             return found
@@ -316,10 +317,10 @@ class Connection:
             if begun is None:
                 return _nothing
             into, there = begun
-            self._reads = _Into(frame.scope, [into])
+            self._reads = _ReceiveTarget(frame.scope, [into])
             return lambda: self._filled(there)
 
-    def _pushed(self, frame: Frame) -> Callable[[], None] | None:
+    def _pushed(self, frame: FrameHead) -> Callable[[], None] | None:
         """See `_place`; None: a scope has ceased since the handler was asked."""
         handler, ceased = self._handler(), self._ceased
         dropped = handler is None or self._forgotten(frame.scope)
@@ -338,10 +339,10 @@ class Connection:
             if self._ceased != ceased:
                 return None
             if self._ended is None and not self._forgotten(frame.scope):
-                self._reads = _Into(frame.scope, views, place.write, aside, True)
+                self._reads = _ReceiveTarget(frame.scope, views, place.write, aside, True)
         return lambda: self._completed(place.complete)
 
-    def _body(self, ahead: Ahead, frame: Frame) -> bool:
+    def _body(self, ahead: BufferedReader, frame: FrameHead) -> bool:
         """Read a body to where it goes at the time: a scope may be forgotten meanwhile. False: the connection ended."""
         left, done = frame.length, 0
         while left:
@@ -363,7 +364,7 @@ class Connection:
             left, done = left - max(got, 0), done + max(got, 0)
         return True
 
-    def _fetch(self, frame: Frame) -> None:
+    def _fetch(self, frame: FrameHead) -> None:
         """Copy a body out of the other side's arena to where it goes."""
         theirs, end = self._theirs, frame.at + frame.length
         if theirs is None or frame.at < 0 or frame.length > most(theirs.nbytes) or end > theirs.nbytes:
@@ -374,8 +375,8 @@ class Connection:
             elif into is not None:
                 _copy(theirs[frame.at : end], into.views)
         if self._reader.read(frame.length):
-            said = head(Kind.READ, 0, "", b"", 0, self._reader.messages)
-            self._leave(_Leaving("", [memoryview(said)], Ticket(self.instance), None))
+            said = head(FrameKind.READ, 0, "", b"", 0, self._reader.messages)
+            self._leave(_OutgoingFrame("", [memoryview(said)], Completion(self.instance), None))
 
     def _given_back(self, messages: int) -> None:
         with self._out:
@@ -386,7 +387,7 @@ class Connection:
         self._rouse()
 
     @contextmanager
-    def _writing(self) -> Iterator[_Into | None]:
+    def _writing(self) -> Iterator[_ReceiveTarget | None]:
         """Where a body goes; it is not forgotten before this is left."""
         with self._in:
             into, self._filling = self._reads, self._reads is not None

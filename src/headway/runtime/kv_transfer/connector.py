@@ -26,13 +26,13 @@ import numpy.typing as npt
 
 from headway.core.errors import ConfigError
 from headway.kv.slot_ranges import Indices
-from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.kv_transfer.peers import PeerNetwork
 
 Bytes = npt.NDArray[np.uint8]
 """Keys and values in memory, (layers, 2, KV heads, slots, bytes of a head's vector)."""
 
 
-class Save(NamedTuple):
+class SaveKv(NamedTuple):
     """A movement of KV of one request from here, by the number that the router gave it. `to`: an instance; behind
     `cut_connector` one of its ends."""
 
@@ -64,7 +64,7 @@ class KvPlace:
     runs: tuple[tuple[int, int], ...]
 
 
-class Received(NamedTuple):
+class KvReceived(NamedTuple):
     """A piece is whole. Times are CLOCK_MONOTONIC: first and last byte."""
 
     request: str
@@ -74,7 +74,7 @@ class Received(NamedTuple):
     ended_s: float
 
 
-class Lost(NamedTuple):
+class KvLost(NamedTuple):
     """Nothing more of a request will come or go. `end`: of the peer that is gone, where it is that."""
 
     request: str
@@ -82,11 +82,11 @@ class Lost(NamedTuple):
     end: int | None = None
 
 
-class Finished(NamedTuple):
+class FinishedTransfers(NamedTuple):
     """What has come to its end since the last look."""
 
-    received: list[Received]
-    lost: list[Lost]
+    received: list[KvReceived]
+    lost: list[KvLost]
 
 
 class KvConnector(ABC):
@@ -105,16 +105,16 @@ class KvConnector(ABC):
     @abstractmethod
     def forget(self, request: str) -> None:
         """Nothing of a request is to be sent any more. Nothing of it is written here any more once this and
-        `Peers.forget` have returned: its slots may be given away."""
+        `PeerNetwork.forget` have returned: its slots may be given away."""
 
     # -- the worker's side --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def save_kv_layer(self, save: Save, layer: int, part: KvPart) -> None:
+    def save_kv_layer(self, save: SaveKv, layer: int, part: KvPart) -> None:
         """KV of a layer is there and may be sent. Returns at once; slots stay as they are until `wait_for_save`."""
 
     @abstractmethod
-    def finish_save(self, save: Save) -> None:
+    def finish_save(self, save: SaveKv) -> None:
         """All that the movement has from here has been given to `save_kv_layer`, maybe nothing."""
 
     @abstractmethod
@@ -123,7 +123,7 @@ class KvConnector(ABC):
         for another instance."""
 
     @abstractmethod
-    def get_finished(self) -> Finished:
+    def get_finished(self) -> FinishedTransfers:
         """What has come to its end since the last call."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class KvConnector(ABC):
         """End its threads. The pool is not touched any more."""
 
 
-Factory = Callable[[Peers, Callable[[], None]], KvConnector]
+Factory = Callable[[PeerNetwork, Callable[[], None]], KvConnector]
 """(the instance's peers, what to call from any thread when `get_finished` has something) to its connector."""
 
 _GROUP = "headway.kv_connectors"
@@ -156,7 +156,7 @@ def check_connector(name: str) -> None:
         raise ConfigError("kv_connector 'nixl': NIXL is not installed: pip install 'headway[nixl]'")
 
 
-def make_connector(name: str, peers: Peers, ring: Callable[[], None]) -> KvConnector:
+def make_connector(name: str, peers: PeerNetwork, ring: Callable[[], None]) -> KvConnector:
     """The connector of that name. Raises ConfigError, see `check_connector`."""
     check_connector(name)
     if name in _factories:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from headway.runtime.kv_transfer.connector import Finished, KvConnector, KvPart, KvPlace, Received, Save
+from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, KvReceived, SaveKv
 from headway.runtime.kv_transfer.ends import end_of, instance_of, rank_of, routes
 
 
@@ -24,7 +24,7 @@ class CutConnector(KvConnector):
         self._inner, self._kv_heads, self._ranks_of = inner, kv_heads, ranks_of
         self._rank, self._ranks = rank, ranks
         self._gate = threading.Lock()
-        self._come: dict[tuple[str, int, int], dict[int, Received]] = {}
+        self._come: dict[tuple[str, int, int], dict[int, KvReceived]] = {}
 
     def update_state_after_alloc(self, request: str, place: KvPlace) -> None:
         self._inner.update_state_after_alloc(request, place)
@@ -38,21 +38,21 @@ class CutConnector(KvConnector):
             for key in [key for key in self._come if key[0] == request]:
                 del self._come[key]
 
-    def save_kv_layer(self, save: Save, layer: int, part: KvPart) -> None:
+    def save_kv_layer(self, save: SaveKv, layer: int, part: KvPart) -> None:
         for end, heads in self._to(save.to):
             start, stop = max(heads.start, part.heads.start), min(heads.stop, part.heads.stop)
             if start < stop:
                 some = replace(part, heads=range(start, stop), row=part.row + start - part.heads.start)
                 self._inner.save_kv_layer(save._replace(to=end), layer, some)
 
-    def finish_save(self, save: Save) -> None:
+    def finish_save(self, save: SaveKv) -> None:
         for end, _ in self._to(save.to):
             self._inner.finish_save(save._replace(to=end))
 
     def wait_for_save(self, request: str) -> None:
         self._inner.wait_for_save(request)
 
-    def get_finished(self) -> Finished:
+    def get_finished(self) -> FinishedTransfers:
         received, lost = self._inner.get_finished()
         whole = []
         for one in received:
@@ -68,7 +68,7 @@ class CutConnector(KvConnector):
                 del self._come[key]
             began_s = min(each.began_s for each in come.values())
             whole.append(one._replace(source=instance, began_s=began_s))
-        return Finished(whole, lost)
+        return FinishedTransfers(whole, lost)
 
     def shutdown(self) -> None:
         self._inner.shutdown()

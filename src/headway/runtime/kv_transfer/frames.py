@@ -20,17 +20,17 @@ _MAC = 32
 
 
 INLINE = -1
-"""In the place of `Frame.at`: the body follows."""
+"""In the place of `FrameHead.at`: the body follows."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     DATA = 0
     PUSH = 1
     READ = 2
     """`at` messages with a body in the arena of whoever hears this have been read. No body."""
 
 
-class Frame(NamedTuple):
+class FrameHead(NamedTuple):
     """What stands before a body of `length` bytes. `scope`: the request; `lane`: one of its streams; `note`: what a
     pushed message says of its body; `at`: where in the sender's arena that is."""
 
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
     at: int
 
 
-def head(kind: Kind, lane: int, scope: str, note: bytes, length: int, at: int = INLINE) -> bytes:
+def head(kind: FrameKind, lane: int, scope: str, note: bytes, length: int, at: int = INLINE) -> bytes:
     name = scope.encode()
     return HEAD.pack(kind, lane, len(name), len(note), length, at) + name + note
 

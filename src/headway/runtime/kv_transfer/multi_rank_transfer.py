@@ -9,21 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.core.batch import KvOp
-from headway.runtime.executor.multi_process import ParallelExecutor
-from headway.runtime.kv_transfer.connector import Finished, Lost, Received, Save
-from headway.runtime.kv_transfer.peer import Peer
-from headway.runtime.kv_transfer.rank_notes import NOBODY, Bring, Came, Drop, Gone, Met, Open, Room, There, ToRank
-from headway.runtime.sequence_parallel.multi_rank_span_executor import RunRanks
+from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
+from headway.runtime.kv_transfer.peer import PeerAddress
+from headway.runtime.kv_transfer.rank_notes import (
+    NOBODY,
+    RankDrop,
+    RankHolds,
+    RankLost,
+    RankMeet,
+    RankReceived,
+    RankReserve,
+    RankReserved,
+    RankSend,
+    ToRank,
+)
+from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor
 from headway.runtime.sequence_parallel.span_messages import encode, from_rank
 
 Slots = Sequence[tuple[int, int]]
 
 
-class KvRanks:
+class MultiRankKvTransfer:
     """`desk.Port` over the ranks of an executor. untold: KV operations that no batch has carried yet, which must come
     before what is said of the blocks that they give."""
 
-    def __init__(self, executor: ParallelExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
+    def __init__(self, executor: MultiProcessExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
         self._executor, self._untold = executor, untold
         self._ranks = frozenset(range(executor.layout.accelerators))
         self._closed: dict[str, set[int]] = {}
@@ -31,15 +42,15 @@ class KvRanks:
         self._awaited: dict[str, set[int]] = {}
         self._lives: dict[str, int] = {}
         self._life = 0
-        self._coming: dict[tuple[str, int, int], dict[int, Came]] = {}
-        self._received: list[Received] = []
-        self._lost: list[Lost] = []
-        self.computes = RunRanks(executor, untold)
+        self._coming: dict[tuple[str, int, int], dict[int, RankReceived]] = {}
+        self._received: list[KvReceived] = []
+        self._lost: list[KvLost] = []
+        self.computes = MultiRankSpanExecutor(executor, untold)
         executor.hears = self._hear
 
-    def meet(self, peers: Iterable[Peer]) -> None:
+    def meet(self, peers: Iterable[PeerAddress]) -> None:
         """See `Peers.meet`."""
-        self._tell(Met(tuple(peers)))
+        self._tell(RankMeet(tuple(peers)))
 
     def receive(self, request: str, tokens: int, blocks: Slots) -> None:
         """See `KvPort.receive`. `opened` tells when there is."""
@@ -50,7 +61,7 @@ class KvRanks:
         self._awaited[request] = set(self._ranks)
         self._life += 1
         self._lives[request] = self._life
-        self._tell(Room(request, number, tokens, self._life))
+        self._tell(RankReserve(request, number, tokens, self._life))
 
     def opened(self) -> list[str]:
         """Requests of which room has been made since the last call."""
@@ -61,10 +72,10 @@ class KvRanks:
         """See `KvPort.awaits`."""
         return bool(self._awaited.get(request))
 
-    def send(self, save: Save, start: int, end: int) -> None:
+    def send(self, save: SaveKv, start: int, end: int) -> None:
         """See `KvPort.send`."""
         number = self._executor.number(save.request)
-        self._tell(Bring(save.request, number or NOBODY, save.piece, save.to, start, end))
+        self._tell(RankSend(save.request, number or NOBODY, save.piece, save.to, start, end))
 
     def sending(self) -> list[str]:
         """Nothing: ranks see by themselves when more is there."""
@@ -77,16 +88,16 @@ class KvRanks:
         """See `KvPort.tokens_are_there`: called once behind `send`. What ranks compute later they see by themselves."""
         number = self._executor.number(request)
         if number is not None:
-            self._tell(There(number, tokens))
+            self._tell(RankHolds(number, tokens))
 
     def settle(self, request: str) -> None:
         """Ranks see by themselves when slots are about to be overwritten."""
 
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedTransfers:
         """See `KvPort.finished`."""
         received, self._received = self._received, []
         lost, self._lost = self._lost, []
-        return Finished(received, lost)
+        return FinishedTransfers(received, lost)
 
     def forget(self, request: str) -> None:
         """See `KvPort.forget`. Ranks do when they are told to `drop`."""
@@ -99,28 +110,28 @@ class KvRanks:
 
     def drop(self, request: str, for_good: bool) -> None:
         """Ranks forget what comes and goes."""
-        self._tell(Drop(request, for_good))
+        self._tell(RankDrop(request, for_good))
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
     def _hear(self, rank: int, body: bytes) -> None:
         said = from_rank.decode(body)
-        if isinstance(said, Open | Came) and said.life != self._lives.get(said.name):
+        if isinstance(said, RankReserved | RankReceived) and said.life != self._lives.get(said.name):
             return
-        if isinstance(said, Open):
+        if isinstance(said, RankReserved):
             closed = self._closed.get(said.name, set())
             closed.discard(rank)
             if self._closed.get(said.name) == set():
                 del self._closed[said.name]
                 self._opened.append(said.name)
-        elif isinstance(said, Came):
+        elif isinstance(said, RankReceived):
             self._came(rank, said)
-        elif isinstance(said, Gone):
-            self._lost.append(Lost(said.name, said.why, said.end))
+        elif isinstance(said, RankLost):
+            self._lost.append(KvLost(said.name, said.why, said.end))
         else:
             self.computes.hear(rank, said)
 
-    def _came(self, rank: int, said: Came) -> None:
+    def _came(self, rank: int, said: RankReceived) -> None:
         if said.name not in self._awaited:
             return
         if said.whole:
@@ -130,19 +141,19 @@ class KvRanks:
         if come.keys() == self._ranks:
             del self._coming[said.name, said.piece, said.source]
             began_s, ended_s = min(one.began_s for one in come.values()), max(one.ended_s for one in come.values())
-            self._received.append(Received(said.name, said.piece, said.source, began_s, ended_s))
+            self._received.append(KvReceived(said.name, said.piece, said.source, began_s, ended_s))
 
     def _tell(self, word: ToRank) -> None:
         self._executor.aside(encode(word))
 
 
-class RankPeers:
+class MultiRankPeers:
     """`member.Others`: the peers of instance `number`, whose ranks have them."""
 
-    def __init__(self, number: int, ranks: KvRanks) -> None:
+    def __init__(self, number: int, ranks: MultiRankKvTransfer) -> None:
         self.number, self._ranks = number, ranks
 
-    def meet(self, peers: Iterable[Peer]) -> None:
+    def meet(self, peers: Iterable[PeerAddress]) -> None:
         """See `Peers.meet`."""
         self._ranks.meet(peers)
 

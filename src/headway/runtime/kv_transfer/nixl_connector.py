@@ -26,10 +26,10 @@ from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer.body_notes import END, decode
 from headway.runtime.kv_transfer.connection import SMALL
 from headway.runtime.kv_transfer.ends import named
-from headway.runtime.kv_transfer.peer_connector import PeerConnector, There
-from headway.runtime.kv_transfer.peers import Line, PeerLostError, Peers, Place, Room, Ticket
-from headway.runtime.kv_transfer.ring_buffer import Reader, Ring, most
-from headway.runtime.kv_transfer.send_queue import Way
+from headway.runtime.kv_transfer.peer_connector import PeerConnector, RemoteRoute
+from headway.runtime.kv_transfer.peers import Completion, PeerLostError, PeerNetwork, PeerStream, ReceivePlace, SendRoom
+from headway.runtime.kv_transfer.ring_buffer import RingBuffer, RingReader, most
+from headway.runtime.kv_transfer.send_queue import TransferRoute
 from headway.runtime.kv_transfer.shared_buffer import Memory
 
 _ARENA_BYTES = 8 << 20
@@ -38,9 +38,9 @@ _ALL = ""
 """The scope of what is said here: it is never forgotten, so that all that leaves is counted."""
 
 
-class Lies(msgspec.Struct, frozen=True, array_like=True, tag="lies"):
+class BodyLocation(msgspec.Struct, frozen=True, array_like=True, tag="lies"):
     """A body of a request lies at `address` of an agent that is described by `agent`; `note` is what it is. `life`: a
-    number by which `Read` names the connection."""
+    number by which `BodiesRead` names the connection."""
 
     request: str
     note: bytes
@@ -50,18 +50,18 @@ class Lies(msgspec.Struct, frozen=True, array_like=True, tag="lies"):
     life: int
 
 
-class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+class BodiesRead(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """So many bodies of a connection have been read in all."""
 
     life: int
     messages: int
 
 
-_decoder: msgspec.msgpack.Decoder[Lies | Read] = msgspec.msgpack.Decoder(Lies | Read)
+_decoder: msgspec.msgpack.Decoder[BodyLocation | BodiesRead] = msgspec.msgpack.Decoder(BodyLocation | BodiesRead)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Agent:
+class NixlAgent:
     """NIXL's. Raises ConfigError where it has no UCX."""
 
     def __init__(self, name: str) -> None:
@@ -116,20 +116,20 @@ class Agent:
                     self._agent.remove_remote_agent(name)
 
 
-class _Lain(Room):
+class _StreamMemory(SendRoom):
     """Memory of a lane."""
 
     __slots__ = ()
 
 
-class _Lane:
+class _ReadableStream:
     """What the other end of one connection may read. `line`: over that connection."""
 
-    def __init__(self, line: Line, to: int, life: int, memory: Memory, agent: bytes) -> None:
+    def __init__(self, line: PeerStream, to: int, life: int, memory: Memory, agent: bytes) -> None:
         self.life = life
         self._line, self._to, self._memory, self._agent = line, to, memory, agent
         self._gate = threading.Lock()
-        self._ring = Ring(memory.nbytes)
+        self._ring = RingBuffer(memory.nbytes)
         self._again: set[Callable[[], None]] = set()
 
     def ended(self) -> bool:
@@ -144,8 +144,8 @@ class _Lane:
         """Whether bodies of so many bytes go this way."""
         return SMALL <= size <= most(self._memory.nbytes) and not self.ended()
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
-        """See `Way.room`."""
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
+        """See `TransferRoute.room`."""
         with self._gate:
             taken = self._ring.take(size)
             if taken is None:
@@ -153,17 +153,17 @@ class _Lane:
         if taken is None:
             self._line.room(self._to, 0, self.rouse)  # where it never comes up, its end is told to nobody else
             return None
-        return _Lain(self._memory[taken.at : taken.at + size], taken)
+        return _StreamMemory(self._memory[taken.at : taken.at + size], taken)
 
-    def push(self, request: str, note: bytes, room: _Lain) -> Ticket:
+    def push(self, request: str, note: bytes, room: _StreamMemory) -> Completion:
         """Say where a body lies."""
-        said = Lies(request, note, int(room.view.ctypes.data), room.view.nbytes, self._agent, self.life)
+        said = BodyLocation(request, note, int(room.view.ctypes.data), room.view.nbytes, self._agent, self.life)
         with self._gate:  # in the order in which they are read
             if room.taken is not None:
                 self._ring.leave(room.taken)
             return self._line.push(self._to, _encode(said), ())
 
-    def drop(self, room: _Lain) -> None:
+    def drop(self, room: _StreamMemory) -> None:
         """Nothing is read there."""
         with self._gate:
             if room.taken is not None:
@@ -184,45 +184,45 @@ class _Lane:
             again()
 
 
-class _Way(There):
+class _NixlRoute(RemoteRoute):
     """To another end, by a lane for all that it takes."""
 
-    def __init__(self, line: Line, to: int, lane: _Lane) -> None:
+    def __init__(self, line: PeerStream, to: int, lane: _ReadableStream) -> None:
         super().__init__(line, to)
         self._lane = lane
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         if self._lane.takes(size):
             room = self._lane.room(size, again)
             if room is not None or not self._lane.ended():
                 return room
         return super().room(size, again)
 
-    def push(self, note: bytes, room: Room) -> Ticket:
-        if isinstance(room, _Lain):
+    def push(self, note: bytes, room: SendRoom) -> Completion:
+        if isinstance(room, _StreamMemory):
             return self._lane.push(self._line.scope, note, room)
         return super().push(note, room)
 
-    def drop(self, room: Room) -> None:
-        if isinstance(room, _Lain):
+    def drop(self, room: SendRoom) -> None:
+        if isinstance(room, _StreamMemory):
             self._lane.drop(room)
         else:
             super().drop(room)
 
 
-class _Lying(NamedTuple):
+class _AnnouncedBody(NamedTuple):
     """Something said by another end, over `line`; None: that was cut at once."""
 
-    said: Lies | tuple[str, bytes]
-    line: Line | None
+    said: BodyLocation | tuple[str, bytes]
+    line: PeerStream | None
 
 
-class _Source:
+class _NixlReader:
     """The thread that reads what lies at one other end, in order."""
 
-    def __init__(self, number: int, take: Callable[[int, _Lying], None]) -> None:
+    def __init__(self, number: int, take: Callable[[int, _AnnouncedBody], None]) -> None:
         self._number, self._take = number, take
-        self._queue: SimpleQueue[_Lying | None] = SimpleQueue()
+        self._queue: SimpleQueue[_AnnouncedBody | None] = SimpleQueue()
         self.add = self._queue.put
         self._thread = threading.Thread(target=self._run, name=f"NIXL from {number}", daemon=True)
         self._thread.start()
@@ -240,11 +240,11 @@ class _Source:
 class NixlConnector(PeerConnector):
     """See `KvConnector`. ConfigError where NIXL is not to be had."""
 
-    def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
-        self._agent = Agent(f"headway {peers.number} {uuid4().hex}")
-        self._lanes: dict[int, tuple[_Lane, Memory, bytes]] = {}
-        self._sources: dict[int, _Source] = {}
-        self._readers: dict[int, tuple[int, Reader]] = {}
+    def __init__(self, peers: PeerNetwork, ring: Callable[[], None]) -> None:
+        self._agent = NixlAgent(f"headway {peers.number} {uuid4().hex}")
+        self._lanes: dict[int, tuple[_ReadableStream, Memory, bytes]] = {}
+        self._sources: dict[int, _NixlReader] = {}
+        self._readers: dict[int, tuple[int, RingReader]] = {}
         self._agents: dict[int, bytes] = {}
         self._aside: dict[int, Memory] = {}
         self._spoilt: list[Memory] = []
@@ -264,20 +264,20 @@ class NixlConnector(PeerConnector):
 
     # -- on the way out -----------------------------------------------------------------------------------------------
 
-    def _there(self, request: str, to: int) -> Way:
-        return _Way(self._peers.line(request, (to,)), to, self._lane(to))
+    def _there(self, request: str, to: int) -> TransferRoute:
+        return _NixlRoute(self._peers.line(request, (to,)), to, self._lane(to))
 
-    def _lane(self, to: int) -> _Lane:
+    def _lane(self, to: int) -> _ReadableStream:
         """What an end may read now: another connection, another lane; its memory stays."""
         lane, memory, agent = self._lanes.get(to) or (None, *self._agent.memory(_ARENA_BYTES))
         if lane is None or lane.ended():
-            lane = _Lane(self._peers.line(_ALL, (to,)), to, randbits(63), memory, agent)
+            lane = _ReadableStream(self._peers.line(_ALL, (to,)), to, randbits(63), memory, agent)
             self._lanes[to] = (lane, memory, agent)
         return lane
 
     # -- in the threads that read the peers' sockets ------------------------------------------------------------------
 
-    def _handle(self, source: int, request: str, said: bytes, length: int) -> Place | None:
+    def _handle(self, source: int, request: str, said: bytes, length: int) -> ReceivePlace | None:
         if request != _ALL:
             with suppress(msgspec.DecodeError):
                 if source in self._sources and decode(said).layer == END:  # behind all that it is the end of
@@ -288,21 +288,21 @@ class NixlConnector(PeerConnector):
             word = _decoder.decode(said)
         except msgspec.DecodeError:
             return None
-        if isinstance(word, Read):
+        if isinstance(word, BodiesRead):
             lane = self._lanes.get(source)
             if lane is not None and lane[0].life == word.life:
                 lane[0].read(word.messages)
             return None
         if source not in self._sources:
-            self._sources[source] = _Source(source, self._take)
+            self._sources[source] = _NixlReader(source, self._take)
         self._hand(source, word)
         return None
 
-    def _hand(self, source: int, said: Lies | tuple[str, bytes]) -> None:
+    def _hand(self, source: int, said: BodyLocation | tuple[str, bytes]) -> None:
         line = None
         with suppress(PeerLostError):
             line = self._peers.line(_ALL, (source,))
-        self._sources[source].add(_Lying(said, line))
+        self._sources[source].add(_AnnouncedBody(said, line))
 
     def _lose(self, instance: int, why: str) -> None:
         super()._lose(instance, why)
@@ -312,9 +312,9 @@ class NixlConnector(PeerConnector):
 
     # -- in the threads that read memory ------------------------------------------------------------------------------
 
-    def _take(self, source: int, lying: _Lying) -> None:
+    def _take(self, source: int, lying: _AnnouncedBody) -> None:
         said = lying.said
-        if not isinstance(said, Lies):
+        if not isinstance(said, BodyLocation):
             request, note = said
             with self._writes:
                 place = super()._handle(source, request, note, 0)
@@ -326,15 +326,15 @@ class NixlConnector(PeerConnector):
                 self._read(source, said, lying.line)
             except (OSError, PeerLostError, msgspec.DecodeError) as error:
                 self._inbox.fail(said.request, f"what {named(source)} has sent cannot be read: {error}", source)
-        life, reader = self._readers.get(source, (-1, Reader(0)))
+        life, reader = self._readers.get(source, (-1, RingReader(0)))
         if life != said.life:
-            reader = Reader(_ARENA_BYTES)
+            reader = RingReader(_ARENA_BYTES)
             self._readers[source] = (said.life, reader)
         if reader.read(said.length):
             with suppress(PeerLostError):
-                self._peers.push(source, _ALL, _encode(Read(said.life, reader.messages)), ())
+                self._peers.push(source, _ALL, _encode(BodiesRead(said.life, reader.messages)), ())
 
-    def _read(self, source: int, said: Lies, line: Line | None) -> None:
+    def _read(self, source: int, said: BodyLocation, line: PeerStream | None) -> None:
         def check() -> None:
             if line is None or self._ends.is_set():
                 raise PeerLostError("it is gone")

@@ -10,7 +10,7 @@ from headway.core.errors import ConfigError, HeadwayError
 from headway.runtime.kv_transfer.ends import end_of
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerAddress(msgspec.Struct, frozen=True):
     """How one instance reaches another. `incarnation` grows with each process that takes the number. `address`:
     `unix:PATH` or `tcp:HOST:PORT`; of an instance that is several processes that of rank 0, and `others` of the other
     tensor-parallel ranks, in order."""
@@ -20,10 +20,10 @@ class Peer(msgspec.Struct, frozen=True):
     address: str
     others: tuple[str, ...] = ()
 
-    def ends(self) -> list[Peer]:
+    def ends(self) -> list[PeerAddress]:
         """Each of its ranks as a peer of its own."""
         return [
-            Peer(end_of(self.instance, rank), self.incarnation, address)
+            PeerAddress(end_of(self.instance, rank), self.incarnation, address)
             for rank, address in enumerate((self.address, *self.others))
         ]
 

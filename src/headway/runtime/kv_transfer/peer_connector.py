@@ -18,25 +18,25 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from headway.runtime.kv_transfer.body_notes import END, HERE, Note, decode, encode
-from headway.runtime.kv_transfer.connector import Finished, KvConnector, KvPart, KvPlace, Save
+from headway.runtime.kv_transfer.body_notes import END, HERE, BodyNote, decode, encode
+from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.ends import named
-from headway.runtime.kv_transfer.peers import Line, PeerLostError, Peers, Place, Room, Ticket
-from headway.runtime.kv_transfer.receive_queue import Inbox
-from headway.runtime.kv_transfer.send_queue import Outlet, Packet, Way, packets_of
+from headway.runtime.kv_transfer.peers import Completion, PeerLostError, PeerNetwork, PeerStream, ReceivePlace, SendRoom
+from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
+from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, TransferRoute, packets_of
 
 
 class PeerConnector(KvConnector):
     """See `KvConnector`. It is who takes what is pushed to these peers."""
 
-    def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
+    def __init__(self, peers: PeerNetwork, ring: Callable[[], None]) -> None:
         self._peers = peers
-        self._inbox = Inbox(ring, self._answer)
-        self._outlets: dict[int, Outlet] = {}
-        self._ways: dict[Save, tuple[Way, list[int]]] = {}
-        self._heres: dict[str, _Here] = {}
+        self._inbox = ReceiveQueue(ring, self._answer)
+        self._outlets: dict[int, SendQueue] = {}
+        self._ways: dict[SaveKv, tuple[TransferRoute, list[int]]] = {}
+        self._heres: dict[str, _LocalRoute] = {}
         self._gate = threading.Lock()
-        self._unanswered: dict[Save, Way] = {}
+        self._unanswered: dict[SaveKv, TransferRoute] = {}
         peers.handle(self._handle)
         peers.on_lost(self._lose)
 
@@ -59,23 +59,23 @@ class PeerConnector(KvConnector):
         if here is not None:
             here.close()
 
-    def save_kv_layer(self, save: Save, layer: int, part: KvPart) -> None:
+    def save_kv_layer(self, save: SaveKv, layer: int, part: KvPart) -> None:
         way, messages = self._way(save)
         packets = list(packets_of(save, way, layer, part))
         messages[0] += len(packets)
         self._outlet(save.to).add(packets)
 
-    def finish_save(self, save: Save) -> None:
+    def finish_save(self, save: SaveKv) -> None:
         way, messages = self._way(save)
         del self._ways[save]
-        self._outlet(save.to).add([Packet(save.request, way, Note(save.piece, END, (messages[0], 0)))])
+        self._outlet(save.to).add([KvPacket(save.request, way, BodyNote(save.piece, END, (messages[0], 0)))])
 
     def wait_for_save(self, request: str) -> None:
         for outlet in self._outlets.values():
             outlet.copy(request)
 
-    def get_finished(self) -> Finished:
-        return Finished(*self._inbox.take())
+    def get_finished(self) -> FinishedTransfers:
+        return FinishedTransfers(*self._inbox.take())
 
     def shutdown(self) -> None:
         for outlet in self._outlets.values():
@@ -83,7 +83,7 @@ class PeerConnector(KvConnector):
 
     # -- in the threads that read -------------------------------------------------------------------------------------
 
-    def _handle(self, source: int, request: str, said: bytes, length: int) -> Place | None:
+    def _handle(self, source: int, request: str, said: bytes, length: int) -> ReceivePlace | None:
         try:
             note = decode(said)
         except msgspec.DecodeError as error:
@@ -92,16 +92,16 @@ class PeerConnector(KvConnector):
         if note.layer != HERE:
             return self._inbox.handle(source, request, note, length)
         with self._gate:
-            self._unanswered.pop(Save(request, note.piece, source), None)
+            self._unanswered.pop(SaveKv(request, note.piece, source), None)
         return None
 
     def _answer(self, source: int, request: str, piece: int) -> None:
         if source == self._peers.number:
             with self._gate:
-                self._unanswered.pop(Save(request, piece, source), None)
+                self._unanswered.pop(SaveKv(request, piece, source), None)
             return
         with suppress(PeerLostError):  # then its sender has been told already
-            self._peers.push(source, request, encode(Note(piece, HERE, (0, 0))), ())
+            self._peers.push(source, request, encode(BodyNote(piece, HERE, (0, 0))), ())
 
     def _lose(self, instance: int, why: str) -> None:
         """A connection has ended."""
@@ -117,77 +117,77 @@ class PeerConnector(KvConnector):
 
     # -- on the way out -----------------------------------------------------------------------------------------------
 
-    def _outlet(self, to: int) -> Outlet:
+    def _outlet(self, to: int) -> SendQueue:
         if to not in self._outlets:
-            self._outlets[to] = Outlet(f"KV to {to}", self._inbox.fail)
+            self._outlets[to] = SendQueue(f"KV to {to}", self._inbox.fail)
         return self._outlets[to]
 
-    def _there(self, request: str, to: int) -> Way:
+    def _there(self, request: str, to: int) -> TransferRoute:
         """To another end. Raises PeerLostError."""
-        return There(self._peers.line(request, (to,)), to)
+        return RemoteRoute(self._peers.line(request, (to,)), to)
 
-    def _way(self, save: Save) -> tuple[Way, list[int]]:
+    def _way(self, save: SaveKv) -> tuple[TransferRoute, list[int]]:
         """How a movement travels, and how many messages it has had. One connection for all of it: what a cut one has
         swallowed would be missing."""
         if save not in self._ways:
-            way: Way
+            way: TransferRoute
             if save.to == self._peers.number:
-                way = self._heres.setdefault(save.request, _Here(self._inbox, save.to, save.request))
+                way = self._heres.setdefault(save.request, _LocalRoute(self._inbox, save.to, save.request))
             else:
                 try:
                     way = self._there(save.request, save.to)
                 except PeerLostError as error:
-                    way = _Nowhere(str(error), save.to)
+                    way = _DeadRoute(str(error), save.to)
             self._ways[save] = (way, [0])
             with self._gate:
                 self._unanswered[save] = way
         return self._ways[save]
 
 
-class There:
+class RemoteRoute:
     """To another instance."""
 
     dead = False
 
-    def __init__(self, line: Line, to: int) -> None:
+    def __init__(self, line: PeerStream, to: int) -> None:
         self._line, self._to = line, to
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
-        """See `Way.room`."""
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
+        """See `TransferRoute.room`."""
         return self._line.room(self._to, size, again)
 
-    def push(self, note: bytes, room: Room) -> Ticket:
-        """See `Way.push`."""
+    def push(self, note: bytes, room: SendRoom) -> Completion:
+        """See `TransferRoute.push`."""
         return self._line.push_from(self._to, note, room)
 
-    def drop(self, room: Room) -> None:
-        """See `Way.drop`."""
+    def drop(self, room: SendRoom) -> None:
+        """See `TransferRoute.drop`."""
         self._line.drop(self._to, room)
 
 
-class _Own:
+class _StagedRoute:
     """Ways for which a body is put together in memory of its own."""
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
-        """See `Way.room`."""
-        return Room(np.empty(size, dtype=np.uint8))
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
+        """See `TransferRoute.room`."""
+        return SendRoom(np.empty(size, dtype=np.uint8))
 
-    def drop(self, room: Room) -> None:
-        """See `Way.drop`."""
+    def drop(self, room: SendRoom) -> None:
+        """See `TransferRoute.drop`."""
 
 
-class _Here(_Own):
+class _LocalRoute(_StagedRoute):
     """To this instance itself: it gathers KV of which it holds a part."""
 
     dead = False
 
-    def __init__(self, inbox: Inbox, number: int, request: str) -> None:
+    def __init__(self, inbox: ReceiveQueue, number: int, request: str) -> None:
         self._inbox, self._number, self._request = inbox, number, request
         self._gate = threading.Lock()
 
-    def push(self, note: bytes, room: Room) -> Ticket:
-        """See `Way.push`."""
-        ticket = Ticket()
+    def push(self, note: bytes, room: SendRoom) -> Completion:
+        """See `TransferRoute.push`."""
+        ticket = Completion()
         with self._gate:
             place = None
             if not self.dead:
@@ -205,7 +205,7 @@ class _Here(_Own):
             self.dead = True
 
 
-class _Nowhere(_Own):
+class _DeadRoute(_StagedRoute):
     """To an instance that is not there."""
 
     dead = False
@@ -213,8 +213,8 @@ class _Nowhere(_Own):
     def __init__(self, why: str, to: int) -> None:
         self._why, self._to = why, to
 
-    def push(self, note: bytes, room: Room) -> Ticket:
-        """See `Way.push`."""
-        ticket = Ticket(self._to)
+    def push(self, note: bytes, room: SendRoom) -> Completion:
+        """See `TransferRoute.push`."""
+        ticket = Completion(self._to)
         ticket.finish(self._why)
         return ticket

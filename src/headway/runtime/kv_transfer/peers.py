@@ -5,7 +5,8 @@ receive: `expect` says where the next message of a lane is to go; what is *pushe
 when it comes. A message that comes before it is expected is kept.
 
 Of two instances the one with the higher number connects. A connection that is cut is made again, but nothing that went
-over the old one is: whoever holds a `Line` over it is told that it is lost, and must begin anew under another scope.
+over the old one is: whoever holds a `PeerStream` over it is told that it is lost, and must begin anew under another
+scope.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from headway.core.errors import ConfigError
-from headway.runtime.kv_transfer.completion import Ticket
-from headway.runtime.kv_transfer.connection import Buffer, Connection, Handler, Place, Room
+from headway.runtime.kv_transfer.completion import Completion
+from headway.runtime.kv_transfer.connection import Buffer, Handler, PeerConnection, ReceivePlace, SendRoom
 from headway.runtime.kv_transfer.ends import named
-from headway.runtime.kv_transfer.frames import Kind, greet
-from headway.runtime.kv_transfer.peer import Peer, PeerLostError, listen, prepare, reach
+from headway.runtime.kv_transfer.frames import FrameKind, greet
+from headway.runtime.kv_transfer.peer import PeerAddress, PeerLostError, listen, prepare, reach
 from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES, exchange
 
-__all__ = ["Buffer", "Handler", "Line", "Peer", "PeerLostError", "Peers", "Place", "Room", "Ticket"]
+__all__ = [
+    "Buffer",
+    "Completion",
+    "Handler",
+    "PeerAddress",
+    "PeerLostError",
+    "PeerNetwork",
+    "PeerStream",
+    "ReceivePlace",
+    "SendRoom",
+]
 
 _GREETING_S = 5.0
 _AGAIN_S = 0.1
@@ -33,7 +44,7 @@ _REMEMBERED = 65536
 """Scopes that are kept in mind after `forget`, so that stragglers are dropped."""
 
 
-class Peers:
+class PeerNetwork:
     """One instance's end, or that of one of its ranks (`ends`). `address`: where it listens, and then, with the port,
     where it is found.
 
@@ -50,15 +61,15 @@ class Peers:
         self._listener, self.address = listen(address)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._table: dict[int, Peer] = {}
+        self._table: dict[int, PeerAddress] = {}
         self._ranks: dict[int, int] = {}
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._handler: Handler | None = None
         self._hears: list[Callable[[int, str], None]] = []
         self._start(self._accept, "peers")
 
-    def meet(self, peers: Iterable[Peer]) -> None:
+    def meet(self, peers: Iterable[PeerAddress]) -> None:
         """All instances that are there now (this one may be among them: its other ranks are met too). Connections to
         lives that are not named any more end; those to new ones are made."""
         peers = tuple(peers)
@@ -79,7 +90,7 @@ class Peers:
         with self._lock:
             return self._ranks.get(instance, 1)
 
-    def _left(self, connection: Connection, known: Mapping[int, Peer]) -> bool:
+    def _left(self, connection: PeerConnection, known: Mapping[int, PeerAddress]) -> bool:
         """Whether the table says that this life of an instance is over. One that greeted before it was named stays."""
         peer = self._table.get(connection.instance)
         return connection.instance in known if peer is None else peer.incarnation > connection.incarnation
@@ -92,15 +103,15 @@ class Peers:
         """`hear(instance, why)` is called in some thread when a connection that was up has ended. It must not block."""
         self._hears.append(hear)
 
-    def line(self, scope: str, members: Iterable[int]) -> Line:
+    def line(self, scope: str, members: Iterable[int]) -> PeerStream:
         """Connections to some instances as they are now. Raises PeerLostError for one that was never met."""
         with self._lock:
             try:
-                return Line(scope, {n: self._connections[n] for n in members if n != self.number})
+                return PeerStream(scope, {n: self._connections[n] for n in members if n != self.number})
             except KeyError as error:
                 raise PeerLostError(f"{named(error.args[0])} is not here", error.args[0]) from None
 
-    def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
+    def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Completion:
         """Send a body that the other side's handler finds a place for. The ticket: `buffers` may be changed."""
         return self.line(scope, (to,)).push(to, note, buffers)
 
@@ -137,9 +148,9 @@ class Peers:
 
     # -- making connections -------------------------------------------------------------------------------------------
 
-    def _begin(self, peer: Peer, after_s: float = 0.0) -> Connection:
+    def _begin(self, peer: PeerAddress, after_s: float = 0.0) -> PeerConnection:
         """A new connection to a peer, in place of whatever was there. Under the lock."""
-        connection = Connection(
+        connection = PeerConnection(
             peer.instance, peer.incarnation, lambda: self._handler, self._forgotten.__contains__, self._over
         )
         self._connections[peer.instance] = connection
@@ -148,7 +159,7 @@ class Peers:
             self._start(lambda: body(peer, connection, after_s), f"peer {peer.instance}")
         return connection
 
-    def _reach(self, peer: Peer, connection: Connection, after_s: float) -> None:
+    def _reach(self, peer: PeerAddress, connection: PeerConnection, after_s: float) -> None:
         """The thread of a connection that is made from here."""
         if self._closed.wait(after_s) or connection.ended is not None:
             return None
@@ -166,7 +177,7 @@ class Peers:
         prepare(other)
         return connection.serve(other, *arenas)
 
-    def _await(self, peer: Peer, connection: Connection, after_s: float) -> None:
+    def _await(self, peer: PeerAddress, connection: PeerConnection, after_s: float) -> None:
         """While a connection is to be made from elsewhere: see whether anybody is there to make it."""
         while not self._closed.wait(after_s + _LOOK_S) and connection.ended is None and not connection.served:
             try:
@@ -201,7 +212,7 @@ class Peers:
                 return
             waits = current is not None and current.incarnation == incarnation and current.ended is None
             if current is None or not waits or current.up:
-                fresh = self._begin(Peer(number, incarnation, ""))
+                fresh = self._begin(PeerAddress(number, incarnation, ""))
             else:
                 fresh, current = current, None
         if current is not None:
@@ -209,7 +220,7 @@ class Peers:
         prepare(other)
         fresh.serve(other, *arenas)
 
-    def _over(self, connection: Connection, why: str) -> None:
+    def _over(self, connection: PeerConnection, why: str) -> None:
         """A connection has ended: make another where the peer is still one."""
         with self._lock:
             number = connection.instance
@@ -226,35 +237,35 @@ class Peers:
         threading.Thread(target=body, name=name, daemon=True).start()
 
 
-class Line:
+class PeerStream:
     """What one scope uses between some instances, for as long as none of the connections has been cut."""
 
-    def __init__(self, scope: str, connections: Mapping[int, Connection]) -> None:
+    def __init__(self, scope: str, connections: Mapping[int, PeerConnection]) -> None:
         self.scope = scope
         self._connections = connections
 
-    def send(self, to: int, lane: int, buffers: Sequence[Buffer]) -> Ticket:
+    def send(self, to: int, lane: int, buffers: Sequence[Buffer]) -> Completion:
         """One message for `expect` on the other side. The ticket: `buffers` may be changed."""
-        return self._connections[to].send(Kind.DATA, lane, self.scope, b"", buffers)
+        return self._connections[to].send(FrameKind.DATA, lane, self.scope, b"", buffers)
 
-    def expect(self, source: int, lane: int, into: memoryview) -> Ticket:
+    def expect(self, source: int, lane: int, into: memoryview) -> Completion:
         """The next message of a lane, which has the size of `into`. The ticket: it is there."""
         return self._connections[source].expect(lane, self.scope, into)
 
-    def push(self, to: int, note: bytes, buffers: Sequence[Buffer]) -> Ticket:
-        """See `Peers.push`."""
-        return self._connections[to].send(Kind.PUSH, 0, self.scope, note, buffers)
+    def push(self, to: int, note: bytes, buffers: Sequence[Buffer]) -> Completion:
+        """See `PeerNetwork.push`."""
+        return self._connections[to].send(FrameKind.PUSH, 0, self.scope, note, buffers)
 
-    def room(self, to: int, size: int, again: Callable[[], None]) -> Room | None:
-        """See `Connection.room`; the body is for `push_from` or `drop`."""
+    def room(self, to: int, size: int, again: Callable[[], None]) -> SendRoom | None:
+        """See `PeerConnection.room`; the body is for `push_from` or `drop`."""
         return self._connections[to].room(size, again)
 
-    def push_from(self, to: int, note: bytes, room: Room) -> Ticket:
-        """See `Connection.push`."""
+    def push_from(self, to: int, note: bytes, room: SendRoom) -> Completion:
+        """See `PeerConnection.push`."""
         return self._connections[to].push(self.scope, note, room)
 
-    def drop(self, to: int, room: Room) -> None:
-        """See `Connection.drop`."""
+    def drop(self, to: int, room: SendRoom) -> None:
+        """See `PeerConnection.drop`."""
         self._connections[to].drop(room)
 
     def check(self) -> None:

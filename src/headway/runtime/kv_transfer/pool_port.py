@@ -16,23 +16,23 @@ import torch
 from headway.core.errors import ConfigError
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.connector import Bytes, Finished, KvConnector, KvPart, KvPlace, Save
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.connector import Bytes, FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.ends import rank_of
 from headway.runtime.sequence_parallel.kv_shard import KvShard
-from headway.runtime.sequence_parallel.layout import Held, KvLayout, moves
-from headway.runtime.sequence_parallel.span_executor import Kept, Runs
+from headway.runtime.sequence_parallel.layout import HeldShard, KvLayout, moves
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor, StoredKv
 
 Slots = Sequence[tuple[int, int]]
 
 
 @dataclass
-class _Piece:
+class _SliceInFlight:
     """Tokens [start, end) on their way. `tokens`: those before this one have been given to the connector in all layers;
     of those from there to `until`, which are computed together, so many `layers`. `parts`: what of a layout goes of
     these, once that is known."""
 
-    save: Save
+    save: SaveKv
     start: int
     end: int
     layers: int = 0
@@ -51,9 +51,9 @@ class KvPort:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: ModelWorker,
         block_tokens: int,
-        runs: Runs | None,
+        runs: SpanExecutor | None,
         connector: KvConnector,
         rank: int,
         heads: range | None = None,
@@ -64,7 +64,7 @@ class KvPort:
         self._pool, self._block = worker.pool, block_tokens
         self._heads = heads or range(worker.pool.kv_heads)
         self._cache = _bytes(worker.pool)
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[_SliceInFlight]] = {}
         self._awaited: dict[str, int] = {}
         self._opened: list[str] = []
         worker.leaving = self.settle
@@ -85,10 +85,10 @@ class KvPort:
 
     # -- what goes ----------------------------------------------------------------------------------------------------
 
-    def send(self, save: Save, start: int, end: int) -> None:
+    def send(self, save: SaveKv, start: int, end: int) -> None:
         """KV of tokens [start, end) is to go, as far as it lies or will lie here: `layers_are_there` or
         `tokens_are_there` follow, at once and whenever there may be more."""
-        self._pieces.setdefault(save.request, []).append(_Piece(save, start, end, tokens=start))
+        self._pieces.setdefault(save.request, []).append(_SliceInFlight(save, start, end, tokens=start))
 
     def sending(self) -> list[str]:
         """Requests of which pieces wait until more is there."""
@@ -106,7 +106,7 @@ class KvPort:
             if piece.tokens >= piece.end:
                 self._finish(piece)
 
-    def _some(self, piece: _Piece, kept: Kept) -> bool:
+    def _some(self, piece: _SliceInFlight, kept: StoredKv) -> bool:
         """Send what can be sent of the tokens that are next, by their layers; whether all of them have been."""
         if piece.parts is None:
             there = 1 + max((int(held.positions.max(initial=-1)) for held in kept.layout.values()), default=-1)
@@ -150,7 +150,7 @@ class KvPort:
         names, self._opened = self._opened, []
         return names
 
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedTransfers:
         """What has come to its end since the last call."""
         return self._connector.get_finished()
 
@@ -165,11 +165,11 @@ class KvPort:
         """End the connector."""
         self._connector.shutdown()
 
-    def _parts(self, piece: _Piece, layout: KvLayout, shard: KvShard) -> list[KvPart]:
+    def _parts(self, piece: _SliceInFlight, layout: KvLayout, shard: KvShard) -> list[KvPart]:
         """What this end sends of a piece. Heads that several instances have, one of them sends: all work out the same.
         Of those with several ranks each has the same heads as the others' rank of its number, and sends what its own
         instance is to."""
-        wanted = Held(self._heads, np.arange(piece.tokens, piece.until, dtype=np.int64))
+        wanted = HeldShard(self._heads, np.arange(piece.tokens, piece.until, dtype=np.int64))
         cache = self._cache if shard.pool is self._pool else _bytes(shard.pool)
         layout = {end: held for end, held in layout.items() if rank_of(end) == rank_of(self._rank)}
         held = layout.get(self._rank)
@@ -185,7 +185,7 @@ class KvPort:
             if held is not None and move.source == self._rank
         ]
 
-    def _finish(self, piece: _Piece) -> None:
+    def _finish(self, piece: _SliceInFlight) -> None:
         self._connector.finish_save(piece.save)
         left = self._pieces[piece.save.request]
         left.remove(piece)

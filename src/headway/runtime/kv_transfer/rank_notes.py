@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.runtime.kv_transfer.peer import Peer
+from headway.runtime.kv_transfer.peer import PeerAddress
 
 NOBODY = 0
 """No request's number."""
 
 
-class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
+class RankMeet(msgspec.Struct, frozen=True, array_like=True, tag="met"):
     """All instances that are there now (`Peers.meet`)."""
 
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerAddress, ...]
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True, tag="room"):
-    """A request's first `tokens` tokens will come, into the blocks of its number. Answered by `Open`. `life`: another
+class RankReserve(msgspec.Struct, frozen=True, array_like=True, tag="room"):
+    """A request's first `tokens` tokens will come, into the blocks of its number. Answered by `RankReserved`.
+    `life`: another
     one each time, so that no word of an earlier room is taken for one of this."""
 
     name: str
@@ -30,7 +31,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True, tag="room"):
     life: int
 
 
-class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
+class RankSend(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
     """Send tokens [start, end) of a request to instance `to`, as they are or will be computed: under its number
     (`NOBODY`: none), or by runs."""
 
@@ -42,28 +43,28 @@ class Bring(msgspec.Struct, frozen=True, array_like=True, tag="bring"):
     end: int
 
 
-class There(msgspec.Struct, frozen=True, array_like=True, tag="there"):
+class RankHolds(msgspec.Struct, frozen=True, array_like=True, tag="there"):
     """So many tokens of a request are there under its number; the rank may know of more."""
 
     number: int
     tokens: int
 
 
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+class RankDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     """Nothing of a request is to come or go any more; `for_good`: nor later, so that what is on its way is refused."""
 
     name: str
     for_good: bool
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+class RankReserved(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """What comes of a request is kept from now on."""
 
     name: str
     life: int
 
 
-class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
+class RankReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     """This rank's heads of a piece are there (`connector.Received`). whole: so are those of all other pieces."""
 
     name: str
@@ -75,7 +76,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     life: int
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+class RankLost(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     """Something of a request will not come or go (`connector.Lost`)."""
 
     name: str
@@ -83,8 +84,8 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     end: int | None
 
 
-ToRank = Met | Room | Bring | There | Drop
-FromRank = Open | Came | Gone
+ToRank = RankMeet | RankReserve | RankSend | RankHolds | RankDrop
+FromRank = RankReserved | RankReceived | RankLost
 
 encode = msgspec.msgpack.Encoder().encode
 to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -10,31 +10,41 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from headway.core.batch import Part
+from headway.core.batch import GroupBatch
 from headway.runtime.executor.rank_config import RankPeer
-from headway.runtime.executor.worker import Worker
-from headway.runtime.kv_transfer.connector import Save, make_connector
+from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.kv_transfer.connector import SaveKv, make_connector
 from headway.runtime.kv_transfer.cut_connector import CutConnector
 from headway.runtime.kv_transfer.ends import end_of, heads_of
-from headway.runtime.kv_transfer.peers import Peers
+from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.kv_transfer.rank_notes import Bring, Came, Drop, FromRank, Gone, Met, Open, Room, There
+from headway.runtime.kv_transfer.rank_notes import (
+    FromRank,
+    RankDrop,
+    RankHolds,
+    RankLost,
+    RankMeet,
+    RankReceived,
+    RankReserve,
+    RankReserved,
+    RankSend,
+)
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.sequence_parallel.rank_span_executor import RunRank
-from headway.runtime.sequence_parallel.span_executor import Runs
-from headway.runtime.sequence_parallel.span_messages import Cease, encode, to_rank
+from headway.runtime.sequence_parallel.rank_span_executor import RankSpanExecutor
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor
+from headway.runtime.sequence_parallel.span_messages import SuspendRequest, encode, to_rank
 
 _NO_LIFE = -1
 _NO_NAME = ""
 
 
-class KvRank:
+class RankKvTransfer:
     """Of one tensor-parallel rank of an instance. `say` and `aside` send a message to the engine, the latter from any
     thread. ConfigError for an address that it cannot have, and an unknown connector."""
 
     def __init__(
         self,
-        worker: Worker,
+        worker: ModelWorker,
         config: DecoderConfig,
         eos: tuple[int, ...],
         block_tokens: int,
@@ -45,7 +55,7 @@ class KvRank:
         """config: the whole model's."""
         self._worker, self._say, self._aside = worker, say, aside
         shard = worker.decoder.shard
-        self._peers = Peers(
+        self._peers = PeerNetwork(
             end_of(peer.number, shard.rank), peer.incarnation, peer.address(shard.rank), peer.secret.encode()
         )
         self._rung = threading.Event()
@@ -53,9 +63,9 @@ class KvRank:
         inner = make_connector(peer.connector, self._peers, self._rung.set)
         connector = CutConnector(inner, config.kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
         heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
-        runs = Runs(worker, self._peers, eos, config)
+        runs = SpanExecutor(worker, self._peers, eos, config)
         self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)
-        self.runs = RunRank(runs, self._port, lambda word: say(encode(word)))
+        self.runs = RankSpanExecutor(runs, self._port, lambda word: say(encode(word)))
         worker.leaving = self._leaving
         self._names: dict[str, str] = {}
         self._computed: dict[str, int] = {}
@@ -71,23 +81,23 @@ class KvRank:
     def hear(self, body: bytes) -> None:
         """The engine's word, in order with the plans that have been carried out."""
         said = to_rank.decode(body)
-        if isinstance(said, Met):
+        if isinstance(said, RankMeet):
             self._peers.meet(said.peers)
-        elif isinstance(said, Room):
+        elif isinstance(said, RankReserve):
             self._names[str(said.number)] = said.name
             self._lives[said.name] = said.life
             self._port.receive(said.name, said.tokens, self._worker.tables.runs(str(said.number)))
-            self._say(encode(Open(said.name, said.life)))
-        elif isinstance(said, Bring):
+            self._say(encode(RankReserved(said.name, said.life)))
+        elif isinstance(said, RankSend):
             owner = str(said.number)
             if said.number:
                 self._names[owner] = said.name
-            self._port.send(Save(said.name, said.piece, said.to), said.start, said.end)
+            self._port.send(SaveKv(said.name, said.piece, said.to), said.start, said.end)
             self._port.layers_are_there(said.name)
             self._advance(owner, self._computed.get(owner, 0))
-        elif isinstance(said, There):
+        elif isinstance(said, RankHolds):
             self._advance(str(said.number), said.tokens)
-        elif isinstance(said, Drop):
+        elif isinstance(said, RankDrop):
             if said.for_good:
                 self._peers.forget(said.name)
             self._port.forget(said.name)
@@ -97,11 +107,11 @@ class KvRank:
             self._lives.pop(said.name, None)
             self._names = {owner: name for owner, name in self._names.items() if name != said.name}
         else:
-            if isinstance(said, Cease) and said.number:
+            if isinstance(said, SuspendRequest) and said.number:
                 self._names[str(said.number)] = said.name
             self.runs.hear(said)
 
-    def computed(self, part: Part) -> None:
+    def computed(self, part: GroupBatch) -> None:
         """A part has been computed here: what it added may go."""
         for chunk in part.prefills:
             self._computed[chunk.request] = chunk.start + chunk.tokens
@@ -137,7 +147,7 @@ class KvRank:
             words: list[FromRank] = []
             for one in received:
                 life = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
-                words.append(Came(*one, whole=not self._port.awaits(one.request), life=life))
-            words += [Gone(*one) for one in lost]
+                words.append(RankReceived(*one, whole=not self._port.awaits(one.request), life=life))
+            words += [RankLost(*one) for one in lost]
             for word in words:
                 self._aside(encode(word))

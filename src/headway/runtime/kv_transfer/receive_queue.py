@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headway.kv.slot_ranges import Slots, runs_of
-from headway.runtime.kv_transfer.body_notes import END, Note, lengthen
-from headway.runtime.kv_transfer.connector import KvPlace, Lost, Received
+from headway.kv.slot_ranges import SlotRanges, runs_of
+from headway.runtime.kv_transfer.body_notes import END, BodyNote, lengthen
+from headway.runtime.kv_transfer.connector import KvLost, KvPlace, KvReceived
 from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.packing import by_runs, scatter, spread
-from headway.runtime.kv_transfer.peers import Place
+from headway.runtime.kv_transfer.peers import ReceivePlace
 
 _VIEWS = 64
 """Places in memory above which a body that comes through a socket is read aside, and then spread."""
 
 
-class _Coming:
+class _IncomingSlice:
     """A piece of which something has come."""
 
     __slots__ = ("began_s", "messages")
@@ -28,31 +28,31 @@ class _Coming:
         self.began_s, self.messages = began_s, 0
 
 
-class _Box:
+class _RequestPlace:
     """A request's place and what has come of it. `left`: layers, heads and tokens that have not, multiplied."""
 
     def __init__(self, place: KvPlace) -> None:
         self.place = place
-        self.slots = Slots(place.runs)
+        self.slots = SlotRanges(place.runs)
         self.left = int(place.cache.shape[0]) * len(place.heads) * place.tokens
-        self.coming: dict[tuple[int, int], _Coming] = {}
+        self.coming: dict[tuple[int, int], _IncomingSlice] = {}
 
 
-class Inbox:
+class ReceiveQueue:
     """Of one instance or rank. In the thread that reads, `ring` is called when there is something to `take`, and
     `answer(source, request, piece)` when a piece is whole."""
 
     def __init__(self, ring: Callable[[], None], answer: Callable[[int, str, int], None]) -> None:
         self._ring, self._answer = ring, answer
         self._gate = threading.Lock()
-        self._boxes: dict[str, _Box] = {}
-        self._received: list[Received] = []
-        self._lost: list[Lost] = []
+        self._boxes: dict[str, _RequestPlace] = {}
+        self._received: list[KvReceived] = []
+        self._lost: list[KvLost] = []
 
     def open(self, request: str, place: KvPlace) -> None:
         """From now on what comes of a request is kept."""
         with self._gate:
-            self._boxes[request] = _Box(place)
+            self._boxes[request] = _RequestPlace(place)
 
     def close(self, request: str) -> None:
         """What still comes is dropped, but for a body that is being read: `Peers.forget` ends that."""
@@ -73,16 +73,16 @@ class Inbox:
         with self._gate:
             for request, box in self._boxes.items():
                 if any(sender == source for _, sender in box.coming):
-                    self._lost.append(Lost(request, why, source))
+                    self._lost.append(KvLost(request, why, source))
         self._ring()
 
     def fail(self, request: str, why: str, end: int | None = None) -> None:
-        """Something of a request cannot be sent or received. See `Lost`."""
+        """Something of a request cannot be sent or received. See `KvLost`."""
         with self._gate:
-            self._lost.append(Lost(request, why, end))
+            self._lost.append(KvLost(request, why, end))
         self._ring()
 
-    def take(self) -> tuple[list[Received], list[Lost]]:
+    def take(self) -> tuple[list[KvReceived], list[KvLost]]:
         """What has come to its end since the last call."""
         with self._gate:
             received, self._received = self._received, []
@@ -91,7 +91,7 @@ class Inbox:
 
     # -- in the thread that reads -------------------------------------------------------------------------------------
 
-    def handle(self, source: int, request: str, note: Note, length: int) -> Place | None:
+    def handle(self, source: int, request: str, note: BodyNote, length: int) -> ReceivePlace | None:
         """Where the body of a message goes; None: nobody wants it. See `peers.Handler`."""
         now = time.monotonic()
         with self._gate:
@@ -101,14 +101,16 @@ class Inbox:
             try:
                 return self._place(box, source, request, note, length, now)
             except ValueError as error:
-                self._lost.append(Lost(request, f"{named(source)} has sent what cannot be kept: {error}"))
+                self._lost.append(KvLost(request, f"{named(source)} has sent what cannot be kept: {error}"))
         self._ring()
         return None
 
-    def _place(self, box: _Box, source: int, request: str, note: Note, length: int, now: float) -> Place:
-        coming = box.coming.setdefault((note.piece, source), _Coming(now))
+    def _place(
+        self, box: _RequestPlace, source: int, request: str, note: BodyNote, length: int, now: float
+    ) -> ReceivePlace:
+        coming = box.coming.setdefault((note.piece, source), _IncomingSlice(now))
         if note.layer == END:
-            return Place((), lambda: self._end(box, source, request, note))
+            return ReceivePlace((), lambda: self._end(box, source, request, note))
         place, positions = box.place, lengthen(note.tokens)
         first, stop = note.heads
         if first < place.heads.start or stop > place.heads.stop or first >= stop:
@@ -129,7 +131,7 @@ class Inbox:
         found = runs_of(slots)
         complete = self._counted(request, box, count)
         if not by_runs(len(slots), len(found)):
-            return Place((), complete, lambda body: scatter(body, heads, slots))
+            return ReceivePlace((), complete, lambda body: scatter(body, heads, slots))
         views: list[memoryview] = []
         if 2 * (stop - first) * len(found) <= _VIEWS:
             views = [
@@ -137,9 +139,9 @@ class Inbox:
                 for at in np.ndindex(2, stop - first)
                 for slot, size in found
             ]
-        return Place(views, complete, lambda body: spread(body, heads, found))
+        return ReceivePlace(views, complete, lambda body: spread(body, heads, found))
 
-    def _counted(self, request: str, box: _Box, then: Callable[[], None]) -> Callable[[], None]:
+    def _counted(self, request: str, box: _RequestPlace, then: Callable[[], None]) -> Callable[[], None]:
         """`then`, unless the request was forgotten meanwhile: its slots may be others' now."""
 
         def complete() -> None:
@@ -149,15 +151,15 @@ class Inbox:
 
         return complete
 
-    def _end(self, box: _Box, source: int, request: str, note: Note) -> None:
+    def _end(self, box: _RequestPlace, source: int, request: str, note: BodyNote) -> None:
         with self._gate:
             if self._boxes.get(request) is not box:
                 return
             coming = box.coming.pop((note.piece, source))
             if coming.messages == note.heads[0]:
-                self._received.append(Received(request, note.piece, source, coming.began_s, time.monotonic()))
+                self._received.append(KvReceived(request, note.piece, source, coming.began_s, time.monotonic()))
                 self._answer(source, request, note.piece)
             else:
                 why = f"{coming.messages} of {note.heads[0]} messages of {named(source)} have come"
-                self._lost.append(Lost(request, why))
+                self._lost.append(KvLost(request, why))
         self._ring()

@@ -23,7 +23,7 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-class Taken:
+class BufferRange:
     """Bytes [at, end)."""
 
     __slots__ = ("at", "end", "free")
@@ -32,13 +32,13 @@ class Taken:
         self.at, self.end, self.free = at, end, False
 
 
-class Ring:
+class RingBuffer:
     """Of `size` bytes. For one thread at a time."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._taken: deque[Taken] = deque()
-        self._away: deque[Taken] = deque()
+        self._taken: deque[BufferRange] = deque()
+        self._away: deque[BufferRange] = deque()
         self._read = 0
 
     @property
@@ -46,7 +46,7 @@ class Ring:
         """How many are taken."""
         return sum(taken.end - taken.at for taken in self._taken if not taken.free)
 
-    def take(self, size: int) -> Taken | None:
+    def take(self, size: int) -> BufferRange | None:
         """A place for so many bytes; None: there is none now."""
         size = aligned(size)
         low, high = (self._taken[0].at, self._taken[-1].end) if self._taken else (0, 0)
@@ -57,14 +57,14 @@ class Ring:
             at, until = high, low
         if at + size > until:
             return None
-        self._taken.append(Taken(at, at + size))
+        self._taken.append(BufferRange(at, at + size))
         return self._taken[-1]
 
-    def leave(self, taken: Taken) -> None:
+    def leave(self, taken: BufferRange) -> None:
         """It goes in the next message."""
         self._away.append(taken)
 
-    def drop(self, taken: Taken) -> None:
+    def drop(self, taken: BufferRange) -> None:
         """It goes in no message after all."""
         if taken in self._away:
             self._away.remove(taken)
@@ -78,13 +78,13 @@ class Ring:
             self._free(self._away.popleft())
         self._read = messages
 
-    def _free(self, taken: Taken) -> None:
+    def _free(self, taken: BufferRange) -> None:
         taken.free = True
         while self._taken and self._taken[0].free:
             self._taken.popleft()
 
 
-class Reader:
+class RingReader:
     """The other side's count. `due`: it has to be told."""
 
     def __init__(self, size: int) -> None:

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from headway.runtime.kv_transfer.body_notes import Note, encode, packets
-from headway.runtime.kv_transfer.connector import Bytes, KvPart, Save
+from headway.runtime.kv_transfer.body_notes import BodyNote, encode, packets
+from headway.runtime.kv_transfer.connector import Bytes, KvPart, SaveKv
 from headway.runtime.kv_transfer.packing import gather
-from headway.runtime.kv_transfer.peers import PeerLostError, Room, Ticket
+from headway.runtime.kv_transfer.peers import Completion, PeerLostError, SendRoom
 
 PACKET_BYTES = 2 << 20
 """As large as an arena takes: what a packet costs beside its copies is a fifth of them."""
@@ -24,29 +24,29 @@ WINDOW_BYTES = 8 << 20
 """How much may have been copied for a socket and not have left. What an arena holds is bounded by its size."""
 
 
-class Way(Protocol):
+class TransferRoute(Protocol):
     """How the bodies of one movement get there: to another instance, or to this instance itself."""
 
     dead: bool
     """Set once a body has not got there: what follows is of no use."""
 
-    def room(self, size: int, again: Callable[[], None]) -> Room | None:
+    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         """Where a body is put together, for `push` or `drop`. None: nowhere now; `again`: it may be asked again."""
 
-    def push(self, note: bytes, room: Room) -> Ticket:
+    def push(self, note: bytes, room: SendRoom) -> Completion:
         """The ticket: the body has left. It raises PeerLostError where it will not."""
 
-    def drop(self, room: Room) -> None:
+    def drop(self, room: SendRoom) -> None:
         """Nothing is pushed from there."""
 
 
-class Packet:
+class KvPacket:
     """One message of a movement, with `size` bytes of body. `body`: they had to be copied before their turn."""
 
     __slots__ = ("body", "chosen", "note", "part", "request", "size", "way")
 
     def __init__(
-        self, request: str, way: Way, note: Note, part: KvPart | None = None, chosen: slice = slice(0)
+        self, request: str, way: TransferRoute, note: BodyNote, part: KvPart | None = None, chosen: slice = slice(0)
     ) -> None:
         self.request, self.way, self.note, self.part, self.chosen = request, way, note, part, chosen
         tokens = chosen.stop - (chosen.start or 0)
@@ -59,13 +59,13 @@ class Packet:
             self.body = np.empty(self.size, dtype=np.uint8)
             self._gather(self.body)
 
-    def into(self, room: Room) -> Room:
+    def into(self, room: SendRoom) -> SendRoom:
         """Where its body is now: there, or where it was copied to before."""
         if self.body is None:
             self._gather(room.view)
             return room
         if room.taken is None:
-            return Room(self.body)
+            return SendRoom(self.body)
         np.copyto(room.view, self.body)
         return room
 
@@ -77,28 +77,28 @@ class Packet:
             self.part = None
 
 
-def packets_of(save: Save, way: Way, layer: int, part: KvPart) -> Iterator[Packet]:
+def packets_of(save: SaveKv, way: TransferRoute, layer: int, part: KvPart) -> Iterator[KvPacket]:
     """A layer of a movement, as messages of bounded size."""
     token_bytes = 2 * len(part.heads) * part.cache.shape[-1]
     heads = (part.heads.start, part.heads.stop)
     for chosen, tokens in packets(part.positions, max(1, PACKET_BYTES // token_bytes)):
-        yield Packet(save.request, way, Note(save.piece, layer, heads, tokens), part, chosen)
+        yield KvPacket(save.request, way, BodyNote(save.piece, layer, heads, tokens), part, chosen)
 
 
-class Outlet:
+class SendQueue:
     """One destination. `failed(request, why, end)` (see `Lost`) is called in its thread."""
 
     def __init__(self, name: str, failed: Callable[[str, str, int | None], None]) -> None:
         self._failed = failed
         self._gate = threading.Condition()
         self._copying = threading.Lock()
-        self._queue: deque[Packet] = deque()
+        self._queue: deque[KvPacket] = deque()
         self._closed = False
-        self._leaving: deque[tuple[Packet, Ticket, int]] = deque()
+        self._leaving: deque[tuple[KvPacket, Completion, int]] = deque()
         self._bytes = 0
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def add(self, packets: Iterable[Packet]) -> None:
+    def add(self, packets: Iterable[KvPacket]) -> None:
         """To leave in order, behind all that were added before."""
         with self._gate:
             self._queue.extend(packets)
@@ -136,7 +136,7 @@ class Outlet:
             while self._bytes > WINDOW_BYTES or (self._leaving and self._leaving[0][1].done):
                 self._left()
 
-    def _next(self) -> tuple[Packet, Room] | None:
+    def _next(self) -> tuple[KvPacket, SendRoom] | None:
         """The next packet, and its body; None at the end."""
         while True:
             with self._gate:
@@ -152,7 +152,7 @@ class Outlet:
                     return packet, packet.into(room)
             packet.way.drop(room)
 
-    def _first(self) -> tuple[Packet | None, Room | None]:
+    def _first(self) -> tuple[KvPacket | None, SendRoom | None]:
         """The packet whose turn it is, and room for it, as soon as there are both; none at the end."""
         while not self._closed:
             if self._queue and (room := self._queue[0].way.room(self._queue[0].size, self._again)) is not None:

@@ -34,7 +34,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Its size stays: who reads it cannot be made to read where nothing is (SIGBUS)."""
 
 
-class Arena:
+class SharedBuffer:
     """Of `size` bytes, for another to read. Raises OSError."""
 
     def __init__(self, size: int) -> None:
@@ -79,13 +79,13 @@ def find(offer: bytes) -> Memory | None:
     return None
 
 
-def exchange(peer: socket.socket, size: int) -> tuple[Arena | None, Memory | None]:
+def exchange(peer: socket.socket, size: int) -> tuple[SharedBuffer | None, Memory | None]:
     """Both ends, after `greet`: an arena of `size` bytes that the other has found, and the other's. 0: none is wanted.
     Raises OSError or PeerLostError."""
     own = None
     if most(size) and at_home(peer):
         with suppress(OSError):
-            own = Arena(size)
+            own = SharedBuffer(size)
     try:
         peer.sendall(own.offer if own is not None else bytes(_OFFER.size))
         offer = exactly(peer, _OFFER.size)

@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from headway.runtime.kv_transfer.completion import Ticket
+from headway.runtime.kv_transfer.completion import Completion
 
 
-class _Came:
+class _ArrivedMessage:
     """A message that has come, or is being read. `ticket` and `into`: who expects it, once somebody does; without
     `into` it is read in place."""
 
     __slots__ = ("body", "into", "there", "ticket")
 
-    def __init__(self, length: int, ticket: Ticket | None = None) -> None:
+    def __init__(self, length: int, ticket: Completion | None = None) -> None:
         self.body = bytearray(length)
         self.there = False
         self.ticket = ticket
@@ -35,12 +35,12 @@ class _Came:
         self.ticket.finish()
 
 
-class _Lane:
+class _StreamState:
     __slots__ = ("came", "wanted")
 
     def __init__(self) -> None:
-        self.wanted: deque[tuple[Ticket, memoryview]] = deque()
-        self.came: deque[_Came] = deque()
+        self.wanted: deque[tuple[Completion, memoryview]] = deque()
+        self.came: deque[_ArrivedMessage] = deque()
 
     def close(self, why: str) -> None:
         """Tell all who wait."""
@@ -51,17 +51,17 @@ class _Lane:
                 one.ticket.finish(why)
 
 
-class Lanes:
+class MessageStreams:
     """Of one connection, to `end`."""
 
     def __init__(self, end: int) -> None:
         self._end = end
-        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._lanes: dict[tuple[str, int], _StreamState] = {}
 
-    def expect(self, number: int, scope: str, into: memoryview) -> Ticket:
+    def expect(self, number: int, scope: str, into: memoryview) -> Completion:
         """See `Connection.expect`."""
-        ticket, into = Ticket(self._end), into.cast("B")
-        lane = self._lanes.setdefault((scope, number), _Lane())
+        ticket, into = Completion(self._end), into.cast("B")
+        lane = self._lanes.setdefault((scope, number), _StreamState())
         one = next((one for one in lane.came if one.ticket is None), None)
         if one is None:
             lane.wanted.append((ticket, into))
@@ -75,16 +75,16 @@ class Lanes:
     def begin(self, number: int, scope: str, length: int) -> tuple[memoryview, Callable[[], None]] | None:
         """A message of so many bytes begins: where it is read to, and what follows when it is there. None: whoever
         expects it expects another size, and was told."""
-        lane = self._lanes.setdefault((scope, number), _Lane())
+        lane = self._lanes.setdefault((scope, number), _StreamState())
         if not lane.wanted:
-            one = _Came(length)
+            one = _ArrivedMessage(length)
             into = memoryview(one.body)
         else:
             ticket, into = lane.wanted.popleft()
             if into.nbytes != length:
                 ticket.finish(f"{length} bytes came for {into.nbytes}")
                 return None
-            one = _Came(0, ticket)
+            one = _ArrivedMessage(0, ticket)
         lane.came.append(one)
         return into, partial(_is_there, lane, one)
 
@@ -100,7 +100,7 @@ class Lanes:
         self._lanes.clear()
 
 
-def _is_there(lane: _Lane, one: _Came) -> None:
+def _is_there(lane: _StreamState, one: _ArrivedMessage) -> None:
     one.there = True
     if one.ticket is not None:
         lane.came.remove(one)

@@ -13,7 +13,7 @@ import msgspec
 
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.launcher.engine_spawn import ENGINE, spawn
-from headway.runtime.launcher.host_messages import Launch
+from headway.runtime.launcher.host_messages import LaunchProcess
 from headway.runtime.launcher.network import address_towards
 
 
@@ -58,7 +58,7 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Engines:
+class EngineLauncher:
     """model: this host's copy. node0: an address of node 0, on the way to which other instances find this host's."""
 
     noun = "instance"
@@ -69,7 +69,7 @@ class Engines:
     def warm(self) -> None:
         """See `runtime.launcher.host_agent.Starter`: there is nothing that they could share."""
 
-    def start(self, one: Launch) -> EngineProcess:
+    def start(self, one: LaunchProcess) -> EngineProcess:
         """See `runtime.launcher.host_agent.Starter`."""
         config = msgspec.json.decode(one.settings, type=EngineConfig)
         assert config.instance is not None

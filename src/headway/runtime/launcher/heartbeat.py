@@ -18,7 +18,7 @@ PER_TIMEOUT = 5
 _AWAY_S = 1.0
 
 
-class Heart:
+class HeartbeatSender:
     """A thread that sends `frame` every `every_s` seconds for as long as the process lives, whatever else it does.
 
     `connect` makes the thread's own socket and is called in it.
@@ -45,7 +45,7 @@ class Heart:
         socket.close(linger=0)
 
 
-class Pulse:
+class HeartbeatMonitor:
     """When each of some processes was last heard of. Times in seconds, of the listener's clock.
 
     Time in which the listener itself did not look does not count: what was said meanwhile waits in its socket.

@@ -18,17 +18,17 @@ from zmq.utils.monitor import recv_monitor_message
 
 from headway.core.errors import ConfigError
 from headway.runtime.launcher.host_messages import (
-    Ended,
+    DesiredState,
     FromHost,
     HostHello,
-    Keep,
-    Kept,
-    Launch,
-    Leave,
-    Leaving,
+    HostLeaving,
+    HostShutdown,
+    LaunchProcess,
+    ObservedState,
+    ProcessEnded,
     ToHost,
 )
-from headway.runtime.launcher.network import Endpoint, resolve
+from headway.runtime.launcher.network import HostEndpoint, resolve
 from headway.runtime.launcher.rank_launcher import end_words
 from headway.runtime.launcher.secret import guard_client
 
@@ -48,7 +48,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
-class Process(Protocol):
+class HostedProcess(Protocol):
     """What a host needs of a process of its own: `multiprocessing`'s ranks have it. sentinel: readable when it has
     ended; exitcode: None before that, and -9 after SIGKILL."""
 
@@ -69,7 +69,7 @@ class Process(Protocol):
     def join(self, timeout: float | None = None) -> None: ...
 
 
-class Starter(Protocol):
+class ProcessLauncher(Protocol):
     """What processes on this host are. noun: one of them, in words."""
 
     noun: str
@@ -77,16 +77,16 @@ class Starter(Protocol):
     def warm(self) -> None:
         """Some will follow. Returns at once."""
 
-    def start(self, launch: Launch) -> Process:
+    def start(self, launch: LaunchProcess) -> HostedProcess:
         """One of them, running. Called in a thread; it may raise what it likes."""
 
 
-class _Starting(threading.Thread):
+class _StartingProcess(threading.Thread):
     """A process on its way, which takes as long as importing torch where it is the first: node 0 is heard meanwhile."""
 
-    def __init__(self, starter: Starter, launch: Launch) -> None:
+    def __init__(self, starter: ProcessLauncher, launch: LaunchProcess) -> None:
         super().__init__(name=f"start-{launch.rank}", daemon=True)
-        self.process: Process | None = None
+        self.process: HostedProcess | None = None
         self.why = ""
         self._starter, self._launch = starter, launch
         self.start()
@@ -98,20 +98,22 @@ class _Starting(threading.Thread):
             self.why = f"{type(error).__name__} before it ran: {error}"
 
 
-class Host:
+class HostAgent:
     """`run` returns when node 0 ends in order, or after `end`.
 
     mine: this host's terms. patience_s: how long to look for node 0, at first and whenever it is lost.
     """
 
-    def __init__(self, endpoint: Endpoint, token: str, mine: HostHello, starter: Starter, patience_s: float) -> None:
+    def __init__(
+        self, endpoint: HostEndpoint, token: str, mine: HostHello, starter: ProcessLauncher, patience_s: float
+    ) -> None:
         self._endpoint, self._token, self._mine, self._starter = endpoint, token, mine, starter
         self._address = f"tcp://{resolve(endpoint.host)}:{endpoint.port}"
         self._patience_s = patience_s
         self._context = zmq.Context()
-        self._wanted: dict[int, Launch] = {}
-        self._starting: dict[int, _Starting] = {}
-        self._processes: dict[int, Process] = {}
+        self._wanted: dict[int, LaunchProcess] = {}
+        self._starting: dict[int, _StartingProcess] = {}
+        self._processes: dict[int, HostedProcess] = {}
         self._ended: dict[int, str] = {}
         self._session = ""
         self._lost_s = 0.0
@@ -125,7 +127,7 @@ class Host:
             while not self._left:
                 self._seek()
                 self._attend()
-            self._say(Leaving(self._mine.run))
+            self._say(HostLeaving(self._mine.run))
         finally:
             for one in self._starting.values():
                 one.join()
@@ -223,7 +225,7 @@ class Host:
             )
 
     def _hear(self, said: ToHost) -> None:
-        if isinstance(said, Keep):
+        if isinstance(said, DesiredState):
             self._heard_s = time.monotonic()
             if said.session != self._session:
                 self._end_all()
@@ -232,25 +234,25 @@ class Host:
             self._lost_s = said.lost_s
             self._keep(said.launches)
             self._say(self._kept(said.sent_s))
-        elif isinstance(said, Leave):
+        elif isinstance(said, HostShutdown):
             log.info("node 0 has ended")
             self._left = True
         else:
             raise ConfigError(said.why)
 
-    def _keep(self, launches: tuple[Launch, ...]) -> None:
+    def _keep(self, launches: tuple[LaunchProcess, ...]) -> None:
         wanted = self._wanted = {one.serial: one for one in launches}
         self._end([self._processes.pop(serial) for serial in list(self._processes) if serial not in wanted])
         self._ended = {serial: why for serial, why in self._ended.items() if serial in wanted}
         for serial, one in wanted.items():
             if not any(serial in known for known in (self._starting, self._processes, self._ended)):
                 log.info("starting %s %d", self._starter.noun, one.rank)
-                self._starting[serial] = _Starting(self._starter, one)
+                self._starting[serial] = _StartingProcess(self._starter, one)
 
-    def _kept(self, echo_s: float) -> Kept:
-        ended = tuple(Ended(serial, why) for serial, why in self._ended.items())
+    def _kept(self, echo_s: float) -> ObservedState:
+        ended = tuple(ProcessEnded(serial, why) for serial, why in self._ended.items())
         running = tuple((serial, process.pid or 0) for serial, process in self._processes.items())
-        return Kept(self._mine.run, self._session, ended, running, echo_s, time.monotonic())
+        return ObservedState(self._mine.run, self._session, ended, running, echo_s, time.monotonic())
 
     def _reap(self) -> bool:
         """Take over what has started. Whether anything has, or has ended by itself."""
@@ -293,7 +295,7 @@ class Host:
         self._processes.clear()
 
     @staticmethod
-    def _end(processes: Sequence[Process]) -> None:
+    def _end(processes: Sequence[HostedProcess]) -> None:
         """They hold nothing that is worth an orderly end; those in one wait for peers that are gone."""
         for process in processes:
             process.kill()

@@ -9,7 +9,7 @@ from headway import __version__
 from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError, HeadwayError
 from headway.perf.hardware.memory import available_bytes
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.launcher.host_messages import PROTOCOL, HostHello
 from headway.runtime.model.identity import identity
 
@@ -17,7 +17,7 @@ CLUSTER = "a cluster"
 """In place of a layout where hosts run whole instances."""
 
 
-def terms(node: int, nodes: int, layout: Layout, model: str) -> HostHello:
+def terms(node: int, nodes: int, layout: ParallelLayout, model: str) -> HostHello:
     """This host's own. Raises ConfigError when the ranks cannot be spread so."""
     check_nodes(nodes, layout)
     return _terms(node, nodes, layout.name, identity(Path(model)))
@@ -49,7 +49,7 @@ def _terms(node: int, nodes: int, layout: str, model: str, trouble: str = "") ->
     )
 
 
-def check_nodes(nodes: int, layout: Layout) -> None:
+def check_nodes(nodes: int, layout: ParallelLayout) -> None:
     """Every host has as many ranks as every other. Raises ConfigError otherwise."""
     if layout.accelerators % nodes:
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_nodes(nodes: int, layout: Layout) -> None:
         )
 
 
-def node_of(rank: int, nodes: int, layout: Layout) -> int:
+def node_of(rank: int, nodes: int, layout: ParallelLayout) -> int:
     """Ranks fill node 0 first, then node 1: those of one stage, which talk most, are together where they can be."""
     return rank * nodes // layout.accelerators
 

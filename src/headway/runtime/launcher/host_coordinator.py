@@ -21,17 +21,17 @@ from headway import __version__
 from headway.core.errors import ConfigError
 from headway.runtime.launcher.host_compatibility import mismatch
 from headway.runtime.launcher.host_messages import (
+    DesiredState,
     FromHost,
     HostHello,
-    Keep,
-    Kept,
-    Launch,
-    Leave,
-    Leaving,
-    Refused,
+    HostLeaving,
+    HostRefused,
+    HostShutdown,
+    LaunchProcess,
+    ObservedState,
     ToHost,
 )
-from headway.runtime.launcher.network import Endpoint, resolve
+from headway.runtime.launcher.network import HostEndpoint, resolve
 from headway.runtime.launcher.remote_rank import RemoteProcess
 from headway.runtime.launcher.secret import guard_server
 
@@ -46,7 +46,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
 
 
-class _Host:
+class _JoinedHost:
     """One that has joined. clocks: (round trip, seconds to add to its clock) of the last answers."""
 
     def __init__(self, name: bytes, hello: HostHello, now: float) -> None:
@@ -56,7 +56,7 @@ class _Host:
         self.clocks: deque[tuple[float, float]] = deque(maxlen=64)
 
 
-class Rendezvous:
+class HostCoordinator:
     """Listens at `endpoint`, on that address only, from construction until `close`. `mine`: node 0's own terms.
 
     node_of: the node on which a rank, or whatever is numbered here, is to run. patience_s: how long a host may be away
@@ -65,7 +65,7 @@ class Rendezvous:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: HostEndpoint,
         token: str,
         mine: HostHello,
         node_of: Callable[[int], int],
@@ -88,7 +88,7 @@ class Rendezvous:
             ) from error
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._hosts: dict[int, _Host] = {}
+        self._hosts: dict[int, _JoinedHost] = {}
         self._ahead_s: dict[int, float] = {}
         self._rivals: dict[str, float] = {}
         self._refused: dict[int, str] = {}
@@ -138,7 +138,7 @@ class Rendezvous:
             return None
         with self._changed:
             self._serials += 1
-            launch = Launch(self._serials, rank, endpoint, settings.decode())
+            launch = LaunchProcess(self._serials, rank, endpoint, settings.decode())
             process = RemoteProcess(launch, node, self._changed, self._drop)
             self._processes[launch.serial] = process
             if node not in self._hosts:
@@ -201,14 +201,14 @@ class Rendezvous:
         until_s = time.monotonic() + _FAREWELL_S
         while self._hosts and time.monotonic() < until_s:
             for host in self._hosts.values():
-                self._send(host.name, Leave())
+                self._send(host.name, HostShutdown())
             self._socket.poll(200)
             while (message := self._receive()) is not None:
                 self._hear(*message)
 
-    def _keep(self, node: int) -> Keep:
+    def _keep(self, node: int) -> DesiredState:
         launches = (process.launch for process in self._processes.values() if process.node == node)
-        return Keep(self._mine.run, tuple(launches), self._lost_s, time.monotonic())
+        return DesiredState(self._mine.run, tuple(launches), self._lost_s, time.monotonic())
 
     def _receive(self) -> tuple[bytes, bytes] | None:
         try:
@@ -223,14 +223,14 @@ class Rendezvous:
         try:
             said = _decoder.decode(frame)
         except msgspec.DecodeError:
-            self._send(name, Refused(f"node 0 runs Headway {__version__}, and does not understand this host's"))
+            self._send(name, HostRefused(f"node 0 runs Headway {__version__}, and does not understand this host's"))
             return False
         if isinstance(said, HostHello):
             return not self._closing and self._greet(name, said, now)
         found = next(((node, host) for node, host in self._hosts.items() if host.hello.run == said.run), None)
         if found is None:
             return False  # it was lost before; it will notice, and join again
-        if isinstance(said, Leaving):
+        if isinstance(said, HostLeaving):
             del self._hosts[found[0]]
             if not self._closing:
                 log.warning("host %d has ended", found[0])
@@ -253,12 +253,12 @@ class Rendezvous:
         if why is not None:
             log.warning("host %d was refused: %s", hello.node, why)
             self._refused[hello.node] = why
-            self._send(name, Refused(f"node 0 refuses this host: {why}"))
+            self._send(name, HostRefused(f"node 0 refuses this host: {why}"))
             return False
         if hello.node in self._hosts:
             self._hosts[hello.node].name = name
             return True  # it has not heard the answer yet, or its connection broke
-        self._hosts[hello.node] = _Host(name, hello, now)
+        self._hosts[hello.node] = _JoinedHost(name, hello, now)
         self._rivals.pop(hello.run, None)
         self._refused.pop(hello.node, None)
         if self._absent.pop(hello.node, None) is not None:
@@ -266,7 +266,7 @@ class Rendezvous:
         self._changed.notify_all()
         return True
 
-    def _note(self, host: _Host, said: Kept, now: float) -> None:
+    def _note(self, host: _JoinedHost, said: ObservedState, now: float) -> None:
         host.heard_s = now
         if said.echo_s:
             trip = now - said.echo_s

@@ -29,7 +29,7 @@ class HostHello(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     trouble: str = ""
 
 
-class Launch(msgspec.Struct, frozen=True, array_like=True):
+class LaunchProcess(msgspec.Struct, frozen=True, array_like=True):
     """One process that shall run: rank (or instance) `rank`, which speaks to node 0 at `endpoint`. `serial` names it
     for good; `settings`: its RankConfig (or EngineConfig) as JSON."""
 
@@ -39,24 +39,24 @@ class Launch(msgspec.Struct, frozen=True, array_like=True):
     settings: str
 
 
-class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+class DesiredState(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
     """From node 0: run these and nothing else. `session`: this engine's; a new one knows nothing of older processes.
     When nothing is heard for `lost_s`, the other end is gone. `sent_s`: node 0's CLOCK_MONOTONIC."""
 
     session: str
-    launches: tuple[Launch, ...]
+    launches: tuple[LaunchProcess, ...]
     lost_s: float
     sent_s: float
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class ProcessEnded(msgspec.Struct, frozen=True, array_like=True):
     """A process has ended: `why`, in words that follow 'worker 3 has ended with'."""
 
     serial: int
     why: str
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+class ObservedState(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
     """From a host: of what it was told to run, this has ended, and this is running as (serial, process id).
 
     `echo_s`: the `sent_s` that this answers at once, or 0; `now_s`: this host's CLOCK_MONOTONIC.
@@ -64,27 +64,27 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
 
     run: str
     session: str
-    ended: tuple[Ended, ...]
+    ended: tuple[ProcessEnded, ...]
     running: tuple[tuple[int, int], ...]
     echo_s: float
     now_s: float
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class HostRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """From node 0: this host cannot join, and why."""
 
     why: str
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+class HostShutdown(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """From node 0: the instance ends in order; end too."""
 
 
-class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
+class HostLeaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
     """From a host: it ends, as it was told to."""
 
     run: str
 
 
-ToHost = Keep | Refused | Leave
-FromHost = HostHello | Kept | Leaving
+ToHost = DesiredState | HostRefused | HostShutdown
+FromHost = HostHello | ObservedState | HostLeaving

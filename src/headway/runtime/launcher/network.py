@@ -15,7 +15,7 @@ DEFAULT_PORT = 29400
 _SIOCGIFADDR = 0x8915
 
 
-class Endpoint(NamedTuple):
+class HostEndpoint(NamedTuple):
     """Where node 0 waits for the others: a name or an address that every host can resolve."""
 
     host: str
@@ -25,13 +25,13 @@ class Endpoint(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def parse_endpoint(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> HostEndpoint:
     """HOST or HOST:PORT. Raises ConfigError for anything else."""
     host, colon, port = text.strip().partition(":")
     number = int(port) if port.isascii() and port.isdigit() else 0 if colon else DEFAULT_PORT
     if not host or ":" in port or not 1 <= number <= 65535:
         raise ConfigError(f"{text!r} is not HOST:PORT with an IPv4 address or a name, and a port from 1 to 65535")
-    return Endpoint(host, number)
+    return HostEndpoint(host, number)
 
 
 def resolve(host: str) -> str:

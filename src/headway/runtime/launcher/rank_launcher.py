@@ -11,9 +11,9 @@ from multiprocessing.context import ForkServerProcess
 
 import msgspec
 
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.launcher.host_messages import HostHello, Launch
+from headway.runtime.launcher.host_messages import HostHello, LaunchProcess
 
 _PROCESS = "headway.runtime.executor.rank_process"
 
@@ -33,13 +33,13 @@ def launch(rank: int, endpoint: str, settings: bytes) -> ForkServerProcess:
     return process
 
 
-class Ranks:
+class RankLauncher:
     """`host.Starter` of ranks. model, threads: what those of this host load and compute with, whatever node 0's folder
     is called."""
 
     noun = "worker"
 
-    def __init__(self, model: str, threads: int | None, mine: HostHello, layout: Layout) -> None:
+    def __init__(self, model: str, threads: int | None, mine: HostHello, layout: ParallelLayout) -> None:
         self._model = model
         self._threads = threads or max(1, mine.cores * mine.nodes // layout.accelerators)
 
@@ -47,7 +47,7 @@ class Ranks:
         """See `host.Starter`."""
         warm()
 
-    def start(self, one: Launch) -> ForkServerProcess:
+    def start(self, one: LaunchProcess) -> ForkServerProcess:
         """See `host.Starter`."""
         config = msgspec.json.decode(one.settings, type=RankConfig)
         settings = msgspec.structs.replace(config, model=self._model, threads=self._threads)

@@ -21,8 +21,8 @@ from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_channel import EngineLine
-from headway.runtime.engine.protocol import EngineInfo, Fatal, Outputs, doors
-from headway.runtime.launcher.host_coordinator import Rendezvous
+from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, doors
+from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.remote_rank import RemoteProcess
 from headway.runtime.launcher.secret import guard_server, new_token
 
@@ -34,7 +34,7 @@ _REPORT_S = 1.0
 class RemoteEngine:
     """Started at construction, on the host of `number`, as soon as that is there."""
 
-    def __init__(self, config: EngineConfig, number: int, meeting: Rendezvous) -> None:
+    def __init__(self, config: EngineConfig, number: int, meeting: HostCoordinator) -> None:
         self._number, self._meeting = number, meeting
         token, ports = new_token(), []
 
@@ -44,7 +44,7 @@ class RemoteEngine:
                 ports.append(socket.bind_to_random_port(f"tcp://{meeting.address}"))
 
         self._line = EngineLine(config.worker_timeout_s, bind)
-        self.words: Fatal | None = None
+        self.words: FatalError | None = None
         """What it said of its own end."""
         self.served = False
         """Whether it has ever been ready."""
@@ -67,7 +67,7 @@ class RemoteEngine:
         """See `EngineLine.send`."""
         self._line.send(frames)
 
-    async def receive(self) -> EngineInfo | Outputs | Fatal | FromInstance:
+    async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
         """The next message, its times by our clock."""
         return by_our_clock(await self._line.receive(), self.ahead_s)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from threading import Condition
 
-from headway.runtime.launcher.host_messages import Launch
+from headway.runtime.launcher.host_messages import LaunchProcess
 
 
 class RemoteProcess:
@@ -16,7 +16,7 @@ class RemoteProcess:
     ended: None, or why it is gone, in words that follow 'worker 3'. abandoned: its host did not come back in time.
     """
 
-    def __init__(self, launch: Launch, node: int, changed: Condition, drop: Callable[[int], None]) -> None:
+    def __init__(self, launch: LaunchProcess, node: int, changed: Condition, drop: Callable[[int], None]) -> None:
         self.launch = launch
         self.node = node
         self.name = f"headway-rank-{launch.rank} on node {node}"

@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-class Checkpoint:
+class CheckpointReader:
     """The tensors of one folder. Files are mapped, so nothing is resident until it is copied out.
 
     Opening reads headers only. Raises CheckpointError when there are no safetensors (a pickle is never opened), when

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.base import AttentionBackend, AttentionPlan
-from headway.runtime.attention.native import Kernels, kernels
+from headway.runtime.attention.native import CompiledKernels, kernels
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.linear import Linear
+from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.rope import RotaryTable
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 
-class _Matrix(NamedTuple):
+class _LinearAddress(NamedTuple):
     """Addresses and sizes of a linear layer; 0 for no bias."""
 
     weight: int
@@ -27,19 +27,19 @@ class _Matrix(NamedTuple):
     inputs: int
 
 
-class _Layer(NamedTuple):
+class _LayerAddresses(NamedTuple):
     attention_norm: int
-    qkv: _Matrix
-    out: _Matrix
+    qkv: _LinearAddress
+    out: _LinearAddress
     mlp_norm: int
-    gate_up: _Matrix
-    down: _Matrix
+    gate_up: _LinearAddress
+    down: _LinearAddress
 
 
 class CompiledLayers:
     """Made once a decoder by `compiled_layers`; holds addresses into its weights, which the decoder keeps alive."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, native: Kernels) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, native: CompiledKernels) -> None:
         self._config = config
         self._kernels = native
         self._layers = [_addresses(layer) for layer in weights.layers]
@@ -99,8 +99,8 @@ def compiled_layers(config: DecoderConfig, weights: DecoderWeights) -> CompiledL
     return CompiledLayers(config, weights, native)
 
 
-def _addresses(layer: LayerWeights) -> _Layer:
-    return _Layer(
+def _addresses(layer: LayerWeights) -> _LayerAddresses:
+    return _LayerAddresses(
         layer.attention_norm.data_ptr(),
         _matrix(layer.qkv),
         _matrix(layer.out),
@@ -110,7 +110,7 @@ def _addresses(layer: LayerWeights) -> _Layer:
     )
 
 
-def _matrix(linear: Linear) -> _Matrix:
+def _matrix(linear: PackedLinear) -> _LinearAddress:
     assert linear.panels is not None
     bias = 0 if linear.bias is None else linear.bias.data_ptr()
-    return _Matrix(linear.panels.data_ptr(), bias, linear.out_features, linear.in_features)
+    return _LinearAddress(linear.panels.data_ptr(), bias, linear.out_features, linear.in_features)

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.core.errors import CheckpointError, ConfigError
 from headway.runtime.model.family import FamilySpec, family_of
-from headway.runtime.model.fields import Fields
+from headway.runtime.model.fields import JsonFields
 from headway.runtime.model.rope_config import RopeConfig, read_rope
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -82,7 +82,7 @@ def read_config(
     CheckpointError for what is unsupported (architecture, quantisation, activation, sliding windows shorter than
     max_model_len) and for missing or misshapen fields.
     """
-    fields = Fields(data, origin)
+    fields = JsonFields(data, origin)
     architecture = _architecture(data, origin)
     family = family_of(architecture)
     _refuse(data, origin)
@@ -170,11 +170,11 @@ def _dtype(data: Mapping[str, Any], origin: str) -> str:
     return name
 
 
-def _bias(fixed: bool | None, fields: Fields, name: str) -> bool:
+def _bias(fixed: bool | None, fields: JsonFields, name: str) -> bool:
     return fields.flag(name, False) if fixed is None else fixed
 
 
-def _window(family: FamilySpec, fields: Fields) -> int | None:
+def _window(family: FamilySpec, fields: JsonFields) -> int | None:
     if not family.windowed or not fields.has("sliding_window"):
         return None
     if family.window_switch and not fields.flag("use_sliding_window", False):

@@ -15,8 +15,8 @@ from headway.runtime.attention.base import AttentionBackend, AttentionPlan, make
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.model.compiled import compiled_layers
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.rope import Rotary, RotaryTable, rotate_
-from headway.runtime.model.shard import WHOLE, Shard
+from headway.runtime.model.rope import RotaryEmbedding, RotaryTable, rotate_
+from headway.runtime.model.shard import WHOLE, ModelShard
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 
@@ -30,7 +30,7 @@ class TensorGroup(Protocol):
         """On rank 0, the ranks' (R, widths[rank]) side by side; None on the others."""
 
 
-class Decoder:
+class DecoderModel:
     """A decoder, or the part of one that this process holds (`shard`, summed over `group`).
 
     The pool's layer 0 belongs to the first layer held. All methods must run under `torch.inference_mode()`; `forward`
@@ -43,7 +43,7 @@ class Decoder:
         weights: DecoderWeights,
         backend: AttentionBackend | None = None,
         fingerprint: str = "",
-        shard: Shard = WHOLE,
+        shard: ModelShard = WHOLE,
         group: TensorGroup | None = None,
     ) -> None:
         self.config = shard.local(config)
@@ -57,7 +57,7 @@ class Decoder:
         sample = weights.layers[0].attention_norm
         self.dtype, self.device = sample.dtype, sample.device
         self._compiled = compiled_layers(self.config, weights) if group is None else None
-        self.rotary = Rotary(config.rope, config.max_model_len, self.device)
+        self.rotary = RotaryEmbedding(config.rope, config.max_model_len, self.device)
 
     def make_pool(self, slots: int) -> KvPool:
         """A pool for the layers held here, in the decoder's dtype."""

@@ -12,7 +12,7 @@ from headway.core.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class JsonFields:
     """A JSON object and the name that errors give it. A field that is null counts as absent."""
 
     data: Mapping[str, Any]

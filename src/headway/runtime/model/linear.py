@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.runtime.attention.native import Kernels, kernels
+from headway.runtime.attention.native import CompiledKernels, kernels
 
 PANEL = 16
 """Columns of the result in a panel of `headway_linear`."""
 
 
-class Linear:
+class PackedLinear:
     """y = x Wᵀ + b. `weight` (out, in) is taken over: keep no reference, or its memory is held twice.
 
     On CPU the weight is laid out once: in panels for the compiled kernel where it runs (bf16), and else for oneDNN,
@@ -62,14 +62,15 @@ class Linear:
         return self.out_features * (self.in_features + (self.bias is not None))
 
 
-def _kernels_for(weight: Tensor) -> Kernels | None:
+def _kernels_for(weight: Tensor) -> CompiledKernels | None:
     """The compiled kernels, where they are the fastest for this weight: with AMX oneDNN's are."""
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
     return kernels() if fits and not torch.cpu._is_amx_tile_supported() else None
 
 
 def _onednn_packs(weight: Tensor) -> bool:
-    """Whether oneDNN can lay this weight out here: it refuses bf16 on processors without AVX-512 (or AVX-NE-CONVERT)."""
+    """Whether oneDNN can lay this weight out here: it refuses bf16 on processors without AVX-512 (or
+    AVX-NE-CONVERT)."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""From a folder to a `Decoder`, or to one rank's part of it: check, cut, fuse, pack.
+"""From a folder to a `DecoderModel`, or to one rank's part of it: check, cut, fuse, pack.
 
 Each weight is resident once when this is done, and a rank reads only its own slices.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from headway.core.errors import CheckpointError
 from headway.runtime.attention.base import AttentionBackend
-from headway.runtime.model.checkpoint import Checkpoint
+from headway.runtime.model.checkpoint import CheckpointReader
 from headway.runtime.model.config import DecoderConfig, read_config
-from headway.runtime.model.decoder import Decoder, TensorGroup
+from headway.runtime.model.decoder import DecoderModel, TensorGroup
 from headway.runtime.model.fields import read_json
-from headway.runtime.model.linear import Linear
-from headway.runtime.model.shard import WHOLE, Shard
+from headway.runtime.model.linear import PackedLinear
+from headway.runtime.model.shard import WHOLE, ModelShard
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 _Part = tuple[str, int, range]
@@ -32,9 +32,9 @@ def load_decoder(
     max_model_len: int | None = None,
     device: str = "cpu",
     backend: AttentionBackend | None = None,
-    shard: Shard = WHOLE,
+    shard: ModelShard = WHOLE,
     group: TensorGroup | None = None,
-) -> Decoder:
+) -> DecoderModel:
     """Called once a process, at start-up. `shard` is the part to hold; `group` sums over the ranks that share its
     layers. Reads config.json and safetensors (one file, or shards with an index).
 
@@ -47,9 +47,9 @@ def load_decoder(
         raise CheckpointError(f"{folder}: no such model folder")
     data = read_json(folder / "config.json")
     config = read_config(data, max_model_len, str(folder / "config.json"))
-    loader = _Loader(config, Checkpoint(folder), resolve_dtype(dtype, config), torch.device(device), shard)
+    loader = _WeightLoader(config, CheckpointReader(folder), resolve_dtype(dtype, config), torch.device(device), shard)
     weights = loader.load()
-    return Decoder(config, weights, backend, loader.checkpoint.fingerprint(data), shard, group)
+    return DecoderModel(config, weights, backend, loader.checkpoint.fingerprint(data), shard, group)
 
 
 def resolve_dtype(name: str, config: DecoderConfig) -> torch.dtype:
@@ -57,11 +57,16 @@ def resolve_dtype(name: str, config: DecoderConfig) -> torch.dtype:
     return torch.float32 if config.dtype_for(name) == "float32" else torch.bfloat16
 
 
-class _Loader:
+class _WeightLoader:
     """One load: knows the names and shapes that a family's checkpoint must have, and which slices a shard takes."""
 
     def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, shard: Shard
+        self,
+        config: DecoderConfig,
+        checkpoint: CheckpointReader,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: ModelShard,
     ) -> None:
         self.config = config
         self.checkpoint = checkpoint
@@ -88,7 +93,7 @@ class _Loader:
             embedding = self._stacked([("model.embed_tokens.weight", vocabulary, words)], hidden)
         if shard.last:
             name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-            head = Linear(self._stacked([(name, vocabulary, words)], hidden))
+            head = PackedLinear(self._stacked([(name, vocabulary, words)], hidden))
             norm = self._plain("model.norm.weight", (hidden,))
         for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
             if shard.stages > 1:
@@ -120,22 +125,22 @@ class _Loader:
             k_norm=self._plain(f"{attention}k_norm.weight", head_norm) if config.qk_norm else None,
         )
 
-    def _by_rows(self, prefix: str, parts: list[_Part], inputs: int, biased: bool) -> Linear:
+    def _by_rows(self, prefix: str, parts: list[_Part], inputs: int, biased: bool) -> PackedLinear:
         """A layer whose outputs are cut: this rank's rows of the named tensors, stacked."""
         weight = self._stacked([(f"{prefix}{name}.weight", rows, mine) for name, rows, mine in parts], inputs)
         bias = None
         if biased:
             bias = self._stacked([(f"{prefix}{name}.bias", rows, mine) for name, rows, mine in parts], None)
-        return Linear(weight, bias)
+        return PackedLinear(weight, bias)
 
-    def _by_columns(self, name: str, shape: tuple[int, int], mine: range, biased: bool) -> Linear:
+    def _by_columns(self, name: str, shape: tuple[int, int], mine: range, biased: bool) -> PackedLinear:
         """A layer whose inputs are cut. The ranks' results are summed, so the bias is rank 0's alone."""
         weight = torch.empty((shape[0], len(mine)), dtype=self.dtype, device=self.device)
         weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=mine))
         if not biased or self.shard.rank:
             self.checkpoint.leave(f"{name}.bias")
-            return Linear(weight)
-        return Linear(weight, self._plain(f"{name}.bias", shape[:1]))
+            return PackedLinear(weight)
+        return PackedLinear(weight, self._plain(f"{name}.bias", shape[:1]))
 
     def _stacked(self, parts: list[_Part], inputs: int | None) -> Tensor:
         """Rows of the named tensors under each other, in one new tensor. inputs None: vectors."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.decoder import Decoder
-from headway.runtime.model.linear import Linear
+from headway.runtime.model.decoder import DecoderModel
+from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.rope_config import RopeConfig
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
@@ -30,7 +30,7 @@ def reference_config(max_model_len: int = 131072) -> DecoderConfig:
     )
 
 
-def random_decoder(config: DecoderConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
+def random_decoder(config: DecoderConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> DecoderModel:
     """A decoder of that shape. The same seed gives the same weights: normal, deviation 1/sqrt(inputs)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -48,11 +48,11 @@ def random_decoder(config: DecoderConfig, dtype: torch.dtype = torch.float32, se
     layers = [
         LayerWeights(
             attention_norm=ones(hidden),
-            qkv=Linear(matrix(stacked, hidden), bias(stacked, config.qkv_bias)),
-            out=Linear(matrix(hidden, heads), bias(hidden, config.out_bias)),
+            qkv=PackedLinear(matrix(stacked, hidden), bias(stacked, config.qkv_bias)),
+            out=PackedLinear(matrix(hidden, heads), bias(hidden, config.out_bias)),
             mlp_norm=ones(hidden),
-            gate_up=Linear(matrix(2 * mlp, hidden), bias(2 * mlp, config.mlp_bias)),
-            down=Linear(matrix(hidden, mlp), bias(hidden, config.mlp_bias)),
+            gate_up=PackedLinear(matrix(2 * mlp, hidden), bias(2 * mlp, config.mlp_bias)),
+            down=PackedLinear(matrix(hidden, mlp), bias(hidden, config.mlp_bias)),
             q_norm=ones(config.head_dim) if config.qk_norm else None,
             k_norm=ones(config.head_dim) if config.qk_norm else None,
         )
@@ -60,4 +60,6 @@ def random_decoder(config: DecoderConfig, dtype: torch.dtype = torch.float32, se
     ]
     embedding = torch.randn(config.vocab_size, hidden, generator=generator).to(dtype)
     head = embedding.clone() if config.tie_embeddings else matrix(config.vocab_size, hidden)
-    return Decoder(config, DecoderWeights(layers, embedding, ones(hidden), Linear(head)), fingerprint=f"random-{seed}")
+    return DecoderModel(
+        config, DecoderWeights(layers, embedding, ones(hidden), PackedLinear(head)), fingerprint=f"random-{seed}"
+    )

@@ -28,7 +28,7 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
-class Rotary:
+class RotaryEmbedding:
     """The rotation of one model. Holds rotary_dim / 2 frequencies; angles are computed per iteration, in fp32."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, device: torch.device | str = "cpu") -> None:

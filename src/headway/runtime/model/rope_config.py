@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import CheckpointError
-from headway.runtime.model.fields import Fields
+from headway.runtime.model.fields import JsonFields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -42,11 +42,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, orig
 
     Raises CheckpointError for a kind that is not one of `KINDS`, or a field of it that is missing or misshapen.
     """
-    top = Fields(config, origin)
+    top = JsonFields(config, origin)
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise CheckpointError(f"{origin}: rope parameters that differ by layer are not supported: {raw!r}")
-    rope = Fields(raw, f"{origin} (rope parameters)")
+    rope = JsonFields(raw, f"{origin} (rope parameters)")
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "su" or (kind == "yarn" and config.get("model_type") == "phi3"):
         kind = "longrope"
@@ -84,7 +84,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, orig
     )
 
 
-def _factors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
+def _factors(rope: JsonFields, name: str, count: int) -> tuple[float, ...]:
     values = rope.numbers(name)
     if len(values) != count:
         raise CheckpointError(f"{rope.origin}: '{name}' has {len(values)} numbers where {count} dimensions rotate")

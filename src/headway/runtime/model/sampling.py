@@ -13,12 +13,12 @@ from torch import Tensor
 from headway.core.sampling import SamplingParams, TokenLogprobs
 from headway.runtime.model.sampler_state import SamplerState, make_state
 
-__all__ = ["Sampled", "SamplerState", "draw", "make_state", "sample", "uniform"]
+__all__ = ["SampledToken", "SamplerState", "draw", "make_state", "sample", "uniform"]
 
 _NUCLEUS_LOOKS = (256, 8192)
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """One drawn token, and its log-probabilities if the request asked for them."""
 
     token: int
@@ -26,7 +26,7 @@ class Sampled(NamedTuple):
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, states: Sequence[SamplerState], positions: Sequence[int]) -> list[Sampled]:
+def sample(logits: Tensor, states: Sequence[SamplerState], positions: Sequence[int]) -> list[SampledToken]:
     """Called once an iteration. logits: (R, vocab) fp32, left untouched; one state and position for each row.
 
     positions: the index in its sequence of the token that is being drawn. A batch in which nobody asks for more than
@@ -34,7 +34,7 @@ def sample(logits: Tensor, states: Sequence[SamplerState], positions: Sequence[i
     """
     best = logits.argmax(dim=-1).tolist()
     if all(state.simple for state in states):
-        return [Sampled(token, None) for token in best]
+        return [SampledToken(token, None) for token in best]
     logits = logits.cpu()
     sampled = []
     for row, state, position, token in zip(logits, states, positions, best, strict=True):
@@ -45,7 +45,7 @@ def sample(logits: Tensor, states: Sequence[SamplerState], positions: Sequence[i
             else:
                 token = draw(edited, state.params, uniform(state.seed, position))
         count = state.params.logprobs
-        sampled.append(Sampled(token, None if count is None else _report(row, token, count)))
+        sampled.append(SampledToken(token, None if count is None else _report(row, token, count)))
     return sampled
 
 

@@ -14,7 +14,7 @@ from headway.runtime.model.config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ModelShard:
     """Rank `rank` of `ranks` in tensor parallelism, stage `stage` of `stages`. The default is the whole model."""
 
     rank: int = 0
@@ -70,7 +70,7 @@ class Shard:
         return range(self.rank * size // self.ranks, (self.rank + 1) * size // self.ranks)
 
 
-WHOLE = Shard()
+WHOLE = ModelShard()
 
 
 def divides(config: DecoderConfig, ranks: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.runtime.model.linear import Linear
+from headway.runtime.model.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,11 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    qkv: Linear
-    out: Linear
+    qkv: PackedLinear
+    out: PackedLinear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: PackedLinear
+    down: PackedLinear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
 
@@ -37,7 +37,7 @@ class DecoderWeights:
     layers: Sequence[LayerWeights]
     embedding: Tensor | None
     final_norm: Tensor | None
-    head: Linear | None
+    head: PackedLinear | None
 
     @property
     def parameters(self) -> int:

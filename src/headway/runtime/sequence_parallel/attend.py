@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.primitive import attend, merge_into
-from headway.runtime.sequence_parallel.cover import Block
-from headway.runtime.sequence_parallel.steps import Attend, AttendInPlace
-from headway.runtime.sequence_parallel.transport import Lane, Transport
+from headway.runtime.sequence_parallel.cover import MaskBlock
+from headway.runtime.sequence_parallel.steps import AttendInPlace, RingAttend
+from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 _PAIRS = 1 << 22
 """Rows times keys between two looks: some tens of ms of a core, and far more than what a call costs."""
 
 
 def go_round(
-    transport: Transport, step: Attend, query: Tensor, block: Tensor, look: Callable[[], None] = lambda: None
+    transport: TensorTransport, step: RingAttend, query: Tensor, block: Tensor, look: Callable[[], None] = lambda: None
 ) -> Tensor:
     """The attention of query (q_heads, rows, d) over every member's keys. Returns the same shape and type.
 
     block: this member's own keys and values, (2, kv_heads, keys, d), history first. look: called every so often.
     """
-    answer = _Answer(query)
+    answer = _PartialAnswer(query)
     for at in step.steps:
         sends, receives = [], []
         arriving = block
@@ -36,7 +36,7 @@ def go_round(
                 sends.append((step.behind, block))
             if at.arriving_keys:
                 receives.append((step.before, arriving))
-        wait = transport.exchange(sends, receives, Lane.RING)
+        wait = transport.exchange(sends, receives, MessageStream.RING)
         for part in at.blocks:
             for slice_ in _sliced(part):
                 answer.add(slice_, block)
@@ -46,7 +46,7 @@ def go_round(
     return answer.out.to(query.dtype)
 
 
-def visit(transport: Transport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
+def visit(transport: TensorTransport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
     """The attention of query (q_heads, rows, d) over every member's keys, which stay: rows go out, partial answers come
     back. Returns the same shape and type. block: this member's own keys and values, (2, kv_heads, keys, d).
     """
@@ -58,26 +58,28 @@ def visit(transport: Transport, step: AttendInPlace, query: Tensor, block: Tenso
     asked = [query.new_empty(heads, guest.rows, dim) for guest in guests]
     sent = query.contiguous()
     wait = transport.exchange(
-        [(rank, sent) for rank in hosts], [(guest.rank, q) for guest, q in zip(guests, asked, strict=True)], Lane.RING
+        [(rank, sent) for rank in hosts],
+        [(guest.rank, q) for guest, q in zip(guests, asked, strict=True)],
+        MessageStream.RING,
     )
-    answer = _Answer(query)
+    answer = _PartialAnswer(query)
     for part in own.blocks:
         answer.add(part, block)
     wait()
     told = []
     for guest, q in zip(guests, asked, strict=True):
-        partial = _Answer(q)
+        partial = _PartialAnswer(q)
         for part in guest.blocks:
             partial.add(part, block)
         told.append((guest.rank, partial.packed()))
     came = [(rank, torch.empty((rows, heads, dim + 1), device=query.device)) for rank in hosts]
-    transport.exchange(told, came, Lane.RING)()
+    transport.exchange(told, came, MessageStream.RING)()
     for _, partial_answer in came:
         answer.join(partial_answer)
     return answer.out.to(query.dtype)
 
 
-def _sliced(part: Block) -> Iterator[Block]:
+def _sliced(part: MaskBlock) -> Iterator[MaskBlock]:
     """A block of many keys as several; one with a mask stays whole."""
     keys = max(1024, _PAIRS // max(1, part.row_end - part.row))
     if part.causal or part.key_end - part.key <= keys:
@@ -87,7 +89,7 @@ def _sliced(part: Block) -> Iterator[Block]:
         yield part._replace(key=first, key_end=min(first + keys, part.key_end))
 
 
-class _Answer:
+class _PartialAnswer:
     """Partial answers of all rows, merged as they come. `out` (heads, rows, d) lies row by row in memory."""
 
     def __init__(self, query: Tensor) -> None:
@@ -97,7 +99,7 @@ class _Answer:
         self._lse = torch.full((heads, rows), -math.inf, dtype=torch.float32, device=query.device)
         self._answered: list[tuple[int, int]] = []
 
-    def add(self, part: Block, block: Tensor) -> None:
+    def add(self, part: MaskBlock, block: Tensor) -> None:
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         k, v = block[:, :, keys]
         out, lse = attend(self._query[:, rows], k, v, part.causal, dtype=torch.float32)

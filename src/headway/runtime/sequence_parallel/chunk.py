@@ -23,28 +23,28 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.sequence_parallel.cover import cover
-from headway.runtime.sequence_parallel.exchanges import Exchanges
+from headway.runtime.sequence_parallel.exchanges import ChunkExchanges
 from headway.runtime.sequence_parallel.group import ChunkSpec
 from headway.runtime.sequence_parallel.layout import KvLayout, KvMove, extended, fits, history_of, moves
 from headway.runtime.sequence_parallel.ring import ring
 from headway.runtime.sequence_parallel.steps import (
     ROWS,
-    Add,
-    Attend,
+    AddRows,
     AttendInPlace,
-    Embed,
-    Feed,
+    ComputeLogits,
+    EmbedTokens,
+    FeedForward,
     FinishHistory,
     FinishWeights,
-    Guest,
-    Head,
-    Heads,
-    Layer,
-    Norm,
-    Out,
+    GuestRows,
+    NormRows,
+    ProjectHeads,
+    ProjectOutput,
+    RingAttend,
     StartHistory,
     StartWeights,
     Step,
+    WholeLayer,
 )
 from headway.runtime.sequence_parallel.tokens import Positions, share, spread
 from headway.runtime.sequence_parallel.whole import weights
@@ -108,7 +108,7 @@ class _RankPlanner:
     def __init__(self, chunk: ChunkPlan, index: int) -> None:
         self._chunk, self._index = chunk, index
         self._spec, self._group = chunk.spec, chunk.spec.group
-        self._exchanges = Exchanges(chunk.spec, chunk.config, chunk.rows, index)
+        self._exchanges = ChunkExchanges(chunk.spec, chunk.config, chunk.rows, index)
         self._region = np.concatenate([chunk.rows[i] for i in self._group.region(index)])
         self._cut = self._group.tp > 1
         self._ulysses = self._spec.strategy.attn == "ulysses"
@@ -129,35 +129,40 @@ class _RankPlanner:
 
     def _enter(self) -> list[Step]:
         if not self._cut:
-            return [Embed(ROWS, self._region)]
-        return [Embed("embedded", self._region), self._exchanges.scatter("embedded", ROWS)]
+            return [EmbedTokens(ROWS, self._region)]
+        return [EmbedTokens("embedded", self._region), self._exchanges.scatter("embedded", ROWS)]
 
     def _whole_layer(self) -> Step:
         """Without tensor parallelism only heads and mixed rows travel: the rest is a layer as any decoder has it."""
         rows = self._chunk.rows[self._index]
         if not self._ulysses:
-            return Layer(rows, "heads", "mixed", tuple(self._ring("heads", "mixed")))
+            return WholeLayer(rows, "heads", "mixed", tuple(self._ring("heads", "mixed")))
         to_heads, to_rows = (
             self._exchanges.to_heads("all heads", "heads"),
             self._exchanges.to_rows("mixed", "all mixed"),
         )
-        return Layer(rows, "all heads", "all mixed", (to_heads, *self._ring("heads", "mixed"), to_rows))
+        return WholeLayer(rows, "all heads", "all mixed", (to_heads, *self._ring("heads", "mixed"), to_rows))
 
     def _attention(self) -> list[Step]:
         steps: list[Step] = [self._weights("mlp", ahead=False)] if self._whole_mlp else []
-        steps.append(Norm("attention", ROWS, "normed"))
+        steps.append(NormRows("attention", ROWS, "normed"))
         if not self._ulysses:
             steps += self._gathered("normed")
-            steps.append(Heads(self._name("normed"), "heads", self._region, False))
+            steps.append(ProjectHeads(self._name("normed"), "heads", self._region, False))
             steps += self._ring("heads", "mixed")
-            steps.append(Out("mixed", "change", False))
+            steps.append(ProjectOutput("mixed", "change", False))
             steps += self._scattered("change")
-            return [*steps, Add(self._name("change"))]
-        steps += [FinishWeights(), Heads("normed", "all heads", self._chunk.rows[self._index], True)]
+            return [*steps, AddRows(self._name("change"))]
+        steps += [FinishWeights(), ProjectHeads("normed", "all heads", self._chunk.rows[self._index], True)]
         steps.append(self._exchanges.to_heads("all heads", "heads"))
         steps += self._ring("heads", "mixed")
         steps.append(self._exchanges.to_rows("mixed", "all mixed"))
-        return [*steps, Out("all mixed", "change", True), Add("change"), self._weights("attention", ahead=True)]
+        return [
+            *steps,
+            ProjectOutput("all mixed", "change", True),
+            AddRows("change"),
+            self._weights("attention", ahead=True),
+        ]
 
     def _ring(self, source: str, target: str) -> list[Step]:
         chunk, width, ranks = self._chunk, self._spec.width, self._group.ranks
@@ -166,7 +171,7 @@ class _RankPlanner:
         past = [len(chunk.history[ranks[i * width]].positions) for i in range(members)]
         if self._spec.in_place and members > 1:
             guests = tuple(
-                Guest(
+                GuestRows(
                     ranks[i * width + part],
                     len(chunk.fresh[i]),
                     cover(chunk.fresh[i], chunk.fresh[member], past[member]),
@@ -177,24 +182,24 @@ class _RankPlanner:
             visit = AttendInPlace(source, target, guests, past[member])
             return [visit] if chunk.stays else [FinishHistory(), visit, StartHistory(ahead=True)]
         before, behind = (ranks[(member + by) % members * width + part] for by in (-1, 1))
-        attend = Attend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)
+        attend = RingAttend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)
         return [FinishHistory(), attend, StartHistory(ahead=True)]
 
     def _mlp(self) -> list[Step]:
-        steps: list[Step] = [Norm("mlp", ROWS, "normed")]
+        steps: list[Step] = [NormRows("mlp", ROWS, "normed")]
         if self._whole_mlp:
-            return [*steps, FinishWeights(), Feed("normed", "change", True), Add("change")]
+            return [*steps, FinishWeights(), FeedForward("normed", "change", True), AddRows("change")]
         steps += self._gathered("normed")
-        steps.append(Feed(self._name("normed"), "change", False))
+        steps.append(FeedForward(self._name("normed"), "change", False))
         steps += self._scattered("change")
-        return [*steps, Add(self._name("change"))]
+        return [*steps, AddRows(self._name("change"))]
 
     def _leave(self) -> list[Step]:
         if not self._chunk.wanted:
             return []
         steps: list[Step] = [self._exchanges.last_rows("last", self._chunk.wanted)]
         if self._index in self._group.region(0):
-            steps += [Norm("final", "last", "normed"), Head("normed", "words")]
+            steps += [NormRows("final", "last", "normed"), ComputeLogits("normed", "words")]
             steps.append(self._exchanges.logits("words", LOGITS, len(self._chunk.wanted)))
         return steps
 

@@ -15,7 +15,7 @@ import numpy as np
 from headway.runtime.sequence_parallel.tokens import Positions
 
 
-class Block(NamedTuple):
+class MaskBlock(NamedTuple):
     """Rows [row, row_end) attend to keys [key, key_end). Causal blocks are square: the i-th row sees keys 0..i."""
 
     row: int
@@ -25,7 +25,7 @@ class Block(NamedTuple):
     causal: bool
 
 
-def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[Block, ...]:
+def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[MaskBlock, ...]:
     """Blocks that hold each pair (row, key) with keys[key] <= queries[row] exactly once, and nothing else.
 
     queries, keys: ascending. `past` keys that every row sees come before the others; keys are numbered past included.
@@ -36,7 +36,7 @@ def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[Block, ..
     first = int(np.searchsorted(seen, 1))  # rows before it see nothing
     rise = np.diff(seen)
     turns = np.append(np.flatnonzero(np.diff(rise)) + 1, max(rows - 1, 0))  # rows from which the rise is another
-    blocks: list[Block] = []
+    blocks: list[MaskBlock] = []
     row = first
     while row < rows:
         last = row
@@ -45,9 +45,9 @@ def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[Block, ..
         height, visible = last + 1 - row, int(seen[row])
         if height > 1 and rise[row] == 1:
             if visible > 1:
-                blocks.append(Block(row, last + 1, 0, visible - 1, False))
-            blocks.append(Block(row, last + 1, visible - 1, visible - 1 + height, True))
+                blocks.append(MaskBlock(row, last + 1, 0, visible - 1, False))
+            blocks.append(MaskBlock(row, last + 1, visible - 1, visible - 1 + height, True))
         else:
-            blocks.append(Block(row, last + 1, 0, visible, False))
+            blocks.append(MaskBlock(row, last + 1, 0, visible, False))
         row = last + 1
     return tuple(blocks)

@@ -8,15 +8,15 @@ from itertools import accumulate
 import numpy as np
 
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import Shard
+from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.group import ChunkSpec
-from headway.runtime.sequence_parallel.steps import ROWS, Cut, Exchange, Pairs, exchange
+from headway.runtime.sequence_parallel.steps import ROWS, ExchangeRows, Pairs, RegisterSlice, exchange
 from headway.runtime.sequence_parallel.tokens import Positions
 
 NOTHING: Pairs = ((), ())
 
 
-class Exchanges:
+class ChunkExchanges:
     """Those of the rank at `index` of the chunk's group. rows: the positions of every rank's rows, by index."""
 
     def __init__(self, spec: ChunkSpec, config: DecoderConfig, rows: Sequence[Positions], index: int) -> None:
@@ -26,28 +26,28 @@ class Exchanges:
         first = index // spec.width * spec.width
         self._node = range(first, first + spec.width)
 
-    def gather(self, source: str, target: str) -> Exchange:
+    def gather(self, source: str, target: str) -> ExchangeRows:
         """Everybody's rows on everybody in the region."""
         at, width = self._offsets(self._region), self._config.hidden_size
 
         def between(i: int, j: int) -> Pairs:
             count = len(self._rows[i])
-            return (Cut(0, count, 0, width),), (Cut(at[i], at[i] + count, 0, width),)
+            return (RegisterSlice(0, count, 0, width),), (RegisterSlice(at[i], at[i] + count, 0, width),)
 
         return exchange(source, target, (at[-1], width), self._index, self._region, self._ranks, between)
 
-    def scatter(self, source: str, target: str) -> Exchange:
+    def scatter(self, source: str, target: str) -> ExchangeRows:
         """To each rank of the region the sum of everybody's results for its rows."""
         at, width = self._offsets(self._region), self._config.hidden_size
 
         def between(i: int, j: int) -> Pairs:
             count = len(self._rows[j])
-            return (Cut(at[j], at[j] + count, 0, width),), (Cut(0, count, 0, width),)
+            return (RegisterSlice(at[j], at[j] + count, 0, width),), (RegisterSlice(0, count, 0, width),)
 
         shape = (len(self._rows[self._index]), width)
         return exchange(source, target, shape, self._index, self._region, self._ranks, between, add=True)
 
-    def to_heads(self, source: str, target: str) -> Exchange:
+    def to_heads(self, source: str, target: str) -> ExchangeRows:
         """All heads of own rows to own heads of all of the node's rows."""
         config, at, dim = self._config, self._offsets(self._node), self._config.head_dim
 
@@ -56,8 +56,8 @@ class Exchanges:
             q, kv = shard.q_heads(config), shard.kv_heads(config)
             out, into, to = [], [], 0
             for heads, before in ((q, 0), (kv, config.q_heads), (kv, config.q_heads + config.kv_heads)):
-                out.append(Cut(0, count, (before + heads.start) * dim, (before + heads.stop) * dim))
-                into.append(Cut(at[i], at[i] + count, to, to + len(heads) * dim))
+                out.append(RegisterSlice(0, count, (before + heads.start) * dim, (before + heads.stop) * dim))
+                into.append(RegisterSlice(at[i], at[i] + count, to, to + len(heads) * dim))
                 to += len(heads) * dim
             return tuple(out), tuple(into)
 
@@ -65,21 +65,21 @@ class Exchanges:
         columns = (len(shard.q_heads(config)) + 2 * len(shard.kv_heads(config))) * dim
         return exchange(source, target, (at[-1], columns), self._index, self._node, self._ranks, between)
 
-    def to_rows(self, source: str, target: str) -> Exchange:
+    def to_rows(self, source: str, target: str) -> ExchangeRows:
         """Own heads of all of the node's rows back to all heads of own rows."""
         config, at, dim = self._config, self._offsets(self._node), self._config.head_dim
 
         def between(i: int, j: int) -> Pairs:
             count, heads = len(self._rows[j]), self._spec.heads(i).q_heads(config)
             return (
-                (Cut(at[j], at[j] + count, 0, len(heads) * dim),),
-                (Cut(0, count, heads.start * dim, heads.stop * dim),),
+                (RegisterSlice(at[j], at[j] + count, 0, len(heads) * dim),),
+                (RegisterSlice(0, count, heads.start * dim, heads.stop * dim),),
             )
 
         shape = (len(self._rows[self._index]), config.q_heads * dim)
         return exchange(source, target, shape, self._index, self._node, self._ranks, between)
 
-    def last_rows(self, target: str, wanted: Sequence[int]) -> Exchange:
+    def last_rows(self, target: str, wanted: Sequence[int]) -> ExchangeRows:
         """The rows at positions `wanted`, whoever has them, on every rank of the first region, in that order."""
         width, readers = self._config.hidden_size, self._spec.group.region(0)
         at = [np.flatnonzero(np.isin(rows, wanted)) for rows in self._rows]
@@ -88,30 +88,30 @@ class Exchanges:
         def between(i: int, j: int) -> Pairs:
             if j not in readers:
                 return NOTHING
-            out = tuple(Cut(int(row), int(row) + 1, 0, width) for row in at[i])
-            return out, tuple(Cut(row, row + 1, 0, width) for row in to[i])
+            out = tuple(RegisterSlice(int(row), int(row) + 1, 0, width) for row in at[i])
+            return out, tuple(RegisterSlice(row, row + 1, 0, width) for row in to[i])
 
         everyone = range(len(self._ranks))
         return exchange(ROWS, target, (len(wanted), width), self._index, everyone, self._ranks, between)
 
-    def logits(self, source: str, target: str, rows: int) -> Exchange:
+    def logits(self, source: str, target: str, rows: int) -> ExchangeRows:
         """The first region's slices of the vocabulary side by side on the first rank."""
         config, tp = self._config, self._spec.group.tp
 
         def between(i: int, j: int) -> Pairs:
             if j:
                 return NOTHING
-            words = Shard(i, tp).vocabulary(config)
-            return (Cut(0, rows, 0, len(words)),), (Cut(0, rows, words.start, words.stop),)
+            words = ModelShard(i, tp).vocabulary(config)
+            return (RegisterSlice(0, rows, 0, len(words)),), (RegisterSlice(0, rows, words.start, words.stop),)
 
         shape = (rows, config.vocab_size)
         return exchange(source, target, shape, self._index, self._spec.group.region(0), self._ranks, between)
 
-    def _offsets(self, indices: Sequence[int]) -> _Offsets:
-        return _Offsets(indices, [len(self._rows[i]) for i in indices])
+    def _offsets(self, indices: Sequence[int]) -> _RowOffsets:
+        return _RowOffsets(indices, [len(self._rows[i]) for i in indices])
 
 
-class _Offsets:
+class _RowOffsets:
     """Where each rank's rows begin when those of `indices` follow each other; [-1] is where all end."""
 
     def __init__(self, indices: Sequence[int], sizes: Sequence[int]) -> None:

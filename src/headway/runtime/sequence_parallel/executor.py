@@ -10,37 +10,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.runtime.attention.base import AttentionPlan, Segment
+from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.layer import Matrix, feed, heads, norm
-from headway.runtime.model.linear import Linear
+from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.rope import RotaryTable
 from headway.runtime.model.weights import LayerWeights
 from headway.runtime.sequence_parallel.attend import go_round, visit
 from headway.runtime.sequence_parallel.kv_shard import KvMoves, KvShard
-from headway.runtime.sequence_parallel.registers import Registers, start
+from headway.runtime.sequence_parallel.registers import MatrixRegisters, start
 from headway.runtime.sequence_parallel.steps import (
     ROWS,
-    Add,
-    Attend,
+    AddRows,
     AttendInPlace,
-    Embed,
-    Exchange,
-    Feed,
+    ComputeLogits,
+    EmbedTokens,
+    ExchangeRows,
+    FeedForward,
     FinishHistory,
     FinishWeights,
-    Head,
-    Heads,
-    Layer,
-    Norm,
-    Out,
+    NormRows,
+    ProjectHeads,
+    ProjectOutput,
+    RingAttend,
     StartHistory,
     StartWeights,
     Step,
+    WholeLayer,
 )
-from headway.runtime.sequence_parallel.transport import Lane, Transport
+from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 
 class StepExecutor:
@@ -52,16 +52,16 @@ class StepExecutor:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderModel,
         config: DecoderConfig,
-        transport: Transport,
+        transport: TensorTransport,
         shard: KvShard,
         history: KvMoves,
         tokens: Tensor,
         first: int,
     ) -> None:
         """config: the whole model's; the decoder's own may be a slice."""
-        self.registers = Registers()
+        self.registers = MatrixRegisters()
         self._decoder, self._config, self._transport = decoder, config, transport
         self._shard, self._history = shard, history
         self._tokens, self._first = tokens, first
@@ -74,17 +74,17 @@ class StepExecutor:
         self.look: Callable[[], None] = lambda: None
         """Called every so often while attention is computed, and behind it; what it raises ends the chunk."""
         self._handlers: Mapping[type[Step], Callable[..., None]] = {
-            Exchange: self._exchange,
-            Embed: self._embed,
-            Norm: self._norm,
-            Heads: self._heads,
-            Attend: self._attend,
+            ExchangeRows: self._exchange,
+            EmbedTokens: self._embed,
+            NormRows: self._norm,
+            ProjectHeads: self._heads,
+            RingAttend: self._attend,
             AttendInPlace: self._attend_in_place,
-            Out: self._out,
-            Feed: self._feed,
-            Add: self._add,
-            Head: self._head,
-            Layer: self._layer_of,
+            ProjectOutput: self._out,
+            FeedForward: self._feed,
+            AddRows: self._add,
+            ComputeLogits: self._head,
+            WholeLayer: self._layer_of,
             StartWeights: self._start_weights,
             FinishWeights: self._finish_weights,
             StartHistory: self._start_history,
@@ -112,11 +112,11 @@ class StepExecutor:
     def _layer(self, layer: int) -> LayerWeights:
         return self._decoder.weights.layers[layer]
 
-    def _exchange(self, step: Exchange, layer: int) -> None:
+    def _exchange(self, step: ExchangeRows, layer: int) -> None:
         source = self.registers.take(step.source)
-        self.registers[step.target] = start(self._transport, step, source, Lane.ROWS)()
+        self.registers[step.target] = start(self._transport, step, source, MessageStream.ROWS)()
 
-    def _embed(self, step: Embed, layer: int) -> None:
+    def _embed(self, step: EmbedTokens, layer: int) -> None:
         decoder = self._decoder
         assert decoder.weights.embedding is not None, "this rank holds no embedding"
         local = self._tokens[torch.from_numpy(step.positions - self._first)] - decoder.words.start
@@ -124,7 +124,7 @@ class StepExecutor:
         rows = functional.embedding(local.masked_fill(foreign, 0), decoder.weights.embedding)
         self.registers[step.target] = rows.masked_fill_(foreign.unsqueeze(1), 0.0)
 
-    def _norm(self, step: Norm, layer: int) -> None:
+    def _norm(self, step: NormRows, layer: int) -> None:
         weight = self._decoder.weights.final_norm
         if step.which != "final":
             held = self._layer(layer)
@@ -132,22 +132,22 @@ class StepExecutor:
         assert weight is not None, "this rank holds no final norm"
         self.registers[step.target] = norm(self.registers.take(step.source), weight, self._config)
 
-    def _table(self, step: Heads | Layer) -> RotaryTable:
+    def _table(self, step: ProjectHeads | WholeLayer) -> RotaryTable:
         """A step of every layer: one table for all."""
         if id(step) not in self._rotary:
             self._rotary[id(step)] = self._decoder.rotary_table(torch.from_numpy(step.positions))
         return self._rotary[id(step)]
 
-    def _heads(self, step: Heads, layer: int) -> None:
+    def _heads(self, step: ProjectHeads, layer: int) -> None:
         held, kv_heads = self._layer(layer), (self._config if step.whole else self._decoder.config).kv_heads
         qkv = self._matrix("qkv", held.qkv, step.whole)
         stacked = heads(self.registers.take(step.source), qkv, held, kv_heads, self._table(step), self._config)
         self.registers[step.target] = stacked.flatten(1)
 
-    def _layer_of(self, step: Layer, layer: int) -> None:
+    def _layer_of(self, step: WholeLayer, layer: int) -> None:
         hidden, config = self.registers[ROWS], self._config
         if hidden.shape[0]:
-            mixing = _Mixing(self, step)
+            mixing = _StepBackend(self, step)
             self._decoder.run_layer(layer, hidden, self._table(step), mixing, mixing)
             return
         # no rows, but others' keys pass by
@@ -155,7 +155,7 @@ class StepExecutor:
         self.run(step.steps, layer)
         self.registers.take(step.target)
 
-    def _attend(self, step: Attend, layer: int) -> None:
+    def _attend(self, step: RingAttend, layer: int) -> None:
         queries, block = self._stored(step, layer)
         mixed = go_round(self._transport, step, queries, block, self.look)
         self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
@@ -165,7 +165,7 @@ class StepExecutor:
         mixed = visit(self._transport, step, queries, block)
         self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
 
-    def _stored(self, step: Attend | AttendInPlace, layer: int) -> tuple[Tensor, Tensor]:
+    def _stored(self, step: RingAttend | AttendInPlace, layer: int) -> tuple[Tensor, Tensor]:
         """Keep the chunk's keys and values. Its queries, (heads, rows, d), and all that is kept here."""
         stacked = self.registers.take(step.source)
         stacked = stacked.view(stacked.shape[0], stacked.shape[1] // self._config.head_dim, self._config.head_dim)
@@ -173,20 +173,20 @@ class StepExecutor:
         self._shard.store(layer, step.past, stacked[:, queries : -self._kv_heads], stacked[:, -self._kv_heads :])
         return stacked[:, :queries].transpose(0, 1), self._shard.block(layer, step.past + stacked.shape[0])
 
-    def _out(self, step: Out, layer: int) -> None:
+    def _out(self, step: ProjectOutput, layer: int) -> None:
         matrix = self._matrix("out", self._layer(layer).out, step.whole)
         self.registers[step.target] = matrix(self.registers.take(step.source))
 
-    def _feed(self, step: Feed, layer: int) -> None:
+    def _feed(self, step: FeedForward, layer: int) -> None:
         held = self._layer(layer)
         gate_up = self._matrix("gate_up", held.gate_up, step.whole)
         down = self._matrix("down", held.down, step.whole)
         self.registers[step.target] = feed(self.registers.take(step.source), gate_up, down)
 
-    def _add(self, step: Add, layer: int) -> None:
+    def _add(self, step: AddRows, layer: int) -> None:
         self.registers[ROWS].add_(self.registers.take(step.source))
 
-    def _head(self, step: Head, layer: int) -> None:
+    def _head(self, step: ComputeLogits, layer: int) -> None:
         head = self._decoder.weights.head
         assert head is not None, "this rank holds no head"
         self.registers[step.target] = head(self.registers.take(step.source)).float()
@@ -199,12 +199,12 @@ class StepExecutor:
         begun = []
         for part in step.parts:
             _, name, kind = part.source.split(".")
-            linear: Linear = getattr(held, name)
+            linear: PackedLinear = getattr(held, name)
             source = linear.dense() if kind == "weight" else linear.bias
             if source is None:  # the bias of a sum is held by the first rank alone
                 source = held.attention_norm.new_empty(0, 1)
             matrix = source if source.dim() == 2 else source.unsqueeze(1)
-            begun.append((part.target, start(self._transport, part, matrix, Lane.WEIGHTS)))
+            begun.append((part.target, start(self._transport, part, matrix, MessageStream.WEIGHTS)))
         self._fetching.append(begun)
 
     def _finish_weights(self, step: FinishWeights, layer: int) -> None:
@@ -222,24 +222,24 @@ class StepExecutor:
             self._moving = None
             self._moved += 1
 
-    def _matrix(self, name: str, own: Linear, whole: bool) -> Matrix:
+    def _matrix(self, name: str, own: PackedLinear, whole: bool) -> Matrix:
         if not whole:
             return own
         weight, bias = self._whole.pop(f"whole.{name}.weight"), self._whole.pop(f"whole.{name}.bias", None)
         return partial(functional.linear, weight=weight, bias=None if bias is None else bias.view(-1))
 
 
-class _Mixing:
+class _StepBackend:
     """The steps of a layer as a backend, and as its plan: what a decoder calls in the place of attention."""
 
-    def __init__(self, executor: StepExecutor, step: Layer) -> None:
+    def __init__(self, executor: StepExecutor, step: WholeLayer) -> None:
         self._executor, self._step = executor, step
 
     @property
     def rows(self) -> int:
         return len(self._step.positions)
 
-    def plan(self, segments: Sequence[Segment], pool: KvPool) -> AttentionPlan:
+    def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> AttentionPlan:
         """There is one."""
         return self
 

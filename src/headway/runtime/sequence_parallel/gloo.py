@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.runtime.sequence_parallel.transport import Lane
+from headway.runtime.sequence_parallel.transport import MessageStream
 
 _FIRST_TAG = 16
 """Tags below belong to `headway.runtime.executor.gloo_links`."""
@@ -21,7 +21,7 @@ class GlooTransport:
         self.rank = dist.get_rank()
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
         """See `Transport.exchange`."""
         tag = _FIRST_TAG + lane

@@ -7,7 +7,7 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import Shard, divides
+from headway.runtime.model.shard import ModelShard, divides
 from headway.runtime.sequence_parallel.tokens import ORDERS, Order
 
 
@@ -100,6 +100,6 @@ class ChunkSpec(msgspec.Struct, frozen=True):
                     f"of {config.kv_heads} KV heads"
                 )
 
-    def heads(self, index: int) -> Shard:
+    def heads(self, index: int) -> ModelShard:
         """The heads that the rank at `index` attends with, as a shard of the whole model."""
-        return Shard(index % self.width, self.width)
+        return ModelShard(index % self.width, self.width)

@@ -12,7 +12,7 @@ from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.slots import cut_runs
 from headway.runtime.sequence_parallel.layout import KvMove
 from headway.runtime.sequence_parallel.tokens import Positions
-from headway.runtime.sequence_parallel.transport import Lane, Transport
+from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 Runs = Sequence[tuple[int, int]]
 _Index = slice | Tensor
@@ -77,7 +77,7 @@ class KvMoves:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: TensorTransport,
         moves: Sequence[KvMove],
         source: tuple[KvShard, range] | None,
         target: tuple[KvShard, range] | None,
@@ -116,7 +116,7 @@ class KvMoves:
         wait = self._transport.exchange(
             [(peer, data) for peer, data in out if peer != rank],
             [(peer, data) for peer, data in into if peer != rank],
-            Lane.HISTORY,
+            MessageStream.HISTORY,
         )
 
         def finish() -> None:

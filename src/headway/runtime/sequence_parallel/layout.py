@@ -15,20 +15,20 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import Shard
+from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.group import ChunkSpec
 from headway.runtime.sequence_parallel.tokens import Positions, share
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldShard:
     """What one rank holds: KV heads `heads` of the tokens `positions`, in the order of its slots."""
 
     heads: range
     positions: Positions
 
 
-KvLayout = Mapping[int, Held]
+KvLayout = Mapping[int, HeldShard]
 """By rank. A rank that is absent holds nothing."""
 
 EMPTY: KvLayout = MappingProxyType({})
@@ -77,7 +77,7 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
         positions = np.concatenate([shares[member], over[taken : taken + short]])
         taken += short
         for index in range(member * spec.width, (member + 1) * spec.width):
-            layout[ranks[index]] = Held(spec.heads(index).kv_heads(config), positions)
+            layout[ranks[index]] = HeldShard(spec.heads(index).kv_heads(config), positions)
     return layout
 
 
@@ -123,7 +123,7 @@ def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
     """The same, of KV that fits the chunk: nothing moves, and who holds nothing of it goes on so."""
     nothing = np.empty(0, dtype=np.int64)
     return {
-        rank: held.get(rank) or Held(spec.heads(index).kv_heads(config), nothing)
+        rank: held.get(rank) or HeldShard(spec.heads(index).kv_heads(config), nothing)
         for index, rank in enumerate(spec.group.ranks)
     }
 
@@ -146,7 +146,7 @@ def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
             taken += len(more)
         for rank in _ranks(spec, member):
             one = history[rank]
-            history[rank] = Held(one.heads, np.concatenate([one.positions, more]) if member in keep else gone)
+            history[rank] = HeldShard(one.heads, np.concatenate([one.positions, more]) if member in keep else gone)
     return history
 
 
@@ -182,14 +182,14 @@ def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> 
     layout = {}
     for index, rank in enumerate(spec.group.ranks):
         one = history[rank]
-        layout[rank] = Held(one.heads, np.concatenate([one.positions, fresh[index // spec.width]]))
+        layout[rank] = HeldShard(one.heads, np.concatenate([one.positions, fresh[index // spec.width]]))
     return layout
 
 
 def gathered(ranks: Sequence[int], tokens: int, config: DecoderConfig) -> KvLayout:
     """All tokens in order on one instance, its ranks being tensor-parallel: what decode reads."""
     everything = np.arange(tokens, dtype=np.int64)
-    return {r: Held(Shard(i, len(ranks)).kv_heads(config), everything) for i, r in enumerate(ranks)}
+    return {r: HeldShard(ModelShard(i, len(ranks)).kv_heads(config), everything) for i, r in enumerate(ranks)}
 
 
 def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:

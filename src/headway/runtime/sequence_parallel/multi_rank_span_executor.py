@@ -13,30 +13,30 @@ from typing import TypeVar
 
 from headway.core.batch import KvOp
 from headway.core.errors import HeadwayError, InvariantError
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.core.span import Run
-from headway.runtime.executor.multi_process import ParallelExecutor
+from headway.core.span import SpanTask
+from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.peer import PeerLostError
 from headway.runtime.kv_transfer.rank_notes import NOBODY
 from headway.runtime.sequence_parallel.span_messages import (
-    Begin,
-    Begun,
-    Broken,
-    Cease,
-    Edge,
-    Ended,
-    Finish,
-    Given,
-    Go,
-    Halted,
-    Hold,
-    Keep,
-    On,
+    AdmitSpan,
+    BeginSpan,
+    ContinueSpan,
+    FinishSpan,
+    GrantSlots,
+    HoldSpan,
+    LayerEdge,
     RunFromRank,
     RunToRank,
-    Through,
-    Want,
+    SpanBegun,
+    SpanBroken,
+    SpanComputed,
+    SpanEnded,
+    SpanHalted,
+    StartSpan,
+    SuspendRequest,
+    WantSlots,
     encode,
 )
 
@@ -47,40 +47,40 @@ _WAIT_S = 0.005
 """Between two looks at the loop while ranks compute."""
 
 
-class RunError(HeadwayError):
+class SpanTaskError(HeadwayError):
     """A run cannot be completed: a rank has said so."""
 
 
-class RunRanks:
+class MultiRankSpanExecutor:
     """See `runtime.sequence_parallel.span_executor.Runs` for what its methods promise. untold: KV operations that no
     batch has carried yet, which
     ranks must follow before they write where these have made room."""
 
-    def __init__(self, executor: ParallelExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
+    def __init__(self, executor: MultiProcessExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
         self._executor, self._untold = executor, untold
         self._ranks = executor.layout.accelerators
         self._known: set[str] = set()
         self._whole: dict[str, int] = {}
-        self._saved: dict[str, Halted] = {}
+        self._saved: dict[str, SpanHalted] = {}
         self._looks: dict[str, Callable[[], None]] = {}
         self._name = ""
         self._said: dict[int, RunFromRank] = {}
 
     def hear(self, rank: int, said: RunFromRank) -> None:
         """A rank's word. What it says of a request that was forgotten is ignored."""
-        if said.name == self._name and (rank not in self._said or isinstance(said, Broken)):
+        if said.name == self._name and (rank not in self._said or isinstance(said, SpanBroken)):
             self._said[rank] = said
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
         """See `Runs.admit`."""
         self._known.add(name)
-        self._tell(Keep(name, bytes(prompt), params, output))
+        self._tell(AdmitSpan(name, bytes(prompt), params, output))
 
     def begin(
         self,
         name: str,
-        run: Run,
-        before: Sequence[Run],
+        run: SpanTask,
+        before: Sequence[SpanTask],
         preemptible: bool,
         drawn: tuple[int, ...],
         room: Callable[[int, bool], Slots],
@@ -89,13 +89,13 @@ class RunRanks:
         """See `Runs.begin`."""
         self._looks[name] = look
         self._whole.pop(name, None)
-        words = self._ask(Begin(name, run, tuple(before), preemptible, drawn))
-        while isinstance(words[0], Want):
-            wants = _all(words, Want)
+        words = self._ask(BeginSpan(name, run, tuple(before), preemptible, drawn))
+        while isinstance(words[0], WantSlots):
+            wants = _all(words, WantSlots)
             slots = room(max(one.tokens for one in wants), wants[0].anew)
             self._executor.replay(self._untold())
-            words = self._ask(Given(name, tuple(slots)))
-        _all(words, Begun)
+            words = self._ask(GrantSlots(name, tuple(slots)))
+        _all(words, SpanBegun)
 
     def go(
         self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
@@ -109,17 +109,17 @@ class RunRanks:
             nonlocal held
             if not held and wanted():
                 held = True
-                self._tell(Hold(name))
+                self._tell(HoldSpan(name))
 
-        words = self._ask(Go(name, held, beside), asked)
-        while isinstance(words[0], Edge):
-            behind(_all(words, Edge)[0].layers)
-            words = self._ask(On(name), asked)
-        if isinstance(words[0], Through):
-            _all(words, Through)
+        words = self._ask(StartSpan(name, held, beside), asked)
+        while isinstance(words[0], LayerEdge):
+            behind(_all(words, LayerEdge)[0].layers)
+            words = self._ask(ContinueSpan(name), asked)
+        if isinstance(words[0], SpanComputed):
+            _all(words, SpanComputed)
             return True
-        stopped = _all(words, Halted)
-        self._saved[name] = Halted(
+        stopped = _all(words, SpanHalted)
+        self._saved[name] = SpanHalted(
             name,
             stopped[0].tokens,
             stopped[0].layer,
@@ -129,13 +129,13 @@ class RunRanks:
         )
         return False
 
-    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
         """See `Runs.finish`."""
-        ended = _all(self._ask(Finish(name, draw)), Ended)
+        ended = _all(self._ask(FinishSpan(name, draw)), SpanEnded)
         self._whole[name] = min(one.whole for one in ended)
         return ended[0].emitted, any(one.moved for one in ended)
 
-    def saved(self, name: str) -> tuple[int, int, Halted]:
+    def saved(self, name: str) -> tuple[int, int, SpanHalted]:
         """See `Runs.saved`."""
         halted = self._saved.pop(name)
         return halted.tokens, halted.layer, halted
@@ -156,7 +156,7 @@ class RunRanks:
         self._known.discard(name)
         self._saved.pop(name, None)
         self._looks.pop(name, None)
-        self._tell(Cease(name, self._executor.number(name) or NOBODY))
+        self._tell(SuspendRequest(name, self._executor.number(name) or NOBODY))
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -169,8 +169,8 @@ class RunRanks:
         self._tell(word)
         while True:
             for said in self._said.values():
-                if isinstance(said, Broken):
-                    raise RunError(said.why) if said.end is None else PeerLostError(said.why, said.end)
+                if isinstance(said, SpanBroken):
+                    raise SpanTaskError(said.why) if said.end is None else PeerLostError(said.why, said.end)
             if len(self._said) == self._ranks:
                 return [self._said[rank] for rank in range(self._ranks)]
             self._executor.attend(_WAIT_S)

@@ -14,15 +14,15 @@ from torch import Tensor
 from headway.core.errors import ConfigError, InvariantError
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.decoder import Decoder
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.sequence_parallel.chunk import LOGITS, ChunkPlan, RankPlan
 from headway.runtime.sequence_parallel.executor import StepExecutor
 from headway.runtime.sequence_parallel.group import ChunkSpec
 from headway.runtime.sequence_parallel.kv_shard import KvMoves, KvShard
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, moves
-from headway.runtime.sequence_parallel.saved import Saved
+from headway.runtime.sequence_parallel.saved import SavedState
 from headway.runtime.sequence_parallel.steps import ROWS
-from headway.runtime.sequence_parallel.transport import Lane, Transport
+from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 Storage = Callable[[int, int], KvShard]
 """(KV heads, tokens) to a place for them: how a worker gives slots of its own pool, leased by its ledger."""
@@ -37,7 +37,7 @@ class SequencePrefill:
     """
 
     def __init__(
-        self, decoder: Decoder, config: DecoderConfig, transport: Transport, storage: Storage | None = None
+        self, decoder: DecoderModel, config: DecoderConfig, transport: TensorTransport, storage: Storage | None = None
     ) -> None:
         self._decoder, self._config, self._transport = decoder, config, transport
         self._storage = storage or self._own_pool
@@ -58,7 +58,7 @@ class SequencePrefill:
         such chunk."""
         return None if self._chunk is None else self._chunk.after
 
-    def travel(self, transport: Transport) -> None:
+    def travel(self, transport: TensorTransport) -> None:
         """Between chunks: the next one goes over other connections. The rank is the same."""
         if self._chunk is not None or transport.rank != self._transport.rank:
             raise InvariantError("a chunk under way goes on over the connections that it began with")
@@ -187,7 +187,7 @@ class SequencePrefill:
         return self._layer
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> SavedState:
         """What this rank keeps of the chunk under way while it is paused, and of the chunks before it."""
         chunk, rank = self._under_way(), self._transport.rank
         layers, done, moved = self._config.layers, self._layer, self._executor.moved_layers
@@ -198,7 +198,7 @@ class SequencePrefill:
         own = self._shard.token_bytes
         old = own if self._source is None else self._source.token_bytes
         rows = self._executor.registers.get(ROWS)
-        return Saved(
+        return SavedState(
             kv_bytes=own * (done * after + (moved - done) * history) + old * (layers - moved) * before,
             kv_bytes_at_end=own * layers * after,
             activation_bytes=0 if rows is None else rows.numel() * rows.element_size(),
@@ -228,10 +228,10 @@ class SequencePrefill:
             return lambda: pause is not None and pause()
         if self._transport.rank == first:
             said = torch.tensor([1 if pause is not None and pause() else 0], dtype=torch.int32)
-            wait = self._transport.exchange([(rank, said) for rank in others], [], Lane.PAUSE)
+            wait = self._transport.exchange([(rank, said) for rank in others], [], MessageStream.PAUSE)
         else:
             said = torch.zeros(1, dtype=torch.int32)
-            wait = self._transport.exchange([], [(first, said)], Lane.PAUSE)
+            wait = self._transport.exchange([], [(first, said)], MessageStream.PAUSE)
 
         def answer() -> bool:
             wait()
@@ -247,7 +247,12 @@ class SequencePrefill:
 
 @torch.inference_mode()
 def hand_over(
-    transport: Transport, held: KvLayout, to: KvLayout, source: KvShard | None, target: KvShard | None, layers: int
+    transport: TensorTransport,
+    held: KvLayout,
+    to: KvLayout,
+    source: KvShard | None,
+    target: KvShard | None,
+    layers: int,
 ) -> None:
     """See `SequencePrefill.hand_over`. One layer is under way while the one before it is written."""
     rank = transport.rank

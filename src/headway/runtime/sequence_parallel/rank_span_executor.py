@@ -15,30 +15,30 @@ from typing import Protocol
 from headway.core.errors import HeadwayError
 from headway.runtime.kv_transfer.peers import PeerLostError
 from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.sequence_parallel.span_executor import Runs
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 from headway.runtime.sequence_parallel.span_messages import (
-    Begin,
-    Begun,
-    Broken,
-    Cease,
-    Edge,
-    Ended,
-    Finish,
-    Given,
-    Go,
-    Halted,
-    Hold,
-    Keep,
+    AdmitSpan,
+    BeginSpan,
+    FinishSpan,
+    GrantSlots,
+    HoldSpan,
+    LayerEdge,
     RunFromRank,
     RunToRank,
-    Through,
-    Want,
+    SpanBegun,
+    SpanBroken,
+    SpanComputed,
+    SpanEnded,
+    SpanHalted,
+    StartSpan,
+    SuspendRequest,
+    WantSlots,
 )
 
 log = logging.getLogger("headway.worker")
 
 
-class Loop(Protocol):
+class RankLoopCalls(Protocol):
     """The rank's loop (`runtime.executor.rank_loop`), as it may be called from inside a run."""
 
     @property
@@ -56,12 +56,12 @@ class _OverError(Exception):
     """Nobody wants the run under way any more."""
 
 
-class RunRank:
-    """Companion of `Runs` at one rank. say: a word to the engine. `loop` is set before anything is heard."""
+class RankSpanExecutor:
+    """Companion of `SpanExecutor` at one rank. say: a word to the engine. `loop` is set before anything is heard."""
 
-    loop: Loop
+    loop: RankLoopCalls
 
-    def __init__(self, runs: Runs, port: KvPort, say: Callable[[RunFromRank], None]) -> None:
+    def __init__(self, runs: SpanExecutor, port: KvPort, say: Callable[[RunFromRank], None]) -> None:
         self._runs, self._port, self._say = runs, port, say
         self._name = ""
         self._hold = self._on = False
@@ -72,23 +72,23 @@ class RunRank:
     def hear(self, said: RunToRank) -> None:
         """The engine's word. What it says of a request that was forgotten is ignored."""
         name = said.name
-        if isinstance(said, Keep):
+        if isinstance(said, AdmitSpan):
             self._runs.admit(name, memoryview(said.prompt), said.params, said.output)
         elif name not in self._runs:
             return
-        elif isinstance(said, Begin):
+        elif isinstance(said, BeginSpan):
             self._carry_out(name, lambda: self._begin(said))
-        elif isinstance(said, Go):
+        elif isinstance(said, StartSpan):
             self._carry_out(name, lambda: self._go(said))
-        elif isinstance(said, Finish):
+        elif isinstance(said, FinishSpan):
             self._carry_out(name, lambda: self._finish(said))
-        elif isinstance(said, Cease):
+        elif isinstance(said, SuspendRequest):
             self.forget(name)
         elif name != self._name:  # the run had come to an edge, or its end, by itself
             return
-        elif isinstance(said, Given):
+        elif isinstance(said, GrantSlots):
             self._given.append(said.slots)
-        elif isinstance(said, Hold):
+        elif isinstance(said, HoldSpan):
             self._hold = True
         else:
             self._on = True
@@ -105,30 +105,30 @@ class RunRank:
         except _OverError:
             pass
         except PeerLostError as error:
-            self._say(Broken(name, str(error), error.end))
+            self._say(SpanBroken(name, str(error), error.end))
         except HeadwayError as error:
-            self._say(Broken(name, str(error), None))
+            self._say(SpanBroken(name, str(error), None))
         except Exception as error:
             log.exception("a run of %s failed", name)
-            self._say(Broken(name, f"it failed: {error}", None))
+            self._say(SpanBroken(name, f"it failed: {error}", None))
         finally:
             self._name, self.over = "", False
 
-    def _begin(self, said: Begin) -> None:
+    def _begin(self, said: BeginSpan) -> None:
         name = said.name
 
         def room(tokens: int, anew: bool) -> Sequence[tuple[int, int]]:
             self._given.clear()
-            self._say(Want(name, tokens, anew))
+            self._say(WantSlots(name, tokens, anew))
             while not self._given:
                 self._turn()
             return self._given.pop()
 
         self._port.settle(name)
         self._runs.begin(name, said.run, said.before, said.preemptible, said.drawn, room, self._look)
-        self._say(Begun(name))
+        self._say(SpanBegun(name))
 
-    def _go(self, said: Go) -> None:
+    def _go(self, said: StartSpan) -> None:
         name, self._hold = said.name, said.hold
 
         def behind(layers: int) -> None:
@@ -137,7 +137,7 @@ class RunRank:
                 self._look()
                 return
             self._on = False
-            self._say(Edge(name, layers))
+            self._say(LayerEdge(name, layers))
             while not self._on:
                 self._turn()
 
@@ -146,18 +146,18 @@ class RunRank:
             return self._hold
 
         if self._runs.go(name, pause, behind):
-            self._say(Through(name))
+            self._say(SpanComputed(name))
             return
         tokens, layer, saved = self._runs.saved(name)
-        self._say(Halted(name, tokens, layer, saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end))
+        self._say(SpanHalted(name, tokens, layer, saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end))
 
-    def _finish(self, said: Finish) -> None:
+    def _finish(self, said: FinishSpan) -> None:
         name = said.name
         emitted, moved = self._runs.finish(name, said.draw)
         if moved:  # from the place before, which will be others'
             self._port.settle(name)
         self._port.layers_are_there(name)
-        self._say(Ended(name, emitted, moved, self._runs.whole_tokens(name)))
+        self._say(SpanEnded(name, emitted, moved, self._runs.whole_tokens(name)))
 
     def _look(self) -> None:
         self.loop.glance()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headway.runtime.sequence_parallel.steps import ROWS, Cut, Exchange, Piece
-from headway.runtime.sequence_parallel.transport import Lane, Transport
+from headway.runtime.sequence_parallel.steps import ROWS, ExchangeRows, PeerMessage, RegisterSlice
+from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 
-class Registers(dict[str, Tensor]):
+class MatrixRegisters(dict[str, Tensor]):
     """Matrices by name."""
 
     def take(self, name: str) -> Tensor:
@@ -19,7 +19,7 @@ class Registers(dict[str, Tensor]):
         return self[name] if name == ROWS else self.pop(name)
 
 
-def start(transport: Transport, step: Exchange, source: Tensor, lane: Lane) -> Callable[[], Tensor]:
+def start(transport: TensorTransport, step: ExchangeRows, source: Tensor, lane: MessageStream) -> Callable[[], Tensor]:
     """Begin an exchange; the result waits for it and returns the target."""
     rank = transport.rank
     target = source.new_empty(step.rows, step.columns)
@@ -44,7 +44,7 @@ def start(transport: Transport, step: Exchange, source: Tensor, lane: Lane) -> C
     return finish
 
 
-def packed(source: Tensor, piece: Piece) -> Tensor:
+def packed(source: Tensor, piece: PeerMessage) -> Tensor:
     """A piece's cuts as one contiguous message: a view where it is one run of whole rows."""
     parts = [_cut(source, cut) for cut in piece.cuts]
     if len(parts) == 1:
@@ -52,7 +52,7 @@ def packed(source: Tensor, piece: Piece) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def unpack(target: Tensor, piece: Piece, data: Tensor) -> None:
+def unpack(target: Tensor, piece: PeerMessage, data: Tensor) -> None:
     """The reverse. What was received in place already is left alone."""
     at = 0
     for cut in piece.cuts:
@@ -63,7 +63,7 @@ def unpack(target: Tensor, piece: Piece, data: Tensor) -> None:
         at += cut.size
 
 
-def _summed(target: Tensor, parts: list[tuple[Piece, Tensor | None]]) -> Tensor:
+def _summed(target: Tensor, parts: list[tuple[PeerMessage, Tensor | None]]) -> Tensor:
     """Parts in their order, the same on every rank that gets a sum; each is the whole target."""
     if not parts:
         return target
@@ -74,7 +74,7 @@ def _summed(target: Tensor, parts: list[tuple[Piece, Tensor | None]]) -> Tensor:
     return target
 
 
-def _room(target: Tensor, piece: Piece, add: bool) -> Tensor:
+def _room(target: Tensor, piece: PeerMessage, add: bool) -> Tensor:
     """Where a message goes: into the target itself where it is one run of whole rows."""
     if len(piece.cuts) == 1 and not add:
         view = _cut(target, piece.cuts[0])
@@ -83,5 +83,5 @@ def _room(target: Tensor, piece: Piece, add: bool) -> Tensor:
     return target.new_empty(sum(cut.size for cut in piece.cuts))
 
 
-def _cut(matrix: Tensor, cut: Cut) -> Tensor:
+def _cut(matrix: Tensor, cut: RegisterSlice) -> Tensor:
     return matrix[cut.row : cut.row_end, cut.column : cut.column_end]

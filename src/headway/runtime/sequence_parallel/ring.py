@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.runtime.sequence_parallel.cover import Block, cover
+from headway.runtime.sequence_parallel.cover import MaskBlock, cover
 from headway.runtime.sequence_parallel.tokens import Positions
 
 
@@ -22,7 +22,7 @@ class RingStep(NamedTuple):
     keys: int
     arriving: int
     arriving_keys: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[MaskBlock, ...]
 
 
 def ring(member: int, fresh: Sequence[Positions], past: Sequence[int]) -> tuple[RingStep, ...]:

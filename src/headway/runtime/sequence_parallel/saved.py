@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank, or of several added up.
 
     kv_bytes: keys and values of earlier chunks, and of the finished layers of this one. activation_bytes: the rows
@@ -21,8 +21,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
         """Activations as a share of the KV of all layers: what the paper has as "usually less than 5%"."""
         return self.activation_bytes / self.kv_bytes_at_end
 
-    def __add__(self, other: Saved) -> Saved:
-        return Saved(
+    def __add__(self, other: SavedState) -> SavedState:
+        return SavedState(
             kv_bytes=self.kv_bytes + other.kv_bytes,
             activation_bytes=self.activation_bytes + other.activation_bytes,
             kv_bytes_at_end=self.kv_bytes_at_end + other.kv_bytes_at_end,

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from headway.core.errors import ConfigError, InvariantError
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.core.span import Run
+from headway.core.span import SpanTask
 from headway.runtime.attention.slots import cut_runs
-from headway.runtime.executor.request_tokens import Resident, sampler_of
-from headway.runtime.executor.worker import Worker
+from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
+from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.ends import end_of, instance_of
-from headway.runtime.kv_transfer.peers import Line, Peers, Ticket
+from headway.runtime.kv_transfer.peers import Completion, PeerNetwork, PeerStream
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.sampling import sample
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
@@ -33,16 +33,16 @@ from headway.runtime.sequence_parallel.kv_shard import KvShard
 from headway.runtime.sequence_parallel.layout import KvLayout
 from headway.runtime.sequence_parallel.pieces import layout_after, pieces
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
-from headway.runtime.sequence_parallel.saved import Saved
+from headway.runtime.sequence_parallel.saved import SavedState
 from headway.runtime.sequence_parallel.tokens import Order
-from headway.runtime.sequence_parallel.transport import Lane
+from headway.runtime.sequence_parallel.transport import MessageStream
 
 Room = Callable[[int, bool], Sequence[tuple[int, int]]]
 """(tokens, anew) to slots of the pool for so many tokens, as runs: in the place that the request has, made larger, or
 in another one. It may wait, and raises where there is none."""
 
 
-def chunks_of(run: Run, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
+def chunks_of(run: SpanTask, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
     """What a run's group of instances of `tp` ranks each computes, in order: the same for all who know the run.
     `striped` is placed so, tokens that are decoded in place on the first, everything else in zigzag, which for one
     member is the order of tokens."""
@@ -58,7 +58,7 @@ def _ends(instances: Sequence[int], tp: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredKv:
     """KV of a request that is here: the places of `layout`'s tokens for this instance are the slots of `shard`, in
     order. `layers`: of how many layers all of it is there; `whole`: at least the tokens before this one are in all."""
 
@@ -68,7 +68,7 @@ class Kept:
     whole: int
 
 
-class Runs:
+class SpanExecutor:
     """Companion of a worker: an instance's only process, or one tensor-parallel rank of it. Requests are named as in
     messages; unknown ones must not be asked for.
 
@@ -76,26 +76,28 @@ class Runs:
     request must be forgotten.
     """
 
-    def __init__(self, worker: Worker, peers: Peers, eos: tuple[int, ...], config: DecoderConfig | None = None) -> None:
+    def __init__(
+        self, worker: ModelWorker, peers: PeerNetwork, eos: tuple[int, ...], config: DecoderConfig | None = None
+    ) -> None:
         """config: the whole model's; None: the worker has all of it."""
         self._worker, self._peers, self._eos = worker, peers, eos
         self._config, self._tp = config or worker.decoder.config, worker.decoder.shard.ranks
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _SpanMember] = {}
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
         """Keep a request's tokens, `output` being what it has said already."""
         sampler = sampler_of(prompt, params, self._worker.decoder.config.vocab_size, self._eos)
-        resident = Resident(prompt.nbytes // 4, prompt, sampler)
+        resident = RequestTokens(prompt.nbytes // 4, prompt, sampler)
         for token in output:
             resident.count()
             resident.append(token)
-        self._parts[name] = _Part(self._worker, self._config, resident)
+        self._parts[name] = _SpanMember(self._worker, self._config, resident)
 
     def begin(
         self,
         name: str,
-        run: Run,
-        before: Sequence[Run],
+        run: SpanTask,
+        before: Sequence[SpanTask],
         preemptible: bool,
         drawn: tuple[int, ...],
         room: Room,
@@ -125,7 +127,7 @@ class Runs:
         compute meanwhile; here it always is."""
         return self._parts[name].go(pause, lambda layer: behind(layer + 1))
 
-    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
         """After the last layer. draw: the prompt ends here; the group's first instance gets the token. True: another
         place than before holds the KV now, and the old one is free."""
         part = self._parts[name]
@@ -135,11 +137,11 @@ class Runs:
             emitted = part.draw(name, logits)
         return emitted, part.settle()
 
-    def saved(self, name: str) -> tuple[int, int, Saved]:
+    def saved(self, name: str) -> tuple[int, int, SavedState]:
         """Where a run is paused: the tokens of the prompt before its piece, the layer; and what is kept here."""
         return self._parts[name].saved()
 
-    def kept(self, name: str) -> Kept | None:
+    def kept(self, name: str) -> StoredKv | None:
         """Where KV of a request lies here; None: there is none."""
         part = self._parts.get(name)
         return None if part is None else part.kept(self._worker.pool.layers)
@@ -167,10 +169,10 @@ class Runs:
         return name in self._parts
 
 
-class _Part:
+class _SpanMember:
     """One request."""
 
-    def __init__(self, worker: Worker, config: DecoderConfig, resident: Resident) -> None:
+    def __init__(self, worker: ModelWorker, config: DecoderConfig, resident: RequestTokens) -> None:
         self._worker, self._resident = worker, resident
         self._prefill: SequencePrefill | None = None
         self._shard: KvShard | None = None
@@ -231,7 +233,8 @@ class _Part:
         self.prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), wanted, held)
 
     def go(self, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
-        """See `Runs.go`. A pause that was asked for in the last layer of a chunk is one before the next chunk."""
+        """See `SpanExecutor.go`. A pause that was asked for in the last layer of a chunk is one before the next
+        chunk."""
         prefill, transport = self.prefill, self.transport
         assert transport is not None
         while prefill.run(pause=pause, behind=behind, look=transport.look):
@@ -246,8 +249,8 @@ class _Part:
                 return False
         return False
 
-    def saved(self) -> tuple[int, int, Saved]:
-        """See `Runs.saved`."""
+    def saved(self) -> tuple[int, int, SavedState]:
+        """See `SpanExecutor.saved`."""
         saved, shard = self.prefill.saved, self._shard
         assert shard is not None
         at_end = max(saved.kv_bytes_at_end, shard.token_bytes * self._config.layers * self._own)
@@ -277,23 +280,23 @@ class _Part:
         moved, self._moved = self._moved, False
         return moved
 
-    def draw(self, name: str, logits: Tensor) -> Emitted:
+    def draw(self, name: str, logits: Tensor) -> EmittedToken:
         resident = self._resident
         if resident.sampler is None:
             raise InvariantError(f"{name} has no sampler here")
         (drawn,) = sample(logits, [resident.sampler], [resident.known])
         resident.count()
         resident.append(drawn.token)
-        return Emitted(name, drawn.token, drawn.logprobs)
+        return EmittedToken(name, drawn.token, drawn.logprobs)
 
-    def kept(self, layers: int) -> Kept | None:
+    def kept(self, layers: int) -> StoredKv | None:
         prefill = self._prefill
         if prefill is None or self._shard is None:
             return None
         after = prefill.after
         if after is None:
-            return Kept(prefill.held, self._shard, layers, 0)
-        return Kept(after, self._shard, prefill.layer, 0 if self._moves else self._chunks[0].start)
+            return StoredKv(prefill.held, self._shard, layers, 0)
+        return StoredKv(after, self._shard, prefill.layer, 0 if self._moves else self._chunks[0].start)
 
     def whole_tokens(self, instance: int, end: int) -> int:
         prefill = self._prefill
@@ -307,16 +310,16 @@ class _Part:
 class _PeerTransport:
     """`Transport` over the sockets between instances, for one run."""
 
-    def __init__(self, rank: int, line: Line, look: Callable[[], None]) -> None:
+    def __init__(self, rank: int, line: PeerStream, look: Callable[[], None]) -> None:
         self.rank, self.look = rank, look
         self._line = line
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
         """See `Transport.exchange`."""
         line = self._line
-        tickets: list[Ticket] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
+        tickets: list[Completion] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
         tickets += [line.send(rank, lane, (_bytes(tensor),)) for rank, tensor in sends]
 
         def wait() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.core.executor import Emitted
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.core.span import Run
+from headway.core.span import SpanTask
 from headway.runtime.kv_transfer import rank_notes
 
 
-class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+class AdmitSpan(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
     """A request of which runs may be computed (`Runs.admit`). prompt: token ids, int32, little-endian."""
 
     name: str
@@ -24,52 +24,53 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
     output: tuple[int, ...]
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """Take up a run (`Runs.begin`). Answered by `Want`, as often as there is, then `Begun`."""
+class BeginSpan(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """Take up a run (`Runs.begin`). Answered by `WantSlots`, as often as there is, then `SpanBegun`."""
 
     name: str
-    run: Run
-    before: tuple[Run, ...]
+    run: SpanTask
+    before: tuple[SpanTask, ...]
     preemptible: bool
     drawn: tuple[int, ...]
 
 
-class Given(msgspec.Struct, frozen=True, array_like=True, tag="given"):
+class GrantSlots(msgspec.Struct, frozen=True, array_like=True, tag="given"):
     """The slots of a place that was wanted, as runs."""
 
     name: str
     slots: tuple[tuple[int, int], ...]
 
 
-class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
+class StartSpan(msgspec.Struct, frozen=True, array_like=True, tag="go"):
     """Compute, from where the run stands. hold: it is to pause at once. edges: stop behind each layer, for what the
-    engine has submitted until it says `On`. Answered by `Edge`, then by `Through` or `Halted`."""
+    engine has submitted until it says `ContinueSpan`. Answered by `LayerEdge`, then by `SpanComputed` or
+    `SpanHalted`."""
 
     name: str
     hold: bool
     edges: bool
 
 
-class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
+class HoldSpan(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
     """Pause at the next layer edge. Of use to the first rank of a run's group."""
 
     name: str
 
 
-class On(msgspec.Struct, frozen=True, array_like=True, tag="on"):
-    """Go on behind an `Edge`."""
+class ContinueSpan(msgspec.Struct, frozen=True, array_like=True, tag="on"):
+    """Go on behind an `LayerEdge`."""
 
     name: str
 
 
-class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
-    """See `Runs.finish`. Answered by `Ended`."""
+class FinishSpan(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
+    """See `Runs.finish`. Answered by `SpanEnded`."""
 
     name: str
     draw: bool
 
 
-class Cease(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
+class SuspendRequest(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
     """No run of a request is of interest any more: the one under way ends. What moves of its KV goes on moving: from
     the blocks of its `number`, if they have become its own (`NOBODY`: they have not)."""
 
@@ -77,7 +78,7 @@ class Cease(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
     number: int
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+class WantSlots(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     """Room is needed (`runs.Room`)."""
 
     name: str
@@ -85,20 +86,20 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     anew: bool
 
 
-class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
+class SpanBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
     """A run can go."""
 
     name: str
 
 
-class Edge(msgspec.Struct, frozen=True, array_like=True, tag="edge"):
+class LayerEdge(msgspec.Struct, frozen=True, array_like=True, tag="edge"):
     """So many layers of a run's piece are done."""
 
     name: str
     layers: int
 
 
-class Halted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
+class SpanHalted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
     """A run is paused (`Runs.saved`); bytes of this rank."""
 
     name: str
@@ -109,22 +110,22 @@ class Halted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
     kv_bytes_at_end: int
 
 
-class Through(msgspec.Struct, frozen=True, array_like=True, tag="through"):
+class SpanComputed(msgspec.Struct, frozen=True, array_like=True, tag="through"):
     """All layers of a run are done."""
 
     name: str
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+class SpanEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """A run is done (`Runs.finish`). whole: see `Runs.whole_tokens`."""
 
     name: str
-    emitted: Emitted | None
+    emitted: EmittedToken | None
     moved: bool
     whole: int
 
 
-class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
+class SpanBroken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
     """A run cannot be completed here: for want of the peer `end`, unless that is None."""
 
     name: str
@@ -132,8 +133,8 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
     end: int | None
 
 
-RunToRank = Keep | Begin | Given | Go | Hold | On | Finish | Cease
-RunFromRank = Want | Begun | Edge | Halted | Through | Ended | Broken
+RunToRank = AdmitSpan | BeginSpan | GrantSlots | StartSpan | HoldSpan | ContinueSpan | FinishSpan | SuspendRequest
+RunFromRank = WantSlots | SpanBegun | LayerEdge | SpanHalted | SpanComputed | SpanEnded | SpanBroken
 ToRank = rank_notes.ToRank | RunToRank
 FromRank = rank_notes.FromRank | RunFromRank
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from headway.runtime.sequence_parallel.cover import Block
+from headway.runtime.sequence_parallel.cover import MaskBlock
 from headway.runtime.sequence_parallel.ring import RingStep
 from headway.runtime.sequence_parallel.tokens import Positions
 
@@ -18,7 +18,7 @@ ROWS = "rows"
 Matrix = Literal["qkv", "out", "gate_up", "down"]
 
 
-class Cut(NamedTuple):
+class RegisterSlice(NamedTuple):
     """A rectangle of a register."""
 
     row: int
@@ -31,15 +31,15 @@ class Cut(NamedTuple):
         return (self.row_end - self.row) * (self.column_end - self.column)
 
 
-class Piece(NamedTuple):
+class PeerMessage(NamedTuple):
     """One message to or from rank `peer`: these cuts, one after the other."""
 
     peer: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[RegisterSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangeRows:
     """Cuts of register `source` become cuts of the peers' registers `target`, (rows, columns) here.
 
     A piece from a rank to itself is in both lists. add: pieces are summed, in the order of `receives`, else they tile
@@ -50,13 +50,13 @@ class Exchange:
     target: str
     rows: int
     columns: int
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
+    sends: tuple[PeerMessage, ...]
+    receives: tuple[PeerMessage, ...]
     add: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class EmbedTokens:
     """Tokens at `positions` to rows; with a cut vocabulary this rank's part of the sum."""
 
     target: str
@@ -64,7 +64,7 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormRows:
     """Normalise ROWS, `source`, with the layer's norm or the final one."""
 
     which: Literal["attention", "mlp", "final"]
@@ -73,7 +73,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class ProjectHeads:
     """Rows to rotated query, key and value heads, of this rank's weights or of whole ones."""
 
     source: str
@@ -83,7 +83,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Attend:
+class RingAttend:
     """Store the chunk's keys and values behind `past` tokens of history, then go round the ring: blocks come from rank
     `before` and go to rank `behind`.
     """
@@ -96,13 +96,13 @@ class Attend:
     behind: int
 
 
-class Guest(NamedTuple):
+class GuestRows(NamedTuple):
     """Rank `rank` has `rows` rows, which see this rank's keys under `blocks`; seen: whether this rank's rows see any of
     its keys."""
 
     rank: int
     rows: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[MaskBlock, ...]
     seen: bool
 
 
@@ -114,12 +114,12 @@ class AttendInPlace:
 
     source: str
     target: str
-    guests: tuple[Guest, ...]
+    guests: tuple[GuestRows, ...]
     past: int
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class ProjectOutput:
     """The projection after attention."""
 
     source: str
@@ -128,7 +128,7 @@ class Out:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class FeedForward:
     """The MLP."""
 
     source: str
@@ -137,14 +137,14 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRows:
     """Add to ROWS."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ComputeLogits:
     """Rows to logits of this rank's slice of the vocabulary, fp32."""
 
     source: str
@@ -152,7 +152,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class WholeLayer:
     """A whole layer over ROWS, for a rank that has all of it: `steps` in the place of attention turn register `source`,
     query, key and value heads at `positions`, rotated, into `target`.
     """
@@ -167,7 +167,7 @@ class Layer:
 class StartWeights:
     """Begin to gather a stage's whole weights, of this layer or (`ahead`) of the next."""
 
-    parts: tuple[Exchange, ...]
+    parts: tuple[ExchangeRows, ...]
     ahead: bool
 
 
@@ -189,11 +189,12 @@ class FinishHistory:
 
 
 Step = (
-    Exchange | Embed | Norm | Heads | Attend | AttendInPlace | Out | Feed | Add | Head | Layer | StartWeights
+    ExchangeRows | EmbedTokens | NormRows | ProjectHeads | RingAttend | AttendInPlace | ProjectOutput
+    | FeedForward | AddRows | ComputeLogits | WholeLayer | StartWeights
     | FinishWeights | StartHistory | FinishHistory
 )  # fmt: skip
 
-Pairs = tuple[tuple[Cut, ...], tuple[Cut, ...]]
+Pairs = tuple[tuple[RegisterSlice, ...], tuple[RegisterSlice, ...]]
 """Cuts of a source, and the cuts of a target that they become."""
 
 Between = Callable[[int, int], Pairs]
@@ -209,17 +210,17 @@ def exchange(
     ranks: tuple[int, ...],
     between: Between,
     add: bool = False,
-) -> Exchange:
+) -> ExchangeRows:
     """The part in an exchange of the rank at `index`: what goes out to and comes in from each of `peers` (indices)."""
     sends, receives = [], []
     for peer in peers:
         out, into = _filled(between(index, peer)[0]), _filled(between(peer, index)[1])
         if out:
-            sends.append(Piece(ranks[peer], out))
+            sends.append(PeerMessage(ranks[peer], out))
         if into:
-            receives.append(Piece(ranks[peer], into))
-    return Exchange(source, target, *shape, tuple(sends), tuple(receives), add)
+            receives.append(PeerMessage(ranks[peer], into))
+    return ExchangeRows(source, target, *shape, tuple(sends), tuple(receives), add)
 
 
-def _filled(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+def _filled(cuts: tuple[RegisterSlice, ...]) -> tuple[RegisterSlice, ...]:
     return tuple(cut for cut in cuts if cut.size)

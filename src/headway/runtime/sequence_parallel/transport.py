@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Lane(IntEnum):
+class MessageStream(IntEnum):
     """Messages between two ranks arrive in the order in which they were sent, lane by lane."""
 
     ROWS = 0
@@ -24,7 +24,7 @@ class Lane(IntEnum):
     PAUSE = 4
 
 
-class Transport(Protocol):
+class TensorTransport(Protocol):
     """One rank's end."""
 
     @property
@@ -32,7 +32,7 @@ class Transport(Protocol):
         """This rank's number."""
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: Lane
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
         """Begin to send tensors to ranks and to fill tensors from ranks; the result waits for all of them.
 

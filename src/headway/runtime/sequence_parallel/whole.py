@@ -7,40 +7,40 @@ from typing import Literal
 
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.shard import WHOLE as WHOLE_MODEL
-from headway.runtime.model.shard import Shard
+from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.group import SpGroup
-from headway.runtime.sequence_parallel.steps import Between, Cut, Exchange, Matrix, Pairs, exchange
+from headway.runtime.sequence_parallel.steps import Between, ExchangeRows, Matrix, Pairs, RegisterSlice, exchange
 
 OWN, WHOLE = "own", "whole"
 
 
 def weights(
     config: DecoderConfig, group: SpGroup, index: int, stage: Literal["attention", "mlp"]
-) -> tuple[Exchange, ...]:
+) -> tuple[ExchangeRows, ...]:
     """From registers `own.<matrix>.weight` and `own.<matrix>.bias` of the region's ranks to `whole.…` on each."""
     hidden, tp = config.hidden_size, group.tp
     first, second = _MATRICES[stage]
     size, inner = _outputs(config, first), len(_inputs(config, second, WHOLE_MODEL))
 
-    def make(name: str, shape: tuple[int, int], between: Between) -> Exchange:
+    def make(name: str, shape: tuple[int, int], between: Between) -> ExchangeRows:
         return exchange(f"{OWN}.{name}", f"{WHOLE}.{name}", shape, index, group.region(index), group.ranks, between)
 
     def rows(width: int) -> Between:
         def between(i: int, j: int) -> Pairs:
             taken = _taken(config, tp, first, i % tp, j % tp)
             return (
-                tuple(Cut(own.start, own.stop, 0, width) for own, _ in taken),
-                tuple(Cut(whole.start, whole.stop, 0, width) for _, whole in taken),
+                tuple(RegisterSlice(own.start, own.stop, 0, width) for own, _ in taken),
+                tuple(RegisterSlice(whole.start, whole.stop, 0, width) for _, whole in taken),
             )
 
         return between
 
     def columns(i: int, _: int) -> Pairs:
-        held = _inputs(config, second, Shard(i % tp, tp))
-        return (Cut(0, hidden, 0, len(held)),), (Cut(0, hidden, held.start, held.stop),)
+        held = _inputs(config, second, ModelShard(i % tp, tp))
+        return (RegisterSlice(0, hidden, 0, len(held)),), (RegisterSlice(0, hidden, held.start, held.stop),)
 
     def from_first(i: int, _: int) -> Pairs:
-        cut = (Cut(0, hidden, 0, 1),)
+        cut = (RegisterSlice(0, hidden, 0, 1),)
         return (cut, cut) if i % tp == 0 else ((), ())
 
     parts = [make(f"{first}.weight", (size, hidden), rows(hidden)), make(f"{second}.weight", (hidden, inner), columns)]
@@ -59,7 +59,7 @@ def _outputs(config: DecoderConfig, matrix: Matrix) -> int:
     return 2 * config.mlp_size if matrix == "gate_up" else (config.q_heads + 2 * config.kv_heads) * config.head_dim
 
 
-def _inputs(config: DecoderConfig, matrix: Matrix, shard: Shard) -> range:
+def _inputs(config: DecoderConfig, matrix: Matrix, shard: ModelShard) -> range:
     """A shard's columns of a matrix whose inputs are cut."""
     return shard.mlp(config) if matrix == "down" else _scaled(shard.q_heads(config), config.head_dim)
 
@@ -69,7 +69,7 @@ def _taken(config: DecoderConfig, tp: int, matrix: Matrix, source: int, target: 
 
     A KV head that several ranks hold comes from the target itself, else from the first of them.
     """
-    shard = Shard(source, tp)
+    shard = ModelShard(source, tp)
     if matrix == "gate_up":
         mine, size = shard.mlp(config), config.mlp_size
         return [(_moved(mine, part * len(mine) - mine.start), _moved(mine, part * size)) for part in (0, 1)]
@@ -86,7 +86,7 @@ def _taken(config: DecoderConfig, tp: int, matrix: Matrix, source: int, target: 
 
 
 def _owner(config: DecoderConfig, tp: int, target: int) -> Callable[[int], int]:
-    held = [Shard(rank, tp).kv_heads(config) for rank in range(tp)]
+    held = [ModelShard(rank, tp).kv_heads(config) for rank in range(tp)]
 
     def owner(head: int) -> int:
         return target if head in held[target] else next(rank for rank in range(tp) if head in held[rank])

@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class TargetEndpoint:
     """Where requests go. `base_url` is the server's root or its /v1; `timeout_s` bounds one whole request, if given.
 
     `extensions` sends what vLLM and Headway understand beyond OpenAI's own API: `ignore_eos`, `min_tokens` and usage in
@@ -48,7 +48,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class LoadRequest:
     """One request to make. `prompt` is JSON text: an array of ids, or a string; `due_s` is on the run's clock."""
 
     id: str
@@ -63,11 +63,11 @@ class Job:
 
 
 def text_prompt(text: str) -> bytes:
-    """A text as the JSON that `Job.prompt` wants."""
+    """A text as the JSON that `LoadRequest.prompt` wants."""
     return msgspec.json.encode(text)
 
 
-def request_body(endpoint: Endpoint, job: Job) -> bytes:
+def request_body(endpoint: TargetEndpoint, job: LoadRequest) -> bytes:
     """The request's body; the prompt's JSON is spliced in, never parsed or encoded again."""
     options: dict[str, Any] = {"include_usage": True}
     body: dict[str, Any] = {
@@ -85,7 +85,7 @@ def request_body(endpoint: Endpoint, job: Job) -> bytes:
     return msgspec.json.encode(body)[:-1] + b',"prompt":' + job.prompt + b"}"
 
 
-def request_headers(endpoint: Endpoint, job: Job) -> dict[str, str]:
+def request_headers(endpoint: TargetEndpoint, job: LoadRequest) -> dict[str, str]:
     """The request's headers: key, request id, and the objectives where the endpoint is to know them."""
     headers = {
         "Content-Type": "application/json",
@@ -103,10 +103,10 @@ def request_headers(endpoint: Endpoint, job: Job) -> dict[str, str]:
     return {**headers, **endpoint.headers}
 
 
-class Client:
+class LoadClient:
     """Sends jobs to one endpoint. Use it as an async context manager; its clock starts at zero when it is entered."""
 
-    def __init__(self, endpoint: Endpoint, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, endpoint: TargetEndpoint, clock: Clock = time.perf_counter) -> None:
         self.endpoint = endpoint
         self._clock = clock
         self._origin = 0.0
@@ -127,14 +127,14 @@ class Client:
             await self._session.close()
 
     def now(self) -> float:
-        """Seconds on the run's clock, the one of `Job.due_s` and of every record."""
+        """Seconds on the run's clock, the one of `LoadRequest.due_s` and of every record."""
         return self._clock() - self._origin
 
     def restart_clock(self) -> None:
         """Let the run's clock start at zero now."""
         self._origin = self._clock()
 
-    async def send(self, job: Job, on_first_token: Callable[[float], None] | None = None) -> RequestRecord:
+    async def send(self, job: LoadRequest, on_first_token: Callable[[float], None] | None = None) -> RequestRecord:
         """Send one job now and follow it to its end. Always returns a record: whatever goes wrong is its `error`.
 
         Errors read `reason: details`; the reason has few values and is what reports count by. A cancelled request is
@@ -154,7 +154,7 @@ class Client:
             error = f"{type(problem).__name__}: {problem}"
         return answer.record(job, sent_s=sent_s, finish_s=self.now(), error=error)
 
-    async def _exchange(self, job: Job, answer: StreamedAnswer) -> str | None:
+    async def _exchange(self, job: LoadRequest, answer: StreamedAnswer) -> str | None:
         assert self._session is not None, "enter the client first"
         async with self._session.post(
             self.endpoint.path("completions"),

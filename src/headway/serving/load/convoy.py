@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headway.core.errors import HeadwayError
-from headway.serving.load.client import Client, Endpoint, Job
+from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.prompts import PromptPool
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import ttft_s
@@ -48,7 +48,7 @@ class ConvoyPlan:
 
 
 @dataclass(frozen=True)
-class Convoy:
+class ConvoyResult:
     """One convoy as it went; the shorts are those sent before the long one's first token, in order. `cut_short`: the
     plan's `max_s` ended the shorts before the long prompt was read."""
 
@@ -61,7 +61,7 @@ class Convoy:
 class ConvoyRun:
     """All that was measured with one server: convoys (one a repeat), long prompts alone (as many), shorts alone."""
 
-    convoys: tuple[Convoy, ...]
+    convoys: tuple[ConvoyResult, ...]
     longs_alone: tuple[RequestRecord, ...]
     shorts_alone: tuple[RequestRecord, ...] = ()
 
@@ -93,14 +93,14 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Prompts:
+class PromptSource:
     """Where a convoy's prompts come from; the default ones are random ids, the demo's are texts."""
 
-    long: Callable[[], Job]
-    short: Callable[[], Job]
+    long: Callable[[], LoadRequest]
+    short: Callable[[], LoadRequest]
 
 
-def random_prompts(plan: ConvoyPlan, vocab_size: int) -> Prompts:
+def random_prompts(plan: ConvoyPlan, vocab_size: int) -> PromptSource:
     """Prompts of random ids, from the plan's seed."""
     pool = PromptPool(
         np.random.default_rng(plan.seed),
@@ -108,8 +108,8 @@ def random_prompts(plan: ConvoyPlan, vocab_size: int) -> Prompts:
         max(plan.long_tokens, plan.short_tokens),
     )
 
-    def job(klass: str, tokens: int, output: int) -> Job:
-        return Job(
+    def job(klass: str, tokens: int, output: int) -> LoadRequest:
+        return LoadRequest(
             id="",
             klass=klass,
             prompt=pool.json(tokens),
@@ -117,7 +117,7 @@ def random_prompts(plan: ConvoyPlan, vocab_size: int) -> Prompts:
             output_tokens=output,
         )
 
-    return Prompts(
+    return PromptSource(
         long=lambda: job("long", plan.long_tokens, plan.long_output),
         short=lambda: job("short", plan.short_tokens, plan.short_output),
     )
@@ -127,14 +127,14 @@ def random_prompts(plan: ConvoyPlan, vocab_size: int) -> Prompts:
 class ConvoyRunner:
     """Runs a plan against one endpoint. `say` gets a line of progress now and then."""
 
-    endpoint: Endpoint
+    endpoint: TargetEndpoint
     plan: ConvoyPlan
-    prompts: Prompts
+    prompts: PromptSource
     say: Say = field(default=lambda line: None)
 
     async def run(self) -> ConvoyRun:
         """The whole experiment; raises ConvoyError if a warm-up or a long prompt fails. A failed short is a record."""
-        async with Client(self.endpoint) as client:
+        async with LoadClient(self.endpoint) as client:
             shorts_alone = [await self._one(client, self.prompts.short(), f"warm-{i}") for i in range(self.plan.warmup)]
             self.say(f"warm-up: {self.plan.warmup} shorts")
             if self.plan.warmup and self.plan.alone:
@@ -154,11 +154,11 @@ class ConvoyRunner:
             shorts_alone=tuple(shorts_alone),
         )
 
-    async def _one(self, client: Client, job: Job, name: str) -> RequestRecord:
+    async def _one(self, client: LoadClient, job: LoadRequest, name: str) -> RequestRecord:
         client.restart_clock()
         return _checked(await client.send(_named(job, name, 0.0)))
 
-    async def _convoy(self, client: Client, number: int) -> Convoy:
+    async def _convoy(self, client: LoadClient, number: int) -> ConvoyResult:
         read = asyncio.Event()
         client.restart_clock()
         long = asyncio.create_task(
@@ -177,7 +177,7 @@ class ConvoyRunner:
                     break
                 shorts.append(asyncio.create_task(client.send(job)))
             cut_short = not read.is_set()
-            return Convoy(_checked(await long), tuple([await task for task in shorts]), cut_short)
+            return ConvoyResult(_checked(await long), tuple([await task for task in shorts]), cut_short)
         finally:
             for task in (long, *shorts):
                 task.cancel()
@@ -193,7 +193,7 @@ async def _set_before(event: asyncio.Event, seconds: float) -> bool:
     return event.is_set()
 
 
-def _named(job: Job, name: str, due_s: float) -> Job:
+def _named(job: LoadRequest, name: str, due_s: float) -> LoadRequest:
     return replace(job, id=name, due_s=due_s)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from headway.core.errors import ConfigError
 from headway.serving.load.arguments import tokens
-from headway.serving.load.client import Endpoint
-from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, Prompts, random_prompts
+from headway.serving.load.client import TargetEndpoint
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, PromptSource, random_prompts
 from headway.serving.load.convoy_json import convoy_json
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.policies import PolicySpec, parse_policies
 from headway.serving.load.prompts import SAFE_VOCAB, vocab_size_of
-from headway.serving.load.served import Served, measure, report, serve_and_measure
+from headway.serving.load.served import ServerUnderTest, measure, report, serve_and_measure
 from headway.serving.load.server_process import SERVE
 
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name a checkpoint folder with --model, or a running server with --url")
     else:
         need = max(plan.long_tokens + plan.long_output, plan.short_tokens + plan.short_output)
-        server = Served(
+        server = ServerUnderTest(
             model=args.model,
             max_model_len=args.max_model_len or need,
             arguments=tuple(shlex.split(args.server_args)),
@@ -150,7 +150,7 @@ def _plan(args: argparse.Namespace) -> ConvoyPlan:
     )
 
 
-def _prompts(args: argparse.Namespace, plan: ConvoyPlan) -> Prompts:
+def _prompts(args: argparse.Namespace, plan: ConvoyPlan) -> PromptSource:
     """Random prompts within the model's vocabulary."""
     return random_prompts(plan, args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB)
 
@@ -158,5 +158,5 @@ def _prompts(args: argparse.Namespace, plan: ConvoyPlan) -> Prompts:
 def _measure_url(args: argparse.Namespace, plan: ConvoyPlan) -> ConvoyRun:
     named = args.model is not None and not Path(args.model).is_dir()
     model = args.model if named else str(first_model(args.url, args.api_key)["id"])
-    endpoint = Endpoint(base_url=args.url, model=model, api_key=args.api_key, timeout_s=args.timeout)
+    endpoint = TargetEndpoint(base_url=args.url, model=model, api_key=args.api_key, timeout_s=args.timeout)
     return measure(endpoint, plan, _prompts(args, plan))

@@ -11,7 +11,7 @@ from headway.sim.metrics import NO_TARGETS, SloTargets
 _FIELDS = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "e2el": "e2e_s"}
 
 
-class Goodput:
+class GoodputTargets:
     """Objectives by class. What names no class holds for every class, unless the class has its own value."""
 
     def __init__(self, items: Sequence[str]) -> None:

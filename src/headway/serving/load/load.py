@@ -47,16 +47,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the load; 0 only if every request was answered."""
     import numpy as np
 
-    from headway.serving.load.client import Endpoint
+    from headway.serving.load.client import TargetEndpoint
     from headway.serving.load.endpoint import first_model
-    from headway.serving.load.goodput import Goodput
+    from headway.serving.load.goodput import GoodputTargets
     from headway.serving.load.load_jobs import jobs
     from headway.serving.load.load_workload import workload
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
     from headway.sim.report.console import say
     from headway.sim.report.units import tokens
 
-    goodput = Goodput(args.goodput)
+    goodput = GoodputTargets(args.goodput)
     if args.send_slo and not args.goodput:
         raise ConfigError("--send-slo has nothing to send; give objectives with --goodput")
     requests, description = workload(args, np.random.default_rng((args.seed, 0)))
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     vocab_size = args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB
     longest = max(request.prompt_tokens for request in requests)
     pool = PromptPool(np.random.default_rng((args.seed, 1)), vocab_size, longest)
-    endpoint = Endpoint(
+    endpoint = TargetEndpoint(
         base_url=args.url,
         model=model,
         api_key=args.api_key,
@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _with_progress(endpoint: Any, made: Any, count: int) -> Any:
-    from headway.serving.load.client import Client
+    from headway.serving.load.client import LoadClient
     from headway.serving.load.open_loop import run_open_loop
     from headway.sim.report.progress import LoadProgress
 
-    async with Client(endpoint) as client:
+    async with LoadClient(endpoint) as client:
         with LoadProgress(count) as progress:
             return await run_open_loop(client, made, progress.sent, lambda record: progress.done(record.ok))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headway.serving.load.client import Job
-from headway.serving.load.goodput import Goodput
+from headway.serving.load.client import LoadRequest
+from headway.serving.load.goodput import GoodputTargets
 from headway.serving.load.prompts import PromptPool
 from headway.sim.workload import TraceRequest
 
@@ -13,7 +13,7 @@ CACHE_BLOCK = 64
 """Traces count cached prefixes in blocks of this size, so that what extends a prompt may fall short of it."""
 
 
-class Sessions:
+class SessionPrompts:
     """Prompts that share what their trace says was cached.
 
     Each session has one line of tokens. A request whose cached part reaches the end of what was sent of it extends the
@@ -36,17 +36,18 @@ class Sessions:
 
 
 def jobs(
-    requests: Sequence[TraceRequest], pool: PromptPool, goodput: Goodput, *, share_prefixes: bool = False
-) -> Iterator[Job]:
-    """One job a request, in order. With `share_prefixes`, prompts of a session begin alike as `Sessions` says; else
+    requests: Sequence[TraceRequest], pool: PromptPool, goodput: GoodputTargets, *, share_prefixes: bool = False
+) -> Iterator[LoadRequest]:
+    """One job a request, in order. With `share_prefixes`, prompts of a session begin alike as `SessionPrompts` says;
+    else
     every prompt is new."""
-    sessions = Sessions(pool)
+    sessions = SessionPrompts(pool)
     for number, request in enumerate(requests):
         if share_prefixes and request.session is not None:
             prompt = sessions.prompt(request.session, request.prompt_tokens, request.cached_tokens)
         else:
             prompt = pool.json(request.prompt_tokens)
-        yield Job(
+        yield LoadRequest(
             id=f"bench-{number}",
             klass=request.klass,
             due_s=request.arrival_s,

@@ -10,9 +10,9 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.serving.load.arguments import tokens
-from headway.sim.workload import Trace, TraceRequest, transforms
+from headway.sim.workload import RequestTrace, TraceRequest, transforms
 from headway.sim.workload.arrivals import arrivals
-from headway.sim.workload.presets import PRESETS, Preset, preset, simple
+from headway.sim.workload.presets import PRESETS, WorkloadPreset, preset, simple
 from headway.sim.workload.readers import FORMATS, read_trace
 from headway.sim.workload.specs import parse_lengths
 
@@ -116,7 +116,7 @@ def _drawn(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[Tra
     if args.arrivals == "trace":
         raise ConfigError("--arrivals trace needs a --trace")
     rate, kind = args.rate or 1.0, args.arrivals or "poisson"
-    mix: Preset = (
+    mix: WorkloadPreset = (
         preset(args.preset) if args.preset else simple(parse_lengths(args.input), parse_lengths(args.output, "output"))
     )
     count = args.num_requests or (round(args.duration * rate * 2) + 50 if args.duration else DEFAULT_REQUESTS)
@@ -156,7 +156,7 @@ def _from_trace(args: argparse.Namespace, rng: np.random.Generator) -> tuple[lis
     return requests, {**source, "session_rate": args.session_rate if trace.session_clock else None}
 
 
-def _placed(args: argparse.Namespace, trace: Trace, rng: np.random.Generator) -> list[TraceRequest]:
+def _placed(args: argparse.Namespace, trace: RequestTrace, rng: np.random.Generator) -> list[TraceRequest]:
     requests = list(trace.requests)
     if trace.session_clock:
         requests = transforms.start_sessions(requests, args.session_rate, rng)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from headway.serving.load.client import Client, Job
+from headway.serving.load.client import LoadClient, LoadRequest
 from headway.sim.metrics import RequestRecord
 
 
@@ -19,8 +19,8 @@ class LoadResult:
 
 
 async def run_open_loop(
-    client: Client,
-    jobs: Iterable[Job],
+    client: LoadClient,
+    jobs: Iterable[LoadRequest],
     on_sent: Callable[[], None] = lambda: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> LoadResult:
@@ -35,12 +35,12 @@ async def run_open_loop(
     unsent: list[RequestRecord] = []
     interrupted = False
 
-    async def follow(job: Job) -> RequestRecord:
+    async def follow(job: LoadRequest) -> RequestRecord:
         record = await client.send(job)
         on_done(record)
         return record
 
-    job: Job | None = None
+    job: LoadRequest | None = None
     try:
         for job in source:
             await asyncio.sleep(max(0.0, job.due_s - client.now()))
@@ -59,7 +59,7 @@ async def run_open_loop(
     return LoadResult(records, interrupted)
 
 
-def _not_sent(job: Job) -> RequestRecord:
+def _not_sent(job: LoadRequest) -> RequestRecord:
     return RequestRecord(
         id=job.id,
         klass=job.klass,

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.serving.load.client import Endpoint
-from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, ConvoyRunner, Prompts
+from headway.serving.load.client import TargetEndpoint
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, ConvoyRunner, PromptSource
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.policies import PolicySpec
 from headway.serving.load.server_process import SERVE, ServerProcess
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class ServerUnderTest:
     """Which server to start, policy apart: checkpoint folder, longest context, further arguments, command line."""
 
     model: str
@@ -27,7 +27,7 @@ class Served:
     timeout_s: float | None = 3600.0
 
 
-def serve_and_measure(served: Served, spec: PolicySpec, plan: ConvoyPlan, prompts: Prompts) -> ConvoyRun:
+def serve_and_measure(served: ServerUnderTest, spec: PolicySpec, plan: ConvoyPlan, prompts: PromptSource) -> ConvoyRun:
     """Start a server with this policy, measure, and end it. Errors carry the server's last words."""
     from headway.sim.report.console import say
 
@@ -41,7 +41,7 @@ def serve_and_measure(served: Served, spec: PolicySpec, plan: ConvoyPlan, prompt
     ]
     with ServerProcess(arguments, command=served.command) as server:
         say(f"  ready after {server.start_s:.1f} s")
-        endpoint = Endpoint(
+        endpoint = TargetEndpoint(
             base_url=server.url,
             model=str(first_model(server.url, served.api_key)["id"]),
             api_key=served.api_key,
@@ -50,7 +50,7 @@ def serve_and_measure(served: Served, spec: PolicySpec, plan: ConvoyPlan, prompt
         return measure(endpoint, plan, prompts)
 
 
-def measure(endpoint: Endpoint, plan: ConvoyPlan, prompts: Prompts) -> ConvoyRun:
+def measure(endpoint: TargetEndpoint, plan: ConvoyPlan, prompts: PromptSource) -> ConvoyRun:
     """Run the plan against this endpoint, telling the terminal how it goes."""
     from headway.sim.report.console import say
 

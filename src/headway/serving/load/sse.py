@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SseEvent:
     """One event: its name (`message` unless the server said otherwise) and its data lines joined by newlines."""
 
     name: str
@@ -25,19 +25,19 @@ class SseParser:
         self._name = "message"
         self._data: list[bytes] = []
 
-    def feed(self, chunk: bytes) -> list[Event]:
+    def feed(self, chunk: bytes) -> list[SseEvent]:
         """Take bytes; return the events which they completed, in order."""
         lines = (self._buffer + chunk).split(b"\n")
         self._buffer = lines.pop()
-        events: list[Event] = []
+        events: list[SseEvent] = []
         for raw in lines:
             self._line(raw.removesuffix(b"\r"), events)
         return events
 
-    def _line(self, line: bytes, events: list[Event]) -> None:
+    def _line(self, line: bytes, events: list[SseEvent]) -> None:
         if not line:
             if self._data:
-                events.append(Event(self._name, b"\n".join(self._data)))
+                events.append(SseEvent(self._name, b"\n".join(self._data)))
             self._name, self._data = "message", []
             return
         field, _, value = line.partition(b":")

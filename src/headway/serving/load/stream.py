@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.serving.load.sse import Event
+from headway.serving.load.sse import SseEvent
 from headway.sim.metrics import RequestRecord
 
 if TYPE_CHECKING:
-    from headway.serving.load.client import Job
+    from headway.serving.load.client import LoadRequest
 
 GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "content_filter"})
 
@@ -32,7 +32,7 @@ class StreamedAnswer:
         self._done = False
         self._error: str | None = None
 
-    def take(self, event: Event, now: float) -> None:
+    def take(self, event: SseEvent, now: float) -> None:
         """Take one event that arrived at `now` (the run's clock, seconds)."""
         if event.data.strip() == b"[DONE]":
             self._done = True
@@ -89,7 +89,7 @@ class StreamedAnswer:
             return "no output token: the answer is empty"
         return None
 
-    def record(self, job: Job, *, sent_s: float, finish_s: float, error: str | None) -> RequestRecord:
+    def record(self, job: LoadRequest, *, sent_s: float, finish_s: float, error: str | None) -> RequestRecord:
         """The record of this answer to `job`."""
         counted = int(self._usage.get("completion_tokens") or 0)
         if self._last_chunk_s is not None and counted > len(self._token_s):

@@ -5,37 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from headway.control.backend import Figures, Hands, Impossible
+from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import Journey
-from headway.control.transfer_queue import Piece
+from headway.control.request import ControlledRequest
+from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span
-from headway.sim.cluster.instance import Engine
-from headway.sim.cluster.request import Trip
-from headway.sim.cluster.spans import SpanRun, edges, predicted_s
+from headway.sim.cluster.instance import SimulatedInstance
+from headway.sim.cluster.request import SimRequest
+from headway.sim.cluster.spans import SimulatedSpan, edges, predicted_s
 from headway.sim.noise import NoiseSource
-from headway.sim.replica import Replica
+from headway.sim.replica import SimulatedEngine
 
 if TYPE_CHECKING:
-    from headway.sim.cluster.event_loop import World
+    from headway.sim.cluster.event_loop import ClusterWorld
 
 SPAN, STEP, SENT = 0, 1, 2
 FOREVER = float("inf")
 
 
-class VirtualHands(Hands):
-    """Of one `World`: what begins here comes back on its heap."""
+class SimulatedBackend(InstanceBackend):
+    """Of one `ClusterWorld`: what begins here comes back on its heap."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ClusterWorld) -> None:
         self.world, self.spec = world, world.spec
         count = len(world.spec.instances)
-        self.engines: dict[tuple[int, ...], Engine] = {}
+        self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
         self.noise = NoiseSource(world.how.noise, f"noise {world.how.seed} spans")
         self.spans = self.chunked = 0
         self.busy_for_s = [0.0] * count
-        self._on: list[list[Engine]] = [[] for _ in range(count)]
-        self._due: dict[int, Engine] = {}
+        self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
+        self._due: dict[int, SimulatedInstance] = {}
         self._active = [0] * count
         self._since = [0.0] * count
         self._held_s: dict[int, float] = {}
@@ -57,7 +57,7 @@ class VirtualHands(Hands):
                     at_s = engine.free_at_s
         return at_s
 
-    def refresh(self, instance: int) -> Figures:
+    def refresh(self, instance: int) -> SchedulerStats:
         engines = self._on[instance]
         if not engines:
             return NOTHING
@@ -72,7 +72,7 @@ class VirtualHands(Hands):
         if not self.world.machine.lanes.running[instance]:
             for engine in engines:
                 self._due.setdefault(engine.index, engine)
-        return Figures(free_s, queued, used, running)
+        return SchedulerStats(free_s, queued, used, running)
 
     # -- spans --------------------------------------------------------------------------------------------------------
 
@@ -80,10 +80,10 @@ class VirtualHands(Hands):
         self.chunked += entry.index == 1
         factor = self.noise.factor()
         for member in (entry, *entry.along):
-            member.driver = SpanRun(factor)
+            member.driver = SimulatedSpan(factor)
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        run: SpanRun = entry.driver
+        run: SimulatedSpan = entry.driver
         since = self._paused_s.pop(entry.owner, now)
         for i in entry.group:
             self.world.bar("pause", i, since, entry.owner)
@@ -92,19 +92,19 @@ class VirtualHands(Hands):
         due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
         for member in (entry, *entry.along):
             member.driver.began_s, member.driver.due_s = now, due_s
-            trip: Trip = member.journey.driver
+            trip: SimRequest = member.journey.driver
             if trip.scheduled_s is None:
                 trip.scheduled_s = now
         self.spans += 1
         self.world.push(due_s, SPAN, ("done", entry, run.serial))
 
     def pause(self, entry: SpanEntry, now: float) -> None:
-        run: SpanRun = entry.driver
+        run: SimulatedSpan = entry.driver
         nodes = len({self.spec.instances[i].node for i in entry.group})
         at = edges(self.spec, entry.span, nodes)
         at_s, tokens, layer = run.pause_at(entry, now, at)
         if at_s >= run.due_s:
-            raise Impossible(f"{entry.owner} is in its last layer")
+            raise ActionImpossible(f"{entry.owner} is in its last layer")
         run.serial += 1
         run.due_s = at_s
         self.world.push(at_s, SPAN, ("pause", entry, run.serial, at, tokens, layer))
@@ -119,25 +119,27 @@ class VirtualHands(Hands):
 
     # -- schedulers ---------------------------------------------------------------------------------------------------
 
-    def _engine(self, group: tuple[int, ...]) -> Engine:
+    def _engine(self, group: tuple[int, ...]) -> SimulatedInstance:
         engine = self.engines.get(group)
         if engine is None:
             world, index = self.world, len(self.engines)
             spec = self.spec.engine([world.book.instances[i] for i in group])
             noise = NoiseSource(world.how.noise, f"noise {world.how.seed} {group}")
             fast = world.how.fast_forward and spec.config.stages == 1
-            engine = self.engines[group] = Engine(index, group, Replica(index, spec, noise, fast, None))
+            engine = self.engines[group] = SimulatedInstance(
+                index, group, SimulatedEngine(index, spec, noise, fast, None)
+            )
             for i in group:
                 self._on[i].append(engine)
         return engine
 
-    def _cut(self, engine: Engine, now: float) -> None:
+    def _cut(self, engine: SimulatedInstance, now: float) -> None:
         """Somebody comes or leaves: decodes that were repeated end with the step that is under way."""
         again = engine.replica.cut(now)
         if again is not None:
             self.world.push(again[0], STEP, (engine, again[1]))
 
-    def enter(self, journey: Journey, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         engine, trip = self._engine(group), journey.driver
         self._cut(engine, now)
         track = trip.stay(phase)
@@ -145,7 +147,7 @@ class VirtualHands(Hands):
         trip.track = track
         self._due[engine.index] = engine
 
-    def leave(self, journey: Journey, why: str, now: float) -> int:
+    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
         engine, trip = self._engine(journey.group), journey.driver
         self._cut(engine, now)
         engine.drop(journey.request.id, now, why)
@@ -153,7 +155,7 @@ class VirtualHands(Hands):
         trip.take(trip.track)
         return len(trip.times)
 
-    def stepped(self, engine: Engine) -> None:
+    def stepped(self, engine: SimulatedInstance) -> None:
         """An iteration has ended there."""
         self._due[engine.index] = engine
 
@@ -168,14 +170,14 @@ class VirtualHands(Hands):
                     self.world.pumped(engine, at_s, batch)
         self._due.clear()
 
-    def _may_run(self, engine: Engine) -> bool:
+    def _may_run(self, engine: SimulatedInstance) -> bool:
         """A span that runs alone on one of its instances stops a scheduler at its next iteration."""
         running = self.world.machine.lanes.running
         return all((run := running[i]) is None or run.beside for i in engine.group)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
-    def send(self, piece: Piece, now: float) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         """What is sent while it is computed cannot be there before its last layer is. The accelerators' cards of an
         instance send together."""
         shape, instances = self.spec.shape, self.world.book.instances
@@ -189,7 +191,7 @@ class VirtualHands(Hands):
             computed_s = entry.driver.due_s
         self.world.push(max(now + send_s, computed_s + send_s / max(1, shape.layers)), SENT, piece)
 
-    def too_early(self, piece: Piece) -> bool:
+    def too_early(self, piece: KvSlice) -> bool:
         """Whether a piece has to wait for the end of the span that computes it (which was paused): it will be sent on
         then."""
         entry = piece.entry
@@ -200,18 +202,18 @@ class VirtualHands(Hands):
 
     def send_late(self, entry: SpanEntry, now: float) -> None:
         """What has waited for a span's end goes on."""
-        run: SpanRun = entry.driver
+        run: SimulatedSpan = entry.driver
         for piece in run.late:
             self.world.push(now + piece.driver / self.spec.shape.layers, SENT, piece)
         run.late = []
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def forget(self, journey: Journey, why: str | None, now: float) -> None:
+    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         for entry in journey.entries:
             self.send_late(entry, now)
         self._paused_s.pop(journey.request.id, None)
-        trip: Trip = journey.driver
+        trip: SimRequest = journey.driver
         trip.ended_s, trip.error = now, why
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
@@ -240,4 +242,4 @@ class VirtualHands(Hands):
                 self._since[i] = self.world.now
 
 
-NOTHING = Figures()
+NOTHING = SchedulerStats()

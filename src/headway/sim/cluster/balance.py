@@ -7,7 +7,7 @@ layer's, and of every other layer what exceeds that part.
 
 from __future__ import annotations
 
-from headway.perf.hardware.links import Link
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.shapes import ModelShape
 
 CONNECTED_SHARE = 0.5
@@ -21,7 +21,7 @@ def balance_bytes(shape: ModelShape, past: int, before: int, after: int) -> floa
     return past * shape.kv_bytes_per_token / after
 
 
-def exposed_s(shape: ModelShape, link: Link, past: int, before: int, after: int, chunk_s: float) -> float:
+def exposed_s(shape: ModelShape, link: NetworkLink, past: int, before: int, after: int, chunk_s: float) -> float:
     """Seconds that balancing adds to a chunk of `chunk_s` seconds.
 
     The senders are the limit: `before` instances send what `after - before` receive.

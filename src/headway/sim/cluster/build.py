@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import Accelerator
+from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.links import link
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupLatency
-from headway.perf.latency.layout import Layout
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.ring import RingLatency
 from headway.perf.latency.sharded_decode import ShardedDecode
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.placement.base import Placement
+from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.registry import make_placement
-from headway.policy.placement.view import Instance, Links
+from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.sim.build import config_of, latency_of, named, run_of
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
@@ -50,7 +50,7 @@ def run_cluster(
     )
 
 
-def placement_of(scenario: Scenario, spec: ClusterSpec) -> Placement:
+def placement_of(scenario: Scenario, spec: ClusterSpec) -> PlacementPolicy:
     """The policy that the scenario names, told what the simulator itself predicts spans by."""
     name = scenario.cluster.placement
     if name is None:
@@ -65,7 +65,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     decoding = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
     configs = {"decode": decoding, "mixed": config_of(scenario), "prefill": config_of(scenario)}
-    instances: list[Instance] = []
+    instances: list[ClusterInstance] = []
     pools: list[PoolSection] = []
     node = 0
     for pool in cluster.pools:
@@ -77,18 +77,18 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
                 node += 1
             pools.append(pool)
             instances.append(
-                Instance(
+                ClusterInstance(
                     id=len(instances), node=node, role=pool.role, tp=pool.tp, stages=pool.stages, capacity=kv_tokens
                 )
             )
         node += 1
-    layouts = {(p.tp, p.stages): Layout(tp=p.tp, stages=p.stages) for p in cluster.pools}
+    layouts = {(p.tp, p.stages): ParallelLayout(tp=p.tp, stages=p.stages) for p in cluster.pools}
     models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
     lead = next((p for p in cluster.pools if p.role != "decode"), cluster.pools[0])
-    links = Links(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
+    links = ClusterLinks(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
     ring = RingLatency(models[lead.tp, lead.stages], shape, links.inside, links.across, lead.tp)
 
-    def engine(group: Sequence[Instance]) -> InstanceSpec:
+    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
         head = group[0]
         config = configs[head.role]
         if config.stages != head.stages:
@@ -117,7 +117,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
 
 
 def _spans(
-    scenario: Scenario, ring: RingLatency, device: Accelerator, shape: ModelShape, lead: PoolSection
+    scenario: Scenario, ring: RingLatency, device: AcceleratorSpec, shape: ModelShape, lead: PoolSection
 ) -> GroupLatency:
     section = scenario.cluster.spans
     if section.source == "ring":
@@ -135,12 +135,17 @@ def _spans(
 
 
 def _kv_tokens(
-    scenario: Scenario, device: Accelerator, shape: ModelShape, pool: PoolSection, config: SchedulerConfig, longest: int
+    scenario: Scenario,
+    device: AcceleratorSpec,
+    shape: ModelShape,
+    pool: PoolSection,
+    config: SchedulerConfig,
+    longest: int,
 ) -> int:
     """What memory leaves beside weights and activations of chunks of `max_num_batched_tokens`."""
     if scenario.memory.kv_tokens is not None:
         return scenario.memory.kv_tokens
-    layout = Layout(tp=pool.tp, stages=pool.stages)
+    layout = ParallelLayout(tp=pool.tp, stages=pool.stages)
     chunked = replace(config, chunking="static:8192") if config.chunking == "whole" else config
     needed = longest if pool.role == "decode" else 1
     return plan_memory(device, shape, layout, chunked, (1, needed), scenario.memory.utilisation).kv_tokens

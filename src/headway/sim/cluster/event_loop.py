@@ -14,19 +14,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headway.control.controller import Machine
-from headway.control.decision_log import Recorded, Sink
+from headway.control.controller import ClusterController
+from headway.control.decision_log import RecordingController, Sink
 from headway.control.queue_entries import SpanEntry
-from headway.control.transfer_queue import Piece
+from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request, Slo
-from headway.perf.latency.pause_points import Edges
-from headway.policy.placement.base import Placement
-from headway.policy.placement.view import ClusterBook
-from headway.sim.cluster.backend import VirtualHands
-from headway.sim.cluster.instance import Engine
-from headway.sim.cluster.request import Trip
-from headway.sim.cluster.result import Bar, BarKind, ClusterResult
-from headway.sim.cluster.spans import SpanRun
+from headway.perf.latency.pause_points import PausePoints
+from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.view import ClusterState
+from headway.sim.cluster.backend import SimulatedBackend
+from headway.sim.cluster.instance import SimulatedInstance
+from headway.sim.cluster.request import SimRequest
+from headway.sim.cluster.result import BarKind, ClusterResult, GanttBar
+from headway.sim.cluster.spans import SimulatedSpan
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.event_loop import Told
 from headway.sim.metrics import NO_TARGETS
@@ -40,7 +40,7 @@ NEVER = float("inf")
 
 def simulate_cluster(
     spec: ClusterSpec,
-    placement: Placement,
+    placement: PlacementPolicy,
     workload: Iterable[TraceRequest],
     run: RunSpec = RunSpec(),  # noqa: B008 - frozen
     *,
@@ -53,17 +53,19 @@ def simulate_cluster(
 
     stopwatch: read around every call of the policy. record: takes a log of all that happens (`control.decision_log`).
     """
-    world = World(spec, placement, sorted(workload, key=lambda r: r.arrival_s), run, keep_bars, stopwatch, record)
+    world = ClusterWorld(
+        spec, placement, sorted(workload, key=lambda r: r.arrival_s), run, keep_bars, stopwatch, record
+    )
     return world.run(told)
 
 
-class World:
+class ClusterWorld:
     """One run: lets time pass for a machine's hands."""
 
     def __init__(
         self,
         spec: ClusterSpec,
-        placement: Placement,
+        placement: PlacementPolicy,
         workload: list[TraceRequest],
         run: RunSpec,
         keep_bars: bool = False,
@@ -71,20 +73,20 @@ class World:
         record: Sink | None = None,
     ) -> None:
         self.spec, self.how = spec, run
-        self.book = ClusterBook(spec.instances, spec.links)
+        self.book = ClusterState(spec.instances, spec.links)
         self.end_s = run.window_s if run.window_s is not None else NEVER
         self.arrivals = [request for request in workload if request.arrival_s < self.end_s]
         self.now = 0.0
-        self.trips: list[Trip] = []
-        self.bars: list[Bar] | None = [] if keep_bars else None
+        self.trips: list[SimRequest] = []
+        self.bars: list[GanttBar] | None = [] if keep_bars else None
         self.paused = 0
         self._heap: list[tuple[float, int, int, Any]] = []
         self._serial = 0
         self._batching: dict[int, tuple[float, int]] = {}
         self._timer_s = NEVER
         self._patience = random.Random(f"patience {run.seed}")
-        self.hands = VirtualHands(self)
-        self.machine = (Machine if record is None else partial(Recorded, sink=record))(
+        self.hands = SimulatedBackend(self)
+        self.machine = (ClusterController if record is None else partial(RecordingController, sink=record))(
             self.book,
             self.hands,
             placement,
@@ -148,7 +150,7 @@ class World:
             self._timer_s = max(wake_s, self.now)
             self.push(self._timer_s, TIMER, self._timer_s)
 
-    def pumped(self, engine: Engine, at_s: float, batch: int) -> None:
+    def pumped(self, engine: SimulatedInstance, at_s: float, batch: int) -> None:
         """A batch has begun (-1: stage 0 will be free): come back then."""
         if self.bars is not None and batch >= 0:
             self._batching[engine.index] = (self.now, self._batching.get(engine.index, (0.0, -1))[1])
@@ -167,7 +169,7 @@ class World:
             cached_tokens=max(0, min(source.cached_tokens, source.prompt_tokens - 1)),
             slo=Slo(ttft_s=targets.ttft_s, tbt_s=targets.tbt_s) if how.told else Slo(),
         )
-        trip = Trip(request, source)
+        trip = SimRequest(request, source)
         self.trips.append(trip)
         journey = self.machine.arrive(request, self.now, trip)
         waits = [] if how.timeout_s is None else [(how.timeout_s, "timeout")]
@@ -183,13 +185,13 @@ class World:
         for member in (*entry.along, entry):
             self.hands.send_late(member, self.now)
             if member.last and not member.journey.ended:
-                trip: Trip = member.journey.driver
+                trip: SimRequest = member.journey.driver
                 trip.times.append(self.now)
                 if trip.left <= 0:
                     over.add(member.owner)
         self.machine.span_done(entry, self.now, over)
 
-    def _span_paused(self, entry: SpanEntry, edges: Edges, tokens: int, layer: int) -> None:
+    def _span_paused(self, entry: SpanEntry, edges: PausePoints, tokens: int, layer: int) -> None:
         self._count(entry, "span")
         self.paused += 1
         self.hands.paused(entry, self.now)
@@ -200,29 +202,29 @@ class World:
 
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
         """A span runs no longer."""
-        run: SpanRun = entry.driver
+        run: SimulatedSpan = entry.driver
         self.hands.occupy(entry.group, -1)
         for i in entry.group:
             self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
 
-    def _step(self, engine: Engine, batch: int) -> None:
+    def _step(self, engine: SimulatedInstance, batch: int) -> None:
         if batch >= 0 and engine.replica.flying(batch):
             self._batch_bar(engine)
             self.hands.occupy(engine.group, -1)
             for track in engine.complete(batch, self.now):
                 journey = self.machine.journeys[track.request.id]
-                trip: Trip = journey.driver
+                trip: SimRequest = journey.driver
                 trip.take(track)
                 self.machine.stayed(journey, len(trip.times), trip.left <= 0, self.now)
         self.hands.stepped(engine)
         self.machine.changed(engine.group, self.now)
 
-    def _sent(self, piece: Piece) -> None:
+    def _sent(self, piece: KvSlice) -> None:
         if not self.hands.too_early(piece):
             self.bar("transfer", piece.source, piece.began_s, piece.request, f"to {piece.target}")
             self.machine.sent(piece, self.now)
 
-    def _batch_bar(self, engine: Engine) -> None:
+    def _batch_bar(self, engine: SimulatedInstance) -> None:
         """A batch ends; batches without a break between them are one bar."""
         if self.bars is None:
             return
@@ -230,16 +232,16 @@ class World:
         group = engine.group
         if last >= 0 and self.bars[last].end_s == since:
             first = self.bars[last].start_s
-            self.bars[last : last + len(group)] = [Bar("batch", i, first, self.now, "") for i in group]
+            self.bars[last : last + len(group)] = [GanttBar("batch", i, first, self.now, "") for i in group]
         else:
             last = len(self.bars)
-            self.bars += [Bar("batch", i, since, self.now, "") for i in group]
+            self.bars += [GanttBar("batch", i, since, self.now, "") for i in group]
         self._batching[engine.index] = (self.now, last)
 
     def bar(self, kind: BarKind, instance: int, start_s: float, request: str, note: str = "") -> None:
         """Keep a bar that ends now."""
         if self.bars is not None and self.now > start_s:
-            self.bars.append(Bar(kind, instance, start_s, self.now, request, note))
+            self.bars.append(GanttBar(kind, instance, start_s, self.now, request, note))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from headway.core.request import Request
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.sim.decode_cohorts import Track
-from headway.sim.replica import Replica
+from headway.sim.decode_cohorts import DecodeTrack
+from headway.sim.replica import SimulatedEngine
 
 FOREVER = float("inf")
 
 
-class Engine:
+class SimulatedInstance:
     """`stays`: unfinished requests. free_at_s: when the prefills in it are expected to be done, anchored anew whenever
     one advances; queued: the tokens of those that are not complete."""
 
-    def __init__(self, index: int, group: tuple[int, ...], replica: Replica) -> None:
+    def __init__(self, index: int, group: tuple[int, ...], replica: SimulatedEngine) -> None:
         self.index, self.group, self.replica = index, group, replica
-        self.stays: dict[str, Track] = {}
+        self.stays: dict[str, DecodeTrack] = {}
         self.free_at_s = 0.0
         self._prefills: dict[str, tuple[int, float]] = {}
         self.queued = 0
         self._waiting_s = 0.0
         self._times = PrefillCache(replica.spec.latency, replica.spec.config.t_target_s)
 
-    def add(self, track: Track, now: float) -> None:
+    def add(self, track: DecodeTrack, now: float) -> None:
         """Raises RequestError when it can never be served there."""
         self.replica.add(track, now)
         name, request = track.request.id, track.request
@@ -41,7 +41,7 @@ class Engine:
             return tokens, 0.0
         return tokens, self._times.remaining_s(request.prompt_tokens, request.cached_tokens)
 
-    def drop(self, name: str, now: float, error: str) -> Track | None:
+    def drop(self, name: str, now: float, error: str) -> DecodeTrack | None:
         """The request leaves, at once or when its batch is done; its track, with the tokens that it got."""
         track = self.stays.pop(name, None)
         if track is not None:
@@ -49,7 +49,7 @@ class Engine:
             self.replica.abort(track, now, error)
         return track
 
-    def complete(self, batch: int, now: float) -> list[Track]:
+    def complete(self, batch: int, now: float) -> list[DecodeTrack]:
         """A batch is done; the tracks that have ended with it."""
         for name, done, last in self.replica.prompts(batch):
             self._prefilled(name, now) if last else self._advanced(name, done, now)

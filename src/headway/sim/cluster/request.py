@@ -6,20 +6,20 @@ import msgspec
 
 from headway.core.request import Request
 from headway.core.span import Phase
-from headway.sim.decode_cohorts import Track
+from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.records import record_of
 from headway.sim.workload import TraceRequest
 
 
-class Trip:
+class SimRequest:
     """`track`: its stay in a scheduler, if any."""
 
     __slots__ = ("ended_s", "error", "request", "scheduled_s", "source", "times", "track")
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request, self.source = request, source
-        self.track: Track | None = None
+        self.track: DecodeTrack | None = None
         self.times: list[float] = []
         self.scheduled_s: float | None = None
         self.ended_s: float | None = None
@@ -30,7 +30,7 @@ class Trip:
         """Output tokens that are missing, as of the last time that a stay ended."""
         return max(1, self.source.output_tokens) - len(self.times)
 
-    def stay(self, phase: Phase) -> Track:
+    def stay(self, phase: Phase) -> DecodeTrack:
         """The request as a scheduler sees it. In a decode stay all KV but that of the last token is there, so that its
         first iteration is a chunk of one token: a decode step in all but name."""
         request, left = self.request, self.left
@@ -45,9 +45,9 @@ class Trip:
                 max_output_tokens=max(1, request.max_output_tokens - len(self.times)),
             )
         source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass)
-        return Track(request, source)
+        return DecodeTrack(request, source)
 
-    def take(self, track: Track) -> None:
+    def take(self, track: DecodeTrack) -> None:
         """A stay has ended: its token times are this request's."""
         track.settle()
         self.times += track.times

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from headway.policy.placement.view import Instance
+from headway.policy.placement.view import ClusterInstance
 from headway.sim.result import SimResult
 
 BarKind = Literal["span", "hold", "pause", "transfer", "batch"]
 
 
-class Bar(NamedTuple):
+class GanttBar(NamedTuple):
     """Something that took time on an instance. A transfer's instance is its sender, and `note` says where to. `batch`:
     its scheduler computed without a break; no request is named."""
 
@@ -29,8 +29,8 @@ class ClusterResult:
     refused: actions that were. decision_s: seconds that each call of the policy took, where a stopwatch was given."""
 
     sim: SimResult
-    instances: tuple[Instance, ...] = ()
-    bars: tuple[Bar, ...] = ()
+    instances: tuple[ClusterInstance, ...] = ()
+    bars: tuple[GanttBar, ...] = ()
     spans: int = 0
     chunked: int = 0
     paused: int = 0

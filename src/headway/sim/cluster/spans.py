@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 
 from headway.control.queue_entries import SpanEntry
-from headway.control.transfer_queue import Piece
+from headway.control.transfer_queue import KvSlice
 from headway.core.span import Span
 from headway.perf.latency.groups import GroupShape, batch_s
-from headway.perf.latency.pause_points import Edges, edges_of
+from headway.perf.latency.pause_points import PausePoints, edges_of
 from headway.sim.cluster.balance import exposed_s
 from headway.sim.cluster.spec import ClusterSpec
 
 
-class SpanRun:
+class SimulatedSpan:
     """The driver's part of an entry. `factor`: what is really taken over what was predicted (noise). late: pieces that
     have been sent but for what it has still to compute."""
 
@@ -25,9 +25,9 @@ class SpanRun:
         self.began_s = -1.0
         self.due_s = math.inf
         self.serial = 0
-        self.late: list[Piece] = []
+        self.late: list[KvSlice] = []
 
-    def pause_at(self, entry: SpanEntry, now: float, edges: Edges) -> tuple[float, int, int]:
+    def pause_at(self, entry: SpanEntry, now: float, edges: PausePoints) -> tuple[float, int, int]:
         """(time, first token of the piece, layer) of the next edge of a run that began at `began_s`."""
         whole_s, begun = entry.predicted_s * self.factor, self.began_s + entry.extra_s
         if whole_s <= 0 or now <= begun:
@@ -36,7 +36,7 @@ class SpanRun:
         return min(self.due_s, begun + after_s), tokens, layer
 
 
-def edges(spec: ClusterSpec, span: Span, nodes: int) -> Edges:
+def edges(spec: ClusterSpec, span: Span, nodes: int) -> PausePoints:
     """Where a span can be paused."""
     shape = GroupShape(len(span.group), nodes, span.strategy)
     return edges_of(spec.spans, span.start, span.end, shape, spec.rows, spec.shape.layers)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import Instance, Links
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.sim.spec import InstanceSpec
 
 
@@ -24,20 +24,20 @@ class ClusterSpec:
     overlap with computing (Tetris §4.1).
     """
 
-    instances: tuple[Instance, ...]
-    engine: Callable[[Sequence[Instance]], InstanceSpec]
+    instances: tuple[ClusterInstance, ...]
+    engine: Callable[[Sequence[ClusterInstance]], InstanceSpec]
     spans: GroupLatency
     shape: ModelShape
-    links: Links
+    links: ClusterLinks
     backends: int = 16
     rows: int = 0
     handshake: str = "handshake"
     balance: bool = True
 
     @property
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> PolicyContext:
         """What a policy is told, unless it is to be wrong: what the simulator itself goes by."""
-        return Surroundings(latency=self.spans, shape=self.shape, rows=self.rows)
+        return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows)
 
     def __post_init__(self) -> None:
         if not self.instances:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headway.policy.placement.view import Instance
-from headway.sim.cluster.result import Bar
+from headway.policy.placement.view import ClusterInstance
+from headway.sim.cluster.result import GanttBar
 from headway.sim.report.style import BAND, COLOURS, FAINT, INK, house_style, new_figure
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ MOST_BARS = 20_000
 """Bars that a picture shows; what begins later is left out, and the picture says so."""
 
 
-def shown(bars: Sequence[Bar], until_s: float | None) -> tuple[list[Bar], float]:
+def shown(bars: Sequence[GanttBar], until_s: float | None) -> tuple[list[GanttBar], float]:
     """The bars that a picture shows, and where its time axis ends."""
     chosen = sorted((b for b in bars if until_s is None or b.start_s < until_s), key=lambda b: (b.start_s, b.instance))
     chosen = chosen[:MOST_BARS]
@@ -24,14 +24,14 @@ def shown(bars: Sequence[Bar], until_s: float | None) -> tuple[list[Bar], float]
     return chosen, min(end_s, until_s) if until_s is not None else end_s
 
 
-def colours(bars: Sequence[Bar]) -> dict[str, str]:
+def colours(bars: Sequence[GanttBar]) -> dict[str, str]:
     """A colour a request, in order of first appearance; neighbours differ."""
     names = dict.fromkeys(bar.request for bar in bars if bar.kind == "span")
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
 
 def gantt_figure(
-    bars: Sequence[Bar], instances: Sequence[Instance], title: str = "", until_s: float | None = None
+    bars: Sequence[GanttBar], instances: Sequence[ClusterInstance], title: str = "", until_s: float | None = None
 ) -> Figure:
     """One row an instance, nodes apart. Spans are coloured by request and named where there is room; batches of an
     instance's scheduler are grey, holds and pauses outlines, transfers thin lines under their sender."""

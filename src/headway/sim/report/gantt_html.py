@@ -6,8 +6,8 @@ import html
 import json
 from collections.abc import Sequence
 
-from headway.policy.placement.view import Instance
-from headway.sim.cluster.result import Bar
+from headway.policy.placement.view import ClusterInstance
+from headway.sim.cluster.result import GanttBar
 from headway.sim.report.gantt import colours, shown
 from headway.sim.report.style import BAND, FAINT, INK
 
@@ -55,7 +55,7 @@ onresize=draw;draw();
 
 
 def gantt_page(
-    bars: Sequence[Bar], instances: Sequence[Instance], title: str = "", until_s: float | None = None
+    bars: Sequence[GanttBar], instances: Sequence[ClusterInstance], title: str = "", until_s: float | None = None
 ) -> str:
     """The page's text. Names from a scenario are escaped."""
     chosen, end_s = shown(bars, until_s)

@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Slice:
+class StageSlice:
     """One part of one batch on one stage: seconds on the log's clock."""
 
     batch: int
@@ -42,7 +42,7 @@ class Slice:
 
 
 @dataclass
-class _Life:
+class _RequestSpan:
     arrival_s: float
     prompt: int
     first_chunk_s: float | None = None
@@ -51,7 +51,7 @@ class _Life:
 
 
 @dataclass(frozen=True)
-class Joined:
+class GroupJoined:
     """A group took over a request from token `start` on."""
 
     group: int
@@ -61,12 +61,12 @@ class Joined:
 
 
 @dataclass
-class Timeline:
+class LiveTimeline:
     """What stages did, and what became of requests."""
 
-    slices: list[Slice] = field(default_factory=list)
-    requests: dict[str, _Life] = field(default_factory=dict)
-    joins: list[Joined] = field(default_factory=list)
+    slices: list[StageSlice] = field(default_factory=list)
+    requests: dict[str, _RequestSpan] = field(default_factory=dict)
+    joins: list[GroupJoined] = field(default_factory=list)
 
     def both_share(self, request: str, group: int = 0) -> float:
         """While chunks of a request were computed by any stage of a group, the share of the time in which all of them
@@ -84,13 +84,13 @@ class Timeline:
         return sum(stop - start for start, stop in common) / (end - begin)
 
 
-def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline:
+def timeline(events: Iterable[Mapping[str, Any]]) -> LiveTimeline:
     """Gather what a log says of stages. ConfigError when it says nothing of them (another version's)."""
-    told = Timeline()
+    told = LiveTimeline()
     for event in events:
         kind = event.get("event")
         if kind == "add":
-            told.requests[event["request"]] = _Life(event["arrival_s"], event["prompt"])
+            told.requests[event["request"]] = _RequestSpan(event["arrival_s"], event["prompt"])
         elif kind == "abort" and event["request"] in told.requests:
             life = told.requests[event["request"]]
             life.end_s, life.error = event["at_s"], "aborted"
@@ -101,7 +101,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline:
     return told
 
 
-def live_trace_events(told: Timeline) -> dict[str, Any]:
+def live_trace_events(told: LiveTimeline) -> dict[str, Any]:
     """The JSON object that Perfetto and chrome://tracing load."""
     times = [one.start_s for one in told.slices] + [life.arrival_s for life in told.requests.values()]
     zero = min(times, default=0.0)
@@ -111,18 +111,18 @@ def live_trace_events(told: Timeline) -> dict[str, Any]:
     }
 
 
-def _add(told: Timeline, event: Mapping[str, Any]) -> None:
+def _add(told: LiveTimeline, event: Mapping[str, Any]) -> None:
     assisted: dict[int, int] = {}
     for group, _, rows, _ in event.get("assists", ()):
         assisted[group] = assisted.get(group, 0) + rows
     begun = {group: stages[0][0] for group, _, _, stages in event["parts"] if stages}
     for group, request, start in event.get("joins", ()):
-        told.joins.append(Joined(group, request, start, begun.get(group, event["at_s"])))
+        told.joins.append(GroupJoined(group, request, start, begun.get(group, event["at_s"])))
     for group, decodes, chunks, stages in event["parts"]:
         held = tuple((name, start, tokens) for name, start, tokens in chunks)
         for stage, (start_s, end_s) in enumerate(stages):
             told.slices.append(
-                Slice(
+                StageSlice(
                     event["id"],
                     group,
                     stage,
@@ -158,7 +158,7 @@ def _meet(left: list[Interval], right: list[Interval]) -> list[Interval]:
     return result
 
 
-def _names(told: Timeline) -> Iterator[dict[str, Any]]:
+def _names(told: LiveTimeline) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", REQUESTS, 0, "requests")
     for group, stage in sorted({(one.group, one.stage) for one in told.slices}):
         yield _meta("process_name", group + 1, 0, f"group {group}")
@@ -169,7 +169,7 @@ def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _batches(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
+def _batches(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
     for one in told.slices:
         chunks = ", ".join(f"{name}[{start}:{start + tokens}]" for name, start, tokens in one.chunks)
         yield {
@@ -184,7 +184,7 @@ def _batches(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def _joins(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
+def _joins(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
     for join in told.joins:
         yield {
             "ph": "i",
@@ -197,7 +197,7 @@ def _joins(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def _requests(told: Timeline, zero: float) -> Iterator[dict[str, Any]]:
+def _requests(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
     last = max((one.end_s for one in told.slices), default=zero)
     for name, life in told.requests.items():
         common = {"cat": "request", "id": name, "pid": REQUESTS, "tid": 0, "name": name}

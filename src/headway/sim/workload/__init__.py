@@ -4,6 +4,6 @@ Torch-free and clock-free; all randomness comes from a numpy Generator that the 
 simulator take the same `TraceRequest`s.
 """
 
-from headway.sim.workload.request import Trace, TraceError, TraceRequest
+from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
 
-__all__ = ["Trace", "TraceError", "TraceRequest"]
+__all__ = ["RequestTrace", "TraceError", "TraceRequest"]

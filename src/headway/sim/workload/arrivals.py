@@ -13,7 +13,7 @@ from headway.core.errors import ConfigError
 Times = NDArray[np.float64]
 
 
-class Arrivals(Protocol):
+class ArrivalProcess(Protocol):
     """An arrival process. Called once per workload, with the caller's generator."""
 
     def times(self, rng: np.random.Generator, count: int) -> Times:
@@ -26,7 +26,7 @@ def _from_gaps(gaps: Times) -> Times:
 
 
 @dataclass(frozen=True)
-class Poisson:
+class PoissonArrivals:
     """Independent arrivals at a mean rate (requests per second)."""
 
     rate_rps: float
@@ -37,7 +37,7 @@ class Poisson:
 
 
 @dataclass(frozen=True)
-class Gamma:
+class GammaArrivals:
     """Gamma-distributed gaps with a coefficient of variation: 1 is Poisson, above it arrivals come in bursts."""
 
     rate_rps: float
@@ -50,7 +50,7 @@ class Gamma:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantArrivals:
     """One arrival every 1 / rate seconds."""
 
     rate_rps: float
@@ -60,16 +60,16 @@ class Constant:
         return np.arange(count, dtype=np.float64) / self.rate_rps
 
 
-def arrivals(kind: str, rate_rps: float, cv: float = 1.0) -> Arrivals:
+def arrivals(kind: str, rate_rps: float, cv: float = 1.0) -> ArrivalProcess:
     """By name: poisson, gamma, constant. ConfigError names what is wrong."""
     if not 0 < rate_rps < float("inf"):
         raise ConfigError(f"the arrival rate is {rate_rps}; it must be above 0 requests per second")
     if not 0 < cv < float("inf"):
         raise ConfigError(f"the arrivals' coefficient of variation is {cv}; it must be above 0")
     if kind == "poisson":
-        return Poisson(rate_rps)
+        return PoissonArrivals(rate_rps)
     if kind == "gamma":
-        return Gamma(rate_rps, cv)
+        return GammaArrivals(rate_rps, cv)
     if kind == "constant":
-        return Constant(rate_rps)
+        return ConstantArrivals(rate_rps)
     raise ConfigError(f"unknown arrivals {kind!r}; known are poisson, gamma, constant")

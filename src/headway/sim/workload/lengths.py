@@ -17,7 +17,7 @@ MOST = 1e12
 """No request is longer than this."""
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """A distribution of lengths. Each sample takes a fixed number of draws, so that seeds stay comparable."""
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
@@ -29,7 +29,7 @@ def _whole(values: NDArray[np.float64]) -> Counts:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedLengths:
     """Always the same."""
 
     tokens: int
@@ -40,7 +40,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformLengths:
     """Every length from `low` to `high`, both included, equally likely."""
 
     low: int
@@ -52,7 +52,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class LogNormal:
+class LogNormalLengths:
     """ln X ~ Normal(mu, sigma), given that low ≤ X ≤ high (truncated, not clipped: no heap at the ends)."""
 
     mu: float
@@ -61,7 +61,7 @@ class LogNormal:
     high: float = MOST
 
     @classmethod
-    def of(cls, median: float, p90: float, low: float = 1.0, high: float = MOST) -> LogNormal:
+    def of(cls, median: float, p90: float, low: float = 1.0, high: float = MOST) -> LogNormalLengths:
         """From median and 90th percentile of the law *before* truncation."""
         return cls(math.log(median), math.log(p90 / median) / Z90, low, high)
 
@@ -88,7 +88,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
-class Quantiles:
+class QuantileLengths:
     """A law given by its quantiles, log-linear between them: how a measured distribution is kept small.
 
     `points` are (share in 0 … 1, tokens), ascending, from share 0 to share 1.
@@ -103,7 +103,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True)
-class Empirical:
+class EmpiricalLengths:
     """Drawn with replacement from measured lengths."""
 
     tokens: tuple[int, ...]
@@ -115,10 +115,10 @@ class Empirical:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureLengths:
     """Each sample from one of several laws, chosen by weight (weights need not sum to one)."""
 
-    parts: tuple[tuple[float, Lengths], ...]
+    parts: tuple[tuple[float, LengthDistribution], ...]
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
         """See Lengths."""

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.sim.workload.arrivals import Arrivals
-from headway.sim.workload.lengths import Lengths, LogNormal, Quantiles, Uniform
+from headway.sim.workload.arrivals import ArrivalProcess
+from headway.sim.workload.lengths import LengthDistribution, LogNormalLengths, QuantileLengths, UniformLengths
 from headway.sim.workload.request import TraceRequest
 
 _SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
 
 
-def _quantiles(*tokens: float) -> Quantiles:
+def _quantiles(*tokens: float) -> QuantileLengths:
     """From the minimum, P1, P5, P10, P25, P50, P75, P90, P95, P99 and the maximum."""
-    return Quantiles(tuple(zip(_SHARES, tokens, strict=True)))
+    return QuantileLengths(tuple(zip(_SHARES, tokens, strict=True)))
 
 
 SHAREGPT_IN = _quantiles(1, 12, 29, 74, 580, 1730, 3734, 5696, 6563, 7433, 8141)
@@ -28,30 +28,30 @@ AZURE_CONV_IN = _quantiles(2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 1
 AZURE_CONV_OUT = _quantiles(7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000)
 MOONCAKE_IN = _quantiles(891, 894, 901, 974, 2414, 7284, 15694, 27991, 40369, 89868, 124847)
 MOONCAKE_OUT = _quantiles(1, 3, 10, 24, 155, 356, 476, 606, 712, 1168, 2000)
-SWE_IN = LogNormal(14.108, 1.9897, 100_000, 1_000_000)
-SWE_2M_IN = LogNormal(14.801, 1.9897, 200_000, 2_000_000)
-SWE_OUT = LogNormal(6.25, 0.3469)
+SWE_IN = LogNormalLengths(14.108, 1.9897, 100_000, 1_000_000)
+SWE_2M_IN = LogNormalLengths(14.801, 1.9897, 200_000, 2_000_000)
+SWE_OUT = LogNormalLengths(6.25, 0.3469)
 
 
 @dataclass(frozen=True)
-class Part:
+class MixPart:
     """One kind of request in a mix: its share of all requests, its class, its lengths."""
 
     share: float
     klass: str
-    prompt: Lengths
-    output: Lengths
+    prompt: LengthDistribution
+    output: LengthDistribution
 
 
 @dataclass(frozen=True)
-class Preset:
+class WorkloadPreset:
     """A named mix."""
 
     about: str
     fitted: str
-    parts: tuple[Part, ...]
+    parts: tuple[MixPart, ...]
 
-    def draw(self, rng: np.random.Generator, arrivals: Arrivals, count: int) -> list[TraceRequest]:
+    def draw(self, rng: np.random.Generator, arrivals: ArrivalProcess, count: int) -> list[TraceRequest]:
         """`count` requests: times, then kinds, then lengths, all from `rng`."""
         times = arrivals.times(rng, count)
         shares = np.array([part.share for part in self.parts])
@@ -64,61 +64,72 @@ class Preset:
         ]
 
 
-def simple(prompt: Lengths, output: Lengths, klass: str = "") -> Preset:
+def simple(prompt: LengthDistribution, output: LengthDistribution, klass: str = "") -> WorkloadPreset:
     """A mix of one kind, from two distributions."""
-    return Preset("one kind of request", "given", (Part(1.0, klass, prompt, output),))
+    return WorkloadPreset("one kind of request", "given", (MixPart(1.0, klass, prompt, output),))
 
 
 _SHAREGPT = "quantiles of 30,731 ShareGPT conversations cut at 8K (the set of Sarathi-Serve and Medha)"
 _SWE = "prompts: truncated log-normal, exact in the published P50 393K and P90 839K; outputs: P50 518, P90 808"
 _TETRIS = "truncated log-normal with the published minimum, maximum and mean; the cut leaves out 1% of the law"
 
-PRESETS: dict[str, Preset] = {
-    "sharegpt-like": Preset("chats of up to 8K tokens", _SHAREGPT, (Part(1.0, "short", SHAREGPT_IN, SHAREGPT_OUT),)),
-    "azure-conv-like": Preset(
+PRESETS: dict[str, WorkloadPreset] = {
+    "sharegpt-like": WorkloadPreset(
+        "chats of up to 8K tokens", _SHAREGPT, (MixPart(1.0, "short", SHAREGPT_IN, SHAREGPT_OUT),)
+    ),
+    "azure-conv-like": WorkloadPreset(
         "Azure's conversation service, 2023",
         "quantiles of 19,366 requests of one hour",
-        (Part(1.0, "short", AZURE_CONV_IN, AZURE_CONV_OUT),),
+        (MixPart(1.0, "short", AZURE_CONV_IN, AZURE_CONV_OUT),),
     ),
-    "mooncake-like": Preset(
+    "mooncake-like": WorkloadPreset(
         "Kimi's conversations: prompts up to 125K",
         "quantiles of 7,851 requests of 40 minutes",
-        (Part(1.0, "", MOONCAKE_IN, MOONCAKE_OUT),),
+        (MixPart(1.0, "", MOONCAKE_IN, MOONCAKE_OUT),),
     ),
-    "medha-swe": Preset("Medha's long requests, 100K to 1M", _SWE, (Part(1.0, "long", SWE_IN, SWE_OUT),)),
-    "medha-swe-2m": Preset(
+    "medha-swe": WorkloadPreset("Medha's long requests, 100K to 1M", _SWE, (MixPart(1.0, "long", SWE_IN, SWE_OUT),)),
+    "medha-swe-2m": WorkloadPreset(
         "Medha's long requests scaled to 2M tokens (its 3D experiments)",
         f"{_SWE}; prompts twice as long, 200K to 2M",
-        (Part(1.0, "long", SWE_2M_IN, SWE_OUT),),
+        (MixPart(1.0, "long", SWE_2M_IN, SWE_OUT),),
     ),
-    "medha-mix": Preset(
+    "medha-mix": WorkloadPreset(
         "Medha's evaluation: chats and 5% long requests",
         f"chats: {_SHAREGPT}; long: {_SWE}",
-        (Part(0.95, "short", SHAREGPT_IN, SHAREGPT_OUT), Part(0.05, "long", SWE_IN, SWE_OUT)),
+        (MixPart(0.95, "short", SHAREGPT_IN, SHAREGPT_OUT), MixPart(0.05, "long", SWE_IN, SWE_OUT)),
     ),
-    "pecsched-mix": Preset(
+    "pecsched-mix": WorkloadPreset(
         "PecSched's rewriting: Azure's conversations, those above P95 replaced by 100K to 500K",
         "quantiles up to P95 as in azure-conv-like; 5% uniform 100K to 500K, the paper's rule; outputs unchanged",
         (
-            Part(0.95, "short", Quantiles(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT),
-            Part(0.05, "long", Uniform(100_000, 500_000), AZURE_CONV_OUT),
+            MixPart(
+                0.95,
+                "short",
+                QuantileLengths(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])),
+                AZURE_CONV_OUT,
+            ),
+            MixPart(0.05, "long", UniformLengths(100_000, 500_000), AZURE_CONV_OUT),
         ),
     ),
-    "pecsched-short": Preset(
+    "pecsched-short": WorkloadPreset(
         "the short requests of pecsched-mix",
         "quantiles up to P95 as in azure-conv-like",
-        (Part(1.0, "short", Quantiles(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT),),
+        (
+            MixPart(
+                1.0, "short", QuantileLengths(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT
+            ),
+        ),
     ),
-    "pecsched-long": Preset(
+    "pecsched-long": WorkloadPreset(
         "the long requests of pecsched-mix",
         "uniform 100K to 500K, the paper's rule; outputs as in azure-conv-like",
-        (Part(1.0, "long", Uniform(100_000, 500_000), AZURE_CONV_OUT),),
+        (MixPart(1.0, "long", UniformLengths(100_000, 500_000), AZURE_CONV_OUT),),
     ),
     **{
-        f"tetris-{name}": Preset(
+        f"tetris-{name}": WorkloadPreset(
             f"Tetris's {name} trace",
             f"{_TETRIS}; outputs are not published: Mooncake's stand in",
-            (Part(1.0, "", LogNormal(mu, sigma, low, high), MOONCAKE_OUT),),
+            (MixPart(1.0, "", LogNormalLengths(mu, sigma, low, high), MOONCAKE_OUT),),
         )
         for name, mu, sigma, low, high in (
             ("short", 9.8665, 0.6845, 4_000, 95_000),
@@ -129,7 +140,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset(name: str) -> Preset:
+def preset(name: str) -> WorkloadPreset:
     """By name; ConfigError lists the names."""
     if name not in PRESETS:
         raise ConfigError(f"unknown workload preset {name!r}; known are {', '.join(PRESETS)}")

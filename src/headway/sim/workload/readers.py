@@ -21,14 +21,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headway.sim.workload.request import Trace, TraceError, TraceRequest
+from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
 
 Row = Mapping[str, Any]
 _AZURE_ZERO = datetime(2023, 1, 1)  # stamps are UTC; near them, so that floats keep 100 ns
 
 
 @dataclass(frozen=True)
-class Format:
+class TraceFormat:
     """How one kind of file is read: the columns that it must have, and what makes a request of a row."""
 
     columns: tuple[str, ...]
@@ -75,18 +75,18 @@ def _headway(row: Row) -> TraceRequest:
     )
 
 
-FORMATS: dict[str, Format] = {
-    "headway": Format(("arrival_s", "prompt_tokens", "output_tokens"), _headway, "arrival_s"),
-    "azure": Format(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, "TIMESTAMP"),
-    "mooncake": Format(("timestamp", "input_length", "output_length"), _mooncake, "timestamp"),
-    "agents": Format(
+FORMATS: dict[str, TraceFormat] = {
+    "headway": TraceFormat(("arrival_s", "prompt_tokens", "output_tokens"), _headway, "arrival_s"),
+    "azure": TraceFormat(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, "TIMESTAMP"),
+    "mooncake": TraceFormat(("timestamp", "input_length", "output_length"), _mooncake, "timestamp"),
+    "agents": TraceFormat(
         ("conv", "t_s", "input_tokens", "output_tokens", "cached_prefix_tokens"), _agents, "t_s", session_clock=True
     ),
-    "vidur": Format(("num_prefill_tokens", "num_decode_tokens"), _vidur, "arrived_at"),
+    "vidur": TraceFormat(("num_prefill_tokens", "num_decode_tokens"), _vidur, "arrived_at"),
 }
 
 
-def read_trace(file: str | Path, format_name: str | None = None) -> Trace:
+def read_trace(file: str | Path, format_name: str | None = None) -> RequestTrace:
     """Read a trace; the format is recognised by its columns unless named. Raises TraceError."""
     path = Path(file)
     if format_name is not None and format_name not in FORMATS:
@@ -106,7 +106,7 @@ def read_trace(file: str | Path, format_name: str | None = None) -> Trace:
     requests.sort(key=lambda request: request.arrival_s)
     first_s = 0.0 if session_clock else requests[0].arrival_s
     rebased = tuple(replace(request, arrival_s=request.arrival_s - first_s) for request in requests)
-    return Trace(path.name, chosen, rebased, has_arrivals=has_arrivals, session_clock=session_clock)
+    return RequestTrace(path.name, chosen, rebased, has_arrivals=has_arrivals, session_clock=session_clock)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:

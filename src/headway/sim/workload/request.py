@@ -28,7 +28,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """A trace as read: requests by arrival, rebased so that the first one arrives at 0.
 
     has_arrivals: False for files of lengths only; give such a trace arrival times before replaying it.

@@ -10,7 +10,15 @@ import math
 from typing import Literal
 
 from headway.core.errors import ConfigError
-from headway.sim.workload.lengths import MOST, Empirical, Fixed, Lengths, LogNormal, Mixture, Uniform
+from headway.sim.workload.lengths import (
+    MOST,
+    EmpiricalLengths,
+    FixedLengths,
+    LengthDistribution,
+    LogNormalLengths,
+    MixtureLengths,
+    UniformLengths,
+)
 from headway.sim.workload.readers import read_trace
 
 Column = Literal["prompt", "output"]
@@ -26,29 +34,29 @@ def parse_tokens(text: str) -> int:
     return int(value)
 
 
-def parse_lengths(text: str, column: Column = "prompt") -> Lengths:
+def parse_lengths(text: str, column: Column = "prompt") -> LengthDistribution:
     """A spec → a distribution. `column`: which lengths of an empirical file are meant. ConfigError names the fault."""
     kind, colon, rest = text.strip().partition(":")
     if not colon:
-        return Fixed(parse_tokens(kind))
+        return FixedLengths(parse_tokens(kind))
     if kind in ("fixed", "constant"):
-        return Fixed(parse_tokens(rest))
+        return FixedLengths(parse_tokens(rest))
     if kind == "uniform":
         low, high = (parse_tokens(part) for part in _pair(rest, "-", text))
         if low > high:
             raise ConfigError(f"{text!r}: {low} is above {high}")
-        return Uniform(low, high)
+        return UniformLengths(low, high)
     if kind == "lognormal":
         return _lognormal(rest, text)
     if kind == "empirical":
         requests = read_trace(rest).requests
-        return Empirical(tuple(r.prompt_tokens if column == "prompt" else r.output_tokens for r in requests))
+        return EmpiricalLengths(tuple(r.prompt_tokens if column == "prompt" else r.output_tokens for r in requests))
     if kind == "mix":
-        return Mixture(tuple(_part(part, column, text) for part in rest.split("+")))
+        return MixtureLengths(tuple(_part(part, column, text) for part in rest.split("+")))
     raise ConfigError(f"unknown length distribution {kind!r}; known are {_KNOWN}")
 
 
-def _part(text: str, column: Column, whole: str) -> tuple[float, Lengths]:
+def _part(text: str, column: Column, whole: str) -> tuple[float, LengthDistribution]:
     share, spec = _pair(text, "*", whole)
     weight = _number(share)
     if not weight > 0:
@@ -56,15 +64,15 @@ def _part(text: str, column: Column, whole: str) -> tuple[float, Lengths]:
     return weight, parse_lengths(spec, column)
 
 
-def _lognormal(rest: str, text: str) -> LogNormal:
+def _lognormal(rest: str, text: str) -> LogNormalLengths:
     given = {name.strip(): _number(value) for name, value in (_pair(item, "=", text) for item in rest.split(","))}
     low, high = given.pop("min", 1.0), given.pop("max", MOST)
     if not 1 <= low <= high:
         raise ConfigError(f"{text!r}: needs 1 ≤ min ≤ max")
     if given.keys() == {"median", "p90"} and 0 < given["median"] <= given["p90"]:
-        law = LogNormal.of(given["median"], given["p90"], low, high)
+        law = LogNormalLengths.of(given["median"], given["p90"], low, high)
     elif given.keys() == {"mu", "sigma"} and given["sigma"] >= 0:
-        law = LogNormal(given["mu"], given["sigma"], low, high)
+        law = LogNormalLengths(given["mu"], given["sigma"], low, high)
     else:
         raise ConfigError(f"{text!r}: a lognormal needs median= and p90= (not below it), or mu= and sigma=")
     if law.mass() < 1e-9:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.sim.workload.arrivals import Arrivals, Poisson
+from headway.sim.workload.arrivals import ArrivalProcess, PoissonArrivals
 from headway.sim.workload.request import TraceRequest
 
 Requests = list[TraceRequest]
@@ -122,7 +122,7 @@ def spread_batches(requests: Sequence[TraceRequest], rng: np.random.Generator) -
     return sorted(spread, key=lambda request: request.arrival_s)
 
 
-def with_arrivals(requests: Sequence[TraceRequest], arrivals: Arrivals, rng: np.random.Generator) -> Requests:
+def with_arrivals(requests: Sequence[TraceRequest], arrivals: ArrivalProcess, rng: np.random.Generator) -> Requests:
     """The same requests in the same order, at new times."""
     times = arrivals.times(rng, len(requests))
     return [replace(request, arrival_s=float(time)) for request, time in zip(requests, times, strict=True)]
@@ -132,7 +132,7 @@ def start_sessions(requests: Sequence[TraceRequest], sessions_per_s: float, rng:
     """For traces without a common clock: sessions, in order of appearance, start as a Poisson process; inside a session
     times are as recorded (open loop: a request does not wait for the answer before it)."""
     names = list(dict.fromkeys(request.session for request in requests))
-    starts = dict(zip(names, Poisson(sessions_per_s).times(rng, len(names)), strict=True))
+    starts = dict(zip(names, PoissonArrivals(sessions_per_s).times(rng, len(names)), strict=True))
     return rebase(
         replace(request, arrival_s=request.arrival_s + float(starts[request.session])) for request in requests
     )

@@ -17,7 +17,7 @@ Matrix = npt.NDArray[np.float64]
 _BINS = 64
 
 
-class Trees(msgspec.Struct, frozen=True):
+class BoostedTrees(msgspec.Struct, frozen=True):
     """`leaves[t]` is indexed by the bits of `value > cuts[feature][threshold]`, deepest question last. Unit: 1e-4."""
 
     features: tuple[str, ...]
@@ -46,7 +46,7 @@ def fit_trees(
     depth: int = 5,
     rate: float = 0.12,
     ridge: float = 8.0,
-) -> Trees:
+) -> BoostedTrees:
     """Fit y (log residuals, so that errors are relative) by squared loss. `ridge`: points at 0 added to a leaf."""
     cuts = [_cuts(x[:, j]) for j in range(x.shape[1])]
     binned = [np.searchsorted(cuts[j], x[:, j], side="left") for j in range(x.shape[1])]
@@ -71,7 +71,7 @@ def fit_trees(
         rest -= values[node] * 1e-4
         questions.append(tuple(asked))
         leaves.append(tuple(int(v) for v in values))
-    return Trees(features, tuple(tuple(float(c) for c in cut) for cut in cuts), tuple(questions), tuple(leaves))
+    return BoostedTrees(features, tuple(tuple(float(c) for c in cut) for cut in cuts), tuple(questions), tuple(leaves))
 
 
 def _cuts(column: Column) -> Column:

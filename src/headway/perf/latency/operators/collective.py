@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.operators.curves import Curve, curve
-from headway.perf.latency.operators.profiles import Column, Profile
+from headway.perf.latency.operators.curves import SizeCurve, curve
+from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 PREFERENCE = ("vllm_graph", "nccl", "vidur", "vllm_eager")
 """Which library's measurement is used where several exist: what a serving engine runs under CUDA graphs comes first.
@@ -29,9 +29,9 @@ _DISTURBED = 1.1
 class CollectiveFit(msgspec.Struct, frozen=True):
     """`curves[op][source][workers(+across)]`: ms by bytes."""
 
-    curves: dict[str, dict[str, dict[str, Curve]]]
+    curves: dict[str, dict[str, dict[str, SizeCurve]]]
 
-    def curve(self, op: str, workers: int, across: bool = False, source: str | None = None) -> Curve | None:
+    def curve(self, op: str, workers: int, across: bool = False, source: str | None = None) -> SizeCurve | None:
         """The preferred source's curve, None when nothing measured it."""
         key = f"{workers}{'+' if across else ''}"
         sources = self.curves.get(op, {})
@@ -60,9 +60,9 @@ def _rank(source: str) -> tuple[int, str]:
     return first + (10 if "pairwise" in source else 0), source
 
 
-def fit_collectives(profiles: Sequence[Profile], tolerance: float = 0.0) -> CollectiveFit:
+def fit_collectives(profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> CollectiveFit:
     """Curves through the medians of up to 48 size classes, so that single outliers of dense grids carry no weight."""
-    curves: dict[str, dict[str, dict[str, Curve]]] = {}
+    curves: dict[str, dict[str, dict[str, SizeCurve]]] = {}
     for p in profiles:
         for workers in np.unique(p.x["workers"]):
             for across in np.unique(p.x["across"]):

@@ -15,7 +15,7 @@ from headway.core.errors import ConfigError
 from headway.perf.latency.operators.profiles import Column
 
 
-class Table:
+class ColumnTable:
     """Columns of text or numbers. `numbers` and `words` raise ConfigError on what is missing or malformed."""
 
     def __init__(self, path: Path, columns: dict[str, list[Any]]) -> None:
@@ -47,7 +47,7 @@ class Table:
         return np.array([str(v) for v in self._column(name)])
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> ColumnTable:
     """Read by the file's ending: .csv, .csv.gz or .parquet (which needs `pip install headway[fit]`)."""
     try:
         if path.name.endswith(".parquet"):
@@ -61,7 +61,7 @@ def read_table(path: Path) -> Table:
     raise ConfigError(f"{path}: profiles are .csv, .csv.gz or .parquet files")
 
 
-def _csv(path: Path) -> Table:
+def _csv(path: Path) -> ColumnTable:
     data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
     rows = csv.reader(data.decode("utf-8-sig").splitlines())
     header = next(rows, None)
@@ -73,10 +73,10 @@ def _csv(path: Path) -> Table:
         raise ConfigError(f"{path}: line {short + 2} has {len(body[short])} fields, the header {len(header)}")
     if not body:
         raise ConfigError(f"{path} has a header but no rows")
-    return Table(path, dict(zip(header, map(list, zip(*body, strict=True)), strict=True)))
+    return ColumnTable(path, dict(zip(header, map(list, zip(*body, strict=True)), strict=True)))
 
 
-def _parquet(path: Path) -> Table:
+def _parquet(path: Path) -> ColumnTable:
     try:
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -88,4 +88,4 @@ def _parquet(path: Path) -> Table:
         raise ConfigError(f"{path} is not a Parquet file: {error}") from error
     if not table.num_rows:
         raise ConfigError(f"{path} has no rows")
-    return Table(path, {name: table[name].to_pylist() for name in table.column_names})
+    return ColumnTable(path, {name: table[name].to_pylist() for name in table.column_names})

@@ -4,7 +4,8 @@ Row term = layers × (matrix products, norms, rotary, activation, additions, KV 
 + embedding on the first stage + final norm and LM head on the last + sending activations on + what the host costs.
 Attention terms = layers × the fits. What no profile covers is derived, and the source's `status` and `details` say so.
 
-Assumptions (all named fields of `Assumptions`): the LM head computes one row a sequence, taken as min(rows, 128), below
+Assumptions (all named fields of `EngineAssumptions`): the LM head computes one row a sequence, taken as min(rows,
+128), below
 which it only reads its weights. Device without profiles: the nearest profiled die's times, each operator scaled by its
 roofline: by arithmetic where arithmetic binds and by bandwidth where traffic binds.
 """
@@ -16,10 +17,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from headway.perf.hardware.accelerators import Accelerator, accelerator
+from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import MAX_CHUNK
-from headway.perf.latency.layout import Cut, Layout, cut
+from headway.perf.latency.layout import ParallelLayout, RankShape, cut
 from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
 from headway.perf.latency.operators.linear import base_ms
 from headway.perf.latency.operators.prefill import HEAD_DIM
@@ -27,7 +28,7 @@ from headway.perf.latency.operators.profiles import Column
 from headway.perf.latency.tables import DecodeTable, PastTable, TableSource
 
 
-class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+class EngineAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     """What profiles do not say. host_s: per iteration and stage (launch, scheduling; the order that Medha's pipeline
     costs imply). head_rows: most rows that the LM head computes. kv_write: share of bandwidth that writing the cache
     reaches, and kv_write_ms its floor (Frontier's kernel-only H800 rows). send: count the sending of activations to
@@ -76,17 +77,17 @@ PAST = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1
 def compile_stage(
     name: str,
     shape: ModelShape,
-    device: Accelerator,
-    layout: Layout,
+    device: AcceleratorSpec,
+    layout: ParallelLayout,
     stage: int,
     fit: DeviceFit,
-    assumptions: Assumptions | None = None,
+    assumptions: EngineAssumptions | None = None,
 ) -> TableSource:
     """The latency source of one stage. Raises ConfigError when the layout cannot cut the model."""
-    told = assumptions or Assumptions()
+    told = assumptions or EngineAssumptions()
     part = cut(shape, layout, stage)
     rows = np.array(ROWS, dtype=np.float64)
-    work = _Compiler(fit, device, part, layout, told)
+    work = _StageCompiler(fit, device, part, layout, told)
     seconds = work.rows_ms(rows) * 1e-3 + told.host_s
     own, offset, slope, split = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
     decode, per_token = work.decode_ms()
@@ -129,10 +130,12 @@ def compile_stage(
     )
 
 
-class _Compiler:
+class _StageCompiler:
     """One stage's sums. `notes` gathers, by family, where the times come from."""
 
-    def __init__(self, fit: DeviceFit, device: Accelerator, part: Cut, layout: Layout, told: Assumptions) -> None:
+    def __init__(
+        self, fit: DeviceFit, device: AcceleratorSpec, part: RankShape, layout: ParallelLayout, told: EngineAssumptions
+    ) -> None:
         self.fit, self.device, self.part, self.layout, self.told = fit, device, part, layout, told
         self.source = accelerator(fit.device)
         self.same = device.kernels == fit.device and device.bandwidth == self.source.bandwidth

@@ -17,7 +17,7 @@ _NOISE_MS = 6e-4
 """Thinning may always move a time by this much: less than the resolution of what was measured."""
 
 
-class Curve(msgspec.Struct, frozen=True):
+class SizeCurve(msgspec.Struct, frozen=True):
     """Values by size, ascending, as integers of `unit`. Between knots log-log linear; below the first flat; above the
     last along the slope of the last octave (what is fixed and what each further size costs)."""
 
@@ -44,7 +44,7 @@ class Curve(msgspec.Struct, frozen=True):
         return self.size[-1]
 
 
-def curve(size: Column, value: Column, tolerance: float = 0.0, steps: bool = False, unit: float = UNIT_MS) -> Curve:
+def curve(size: Column, value: Column, tolerance: float = 0.0, steps: bool = False, unit: float = UNIT_MS) -> SizeCurve:
     """Fit through all points. `steps`: between two sizes with a tile's edge between them, the time steps at that
     edge if it grows by more than 4%. `tolerance`: relative error that leaving knots out may cause."""
     order = np.argsort(size)
@@ -54,7 +54,7 @@ def curve(size: Column, value: Column, tolerance: float = 0.0, steps: bool = Fal
     if tolerance:
         keep = _thin(np.log(x), np.log(y), np.maximum(tolerance, _NOISE_MS / y if unit == UNIT_MS else 0.0))
         x, y = x[keep], y[keep]
-    return Curve(tuple(round(float(v)) for v in x), tuple(max(1, round(float(v) / unit)) for v in y), unit)
+    return SizeCurve(tuple(round(float(v)) for v in x), tuple(max(1, round(float(v) / unit)) for v in y), unit)
 
 
 def _stepped(x: Column, y: Column) -> tuple[Column, Column]:

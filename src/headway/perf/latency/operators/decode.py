@@ -14,7 +14,7 @@ import numpy as np
 
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.operators.heads import Heads, name, neighbours
-from headway.perf.latency.operators.profiles import Column, Profile
+from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 LARGE_BYTES = 3e8
 _DEFAULT_TAIL = 0.8
@@ -73,7 +73,7 @@ class DecodeFit(msgspec.Struct, frozen=True):
         return accelerator(self.device).bandwidth * self.tails[source]
 
 
-def fit_decode(device: str, profiles: Sequence[Profile]) -> DecodeFit:
+def fit_decode(device: str, profiles: Sequence[OperatorProfile]) -> DecodeFit:
     """Grids by source and heads. A grid's cells that were not measured (they did not fit the memory) are filled with
     the tail law from the last measured one of their row or column, so that a lookup needs no case for them."""
     own = accelerator(device)

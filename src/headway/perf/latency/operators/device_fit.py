@@ -15,7 +15,7 @@ from headway.perf.latency.operators.decode import DecodeFit, fit_decode
 from headway.perf.latency.operators.elementwise import ElementwiseFit, fit_elementwise
 from headway.perf.latency.operators.linear import LinearFit, fit_linear
 from headway.perf.latency.operators.prefill import PrefillFit, fit_prefill
-from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, Profile
+from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, OperatorProfile
 
 _T = TypeVar("_T")
 SCHEMA = "headway.operators/2"
@@ -37,7 +37,11 @@ class DeviceFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_device(
-    device: str, profiles: Sequence[Profile], provenance: Sequence[str] = (), tolerance: float = 0.01, slim: bool = True
+    device: str,
+    profiles: Sequence[OperatorProfile],
+    provenance: Sequence[str] = (),
+    tolerance: float = 0.01,
+    slim: bool = True,
 ) -> DeviceFit:
     """Fit every family that `profiles` cover for the die of `device`. `slim` keeps one attention library and the NVLink
     switch's collectives: what `compile` uses. ConfigError when nothing is about this device."""

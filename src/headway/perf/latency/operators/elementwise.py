@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from headway.perf.latency.operators.curves import Curve, curve
-from headway.perf.latency.operators.profiles import Column, Profile
+from headway.perf.latency.operators.curves import SizeCurve, curve
+from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 OPS = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add", "emb")
 
@@ -16,7 +16,7 @@ OPS = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "a
 class ElementwiseFit(msgspec.Struct, frozen=True):
     """`curves[op][width]`: ms by tokens."""
 
-    curves: dict[str, dict[str, Curve]]
+    curves: dict[str, dict[str, SizeCurve]]
 
     def ms(self, op: str, tokens: Column, width: int) -> Column:
         """Milliseconds. A width between two measured ones is interpolated (in logarithms, by width); one outside scales
@@ -35,13 +35,13 @@ class ElementwiseFit(msgspec.Struct, frozen=True):
         return np.asarray(np.exp(both), dtype=np.float64)
 
 
-def fit_elementwise(profiles: Sequence[Profile], tolerance: float = 0.0) -> ElementwiseFit:
+def fit_elementwise(profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> ElementwiseFit:
     """One curve an operator and width, of all models that have it (median by tokens)."""
     points: dict[str, dict[int, dict[float, list[float]]]] = {}
     for p in profiles:
         for tokens, width, ms in zip(p.x["tokens"], p.x["width"], p.ms, strict=True):
             points.setdefault(p.op, {}).setdefault(int(width), {}).setdefault(float(tokens), []).append(float(ms))
-    curves: dict[str, dict[str, Curve]] = {}
+    curves: dict[str, dict[str, SizeCurve]] = {}
     for op, widths in sorted(points.items()):
         for width, times in sorted(widths.items()):
             sizes = np.array(sorted(times))

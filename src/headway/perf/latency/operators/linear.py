@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from headway.perf.hardware.accelerators import Accelerator, accelerator
-from headway.perf.latency.operators.boosting import Matrix, Trees, fit_trees
-from headway.perf.latency.operators.curves import Curve, curve
-from headway.perf.latency.operators.profiles import Column, Profile
+from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
+from headway.perf.latency.operators.boosting import BoostedTrees, Matrix, fit_trees
+from headway.perf.latency.operators.curves import SizeCurve, curve
+from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 T0_MS, COMPUTE, MEMORY = 0.006, 0.75, 0.85
 """Where the residual starts from; it takes up what these leave, so they need not be exact."""
@@ -34,8 +34,8 @@ class LinearFit(msgspec.Struct, frozen=True):
     """`curves["k,n"]`: measured ms by rows. `trees`: log residual for every other shape. top: rows measured."""
 
     device: str
-    curves: dict[str, Curve]
-    trees: Trees
+    curves: dict[str, SizeCurve]
+    trees: BoostedTrees
     top: int
 
     def knows(self, k: int, n: int) -> bool:
@@ -62,14 +62,14 @@ class LinearFit(msgspec.Struct, frozen=True):
         return base_ms(device, m, kk, nn) * np.exp(self.trees(features(device, m, kk, nn, np.ones(m.size))))
 
 
-def base_ms(device: Accelerator, m: Column, k: Column, n: Column) -> Column:
+def base_ms(device: AcceleratorSpec, m: Column, k: Column, n: Column) -> Column:
     """The roofline, in milliseconds (16-bit operands)."""
     arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
     traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
     return np.asarray(T0_MS + 1e3 * np.maximum(arithmetic, traffic), dtype=np.float64)
 
 
-def features(device: Accelerator, m: Column, k: Column, n: Column, vidur: Column) -> Matrix:
+def features(device: AcceleratorSpec, m: Column, k: Column, n: Column, vidur: Column) -> Matrix:
     """What the residual is learned over; logarithms to base 2, rounded so that files are the same everywhere."""
     arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
     traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
@@ -86,11 +86,11 @@ def features(device: Accelerator, m: Column, k: Column, n: Column, vidur: Column
     return np.round(np.stack(columns, axis=1), 6)
 
 
-def fit_linear(device: str, profiles: Sequence[Profile], tolerance: float = 0.0, trees: int = 250) -> LinearFit:
+def fit_linear(device: str, profiles: Sequence[OperatorProfile], tolerance: float = 0.0, trees: int = 250) -> LinearFit:
     """Fit all profiles of one device. Shapes measured by several models or operators are one curve (their median by
     rows); shapes of a general GEMM grid teach the residual only, since their steps in m are too coarse for a table."""
     own = accelerator(device)
-    curves: dict[str, Curve] = {}
+    curves: dict[str, SizeCurve] = {}
     layer = [p for p in profiles if p.op != "gemm"]
     points: dict[tuple[int, int], dict[float, list[float]]] = {}
     for p in layer:

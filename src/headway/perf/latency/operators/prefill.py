@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from headway.perf.hardware.accelerators import accelerator
-from headway.perf.latency.operators.curves import Curve, curve
+from headway.perf.latency.operators.curves import SizeCurve, curve
 from headway.perf.latency.operators.heads import Heads, name, neighbours
-from headway.perf.latency.operators.profiles import Column, Profile
+from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 HEAD_DIM = 128
 _COMPUTE = 0.6
@@ -36,9 +36,9 @@ class PrefillFit(msgspec.Struct, frozen=True):
     best: FLOP/s that the slope reaches where the machine is full. past, chunk: the longest ones measured."""
 
     device: str
-    own: dict[str, dict[str, Curve]]
-    over: dict[str, dict[str, tuple[Curve, Curve]]]
-    slope: Curve | None
+    own: dict[str, dict[str, SizeCurve]]
+    over: dict[str, dict[str, tuple[SizeCurve, SizeCurve]]]
+    slope: SizeCurve | None
     best: float
     past: int
     chunk: int
@@ -54,7 +54,7 @@ class PrefillFit(msgspec.Struct, frozen=True):
             floor += weight * low
         return np.asarray(np.exp(factor) * (floor + _work_ms(self.device, chunk, heads[0])), dtype=np.float64)
 
-    def _factor(self, chunk: Column, measured: Curve, q_heads: int) -> tuple[Column, float]:
+    def _factor(self, chunk: Column, measured: SizeCurve, q_heads: int) -> tuple[Column, float]:
         """Logarithm of time over floor + work, and that floor. Beyond the last measured chunk time grows as
         the parabola through the last two octaves does."""
         at, ms = np.array(measured.size, dtype=np.float64), measured.values
@@ -125,10 +125,10 @@ def _work_ms(device: str, chunk: Column, q_heads: int) -> Column:
     return np.asarray(arithmetic + 1e3 * _WALK_BYTES * chunk / own.bandwidth, dtype=np.float64)
 
 
-def fit_prefill(device: str, profiles: Sequence[Profile], tolerance: float = 0.0) -> PrefillFit:
+def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> PrefillFit:
     """Fit the profiles of one die (A800 beside A100, H800 beside H100). Batches of prompts are left out: the scheduler
     sums chunks."""
-    own: dict[str, dict[str, Curve]] = {}
+    own: dict[str, dict[str, SizeCurve]] = {}
     work: list[float] = []
     slopes: list[float] = []
     lines: dict[str, dict[Heads, list[tuple[float, float, float]]]] = {}
@@ -174,7 +174,7 @@ def _line(past: Column, ms: Column) -> tuple[float, float]:
     return float(solution[0]), float(solution[1])
 
 
-def _over(seen: list[tuple[float, float, float]]) -> tuple[Curve, Curve] | None:
+def _over(seen: list[tuple[float, float, float]]) -> tuple[SizeCurve, SizeCurve] | None:
     good = sorted((c, a, b) for c, a, b in seen if a > 0 and b > 0)
     if len(good) < 4:
         return None
@@ -182,7 +182,7 @@ def _over(seen: list[tuple[float, float, float]]) -> tuple[Curve, Curve] | None:
     return curve(chunks, a, 0.02), curve(chunks, b * 1e6, 0.02, steps=True, unit=1e-2)
 
 
-def _medians(work: Column, slope: Column) -> Curve:
+def _medians(work: Column, slope: Column) -> SizeCurve:
     """Median slope by eighths of an octave of work, made monotone (a larger chunk never reads the cache faster)."""
     bins = np.round(np.log2(work) * 8)
     keys = np.unique(bins)

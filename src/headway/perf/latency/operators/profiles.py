@@ -29,7 +29,7 @@ FAMILIES = (LINEAR, ELEMENTWISE, PREFILL, DECODE, COLLECTIVE)
 
 
 @dataclass(frozen=True)
-class Profile:
+class OperatorProfile:
     """Measurements of one operator: `x[column][i]` took `ms[i]`. A point appears once: repeats are merged (median).
 
     device: accelerator name. source: who measured (kernel library and version), since libraries differ more than
@@ -47,13 +47,15 @@ class Profile:
     def __len__(self) -> int:
         return int(self.ms.size)
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> Profile:
+    def where(self, keep: npt.NDArray[np.bool_]) -> OperatorProfile:
         """The rows of which `keep` is true."""
         x = {name: column[keep] for name, column in self.x.items()}
-        return Profile(self.family, self.op, self.device, self.source, self.group, x, self.ms[keep])
+        return OperatorProfile(self.family, self.op, self.device, self.source, self.group, x, self.ms[keep])
 
 
-def merged(family: str, op: str, device: str, source: str, group: str, x: Mapping[str, Column], ms: Column) -> Profile:
+def merged(
+    family: str, op: str, device: str, source: str, group: str, x: Mapping[str, Column], ms: Column
+) -> OperatorProfile:
     """A profile whose repeated points became one, with the median time; rows that are not positive and finite go."""
     good = np.isfinite(ms) & (ms > 0)
     names = list(x)
@@ -65,4 +67,4 @@ def merged(family: str, op: str, device: str, source: str, group: str, x: Mappin
     low, high = bounds[:-1], bounds[1:]
     middle = (values[low + (high - low - 1) // 2] + values[low + (high - low) // 2]) / 2 if len(unique) else values
     columns = {name: unique[:, i] for i, name in enumerate(names)}
-    return Profile(family, op, device, source, group, columns, np.asarray(middle, dtype=np.float64))
+    return OperatorProfile(family, op, device, source, group, columns, np.asarray(middle, dtype=np.float64))

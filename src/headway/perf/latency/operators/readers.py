@@ -1,4 +1,4 @@
-"""Profile files in, `Profile`s out. The format is told by the columns, never by the file's name.
+"""Profile files in, `OperatorProfile`s out. The format is told by the columns, never by the file's name.
 
 Vidur (microsoft/vidur): `mlp.csv` and `all_reduce.csv`/`send_recv.csv`. Frontier (NetX-lab/Frontier): `attention.csv`.
 AIConfigurator (ai-dynamo/aiconfigurator): `*_perf.parquet`. Facts that their files do not state: a Vidur or Frontier
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.operators.columns import Table, read_table
+from headway.perf.latency.operators.columns import ColumnTable, read_table
 from headway.perf.latency.operators.profiles import (
     COLLECTIVE,
     DECODE,
@@ -22,7 +22,7 @@ from headway.perf.latency.operators.profiles import (
     LINEAR,
     PREFILL,
     Column,
-    Profile,
+    OperatorProfile,
     merged,
 )
 
@@ -36,7 +36,7 @@ DEVICES = {
 _ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4, "int8": 1, "fp8": 1}
 
 
-def read(path: Path, device: str | None = None) -> list[Profile]:
+def read(path: Path, device: str | None = None) -> list[OperatorProfile]:
     """All that a file measures. `device` overrides what its path or columns say; ConfigError when neither does."""
     table = read_table(path)
     for signature, reader in _FORMATS:
@@ -48,11 +48,11 @@ def read(path: Path, device: str | None = None) -> list[Profile]:
     )
 
 
-def read_all(paths: Iterable[Path], device: str | None = None) -> list[Profile]:
+def read_all(paths: Iterable[Path], device: str | None = None) -> list[OperatorProfile]:
     return [profile for path in sorted(paths) for profile in read(path, device)]
 
 
-def _device(table: Table) -> str:
+def _device(table: ColumnTable) -> str:
     words = [str(v).lower() for v in table.columns["device"][:1]] if "device" in table else []
     for word in (*words, *(part.lower() for part in reversed(table.path.parts[:-1]))):
         for key, name in DEVICES.items():
@@ -68,7 +68,7 @@ def _model(path: Path) -> str:
     return parent.name or path.stem
 
 
-def _mlp(table: Table, device: str) -> list[Profile]:
+def _mlp(table: ColumnTable, device: str) -> list[OperatorProfile]:
     """Vidur: one transformer layer's token-only operators, cut over `num_tensor_parallel_workers`."""
     tokens, tp = table.numbers("num_tokens"), table.numbers("num_tensor_parallel_workers")
     heads, kv_heads = table.numbers("n_head"), table.numbers("n_kv_head")
@@ -90,7 +90,7 @@ def _mlp(table: Table, device: str) -> list[Profile]:
         "add": hidden,
         "emb": hidden,
     }
-    found: list[Profile] = []
+    found: list[OperatorProfile] = []
     for degree in np.unique(tp):
         rows = tp == degree
         group = f"{_model(table.path)}/tp{int(degree)}"
@@ -109,7 +109,7 @@ def _mlp(table: Table, device: str) -> list[Profile]:
     return [p for p in found if len(p)]
 
 
-def _network(table: Table, device: str) -> list[Profile]:
+def _network(table: ColumnTable, device: str) -> list[OperatorProfile]:
     """Vidur: collectives by bytes; fewer devices a node than workers means that nodes are crossed."""
     op = str(table.columns["collective"][0])
     ms = table.numbers(f"time_stats.{op}.median")
@@ -118,7 +118,7 @@ def _network(table: Table, device: str) -> list[Profile]:
     return [merged(COLLECTIVE, op, device, f"vidur-{table.path.parent.name}", op, x, ms)]
 
 
-def _attention_csv(table: Table, device: str) -> list[Profile]:
+def _attention_csv(table: ColumnTable, device: str) -> list[OperatorProfile]:
     """Frontier: paged attention of one layer, prefill (chunk over a prefix) and decode rows in one file."""
     tp = table.numbers("num_tensor_parallel_workers")
     q, kv = table.numbers("n_q_head") / tp, np.maximum(table.numbers("n_kv_head") / tp, 1.0)
@@ -139,7 +139,7 @@ def _attention_csv(table: Table, device: str) -> list[Profile]:
     return found
 
 
-def _attention_parquet(table: Table, device: str) -> list[Profile]:
+def _attention_parquet(table: ColumnTable, device: str) -> list[OperatorProfile]:
     """AIConfigurator: context rows start from an empty cache; generation rows hold `step` tokens each."""
     keep = np.ones(len(table), dtype=np.bool_)
     for name in ("attn_dtype", "kv_cache_dtype"):
@@ -161,13 +161,13 @@ def _attention_parquet(table: Table, device: str) -> list[Profile]:
     return [merged(family, family, device, _library(table), "all heads", x, table.numbers("latency")[keep])]
 
 
-def _gemm(table: Table, device: str) -> list[Profile]:
+def _gemm(table: ColumnTable, device: str) -> list[OperatorProfile]:
     keep = table.words("gemm_dtype") == "bfloat16"
     x = {name: table.numbers(name)[keep] for name in ("m", "k", "n")}
     return [merged(LINEAR, "gemm", device, _library(table), "all shapes", x, table.numbers("latency")[keep])]
 
 
-def _collective_parquet(table: Table, device: str) -> list[Profile]:
+def _collective_parquet(table: ColumnTable, device: str) -> list[OperatorProfile]:
     """NCCL and vLLM's custom all-reduce. `message_size` counts elements."""
     custom = "allreduce_dtype" in table
     kinds = table.words("allreduce_dtype" if custom else "nccl_dtype")
@@ -189,13 +189,13 @@ def _collective_parquet(table: Table, device: str) -> list[Profile]:
     return found
 
 
-def _library(table: Table) -> str:
+def _library(table: ColumnTable) -> str:
     if "framework" not in table:
         return "aiconfigurator"
     return f"{table.columns['framework'][0]}-{table.columns['version'][0]}".lower()
 
 
-_FORMATS: tuple[tuple[tuple[str, ...], Callable[[Table, str], list[Profile]]], ...] = (
+_FORMATS: tuple[tuple[tuple[str, ...], Callable[[ColumnTable, str], list[OperatorProfile]]], ...] = (
     (("num_tokens", "num_tensor_parallel_workers", "n_head", "n_expanded_embd"), _mlp),
     (("collective", "num_workers", "devices_per_node", "size"), _network),
     (("is_prefill", "prefill_chunk_size", "kv_cache_size", "n_q_head"), _attention_csv),

@@ -17,7 +17,7 @@ Seconds = Callable[[int, int, int], float]
 """Seconds of one prompt: (tokens, instances, nodes)."""
 
 
-class Batch(NamedTuple):
+class PrefillBatch(NamedTuple):
     """Prompts [first, last) on instances [start, stop), both by place in their order."""
 
     first: int
@@ -33,7 +33,7 @@ def partition(
     seconds: Seconds,
     most: int = 0,
     max_sp: int = 0,
-) -> list[Batch] | None:
+) -> list[PrefillBatch] | None:
     """The best split of prompts, longest first, over instances in order. None when KV has no room in any.
 
     tokens: of each prompt; room: KV tokens that an instance has left; nodes: where it lies. seconds: of a prompt alone;
@@ -56,7 +56,7 @@ def partition(
     left = np.concatenate([[0.0], np.cumsum(np.asarray(room, dtype=np.float64))])
     best = np.full((n + 1, count + 1), np.inf)
     best[0, :] = 0.0
-    chosen: dict[tuple[int, int], Batch] = {}
+    chosen: dict[tuple[int, int], PrefillBatch] = {}
     for k in range(1, count + 1):
         wide = np.arange(1, min(widest, k) + 1)
         rows = np.array([row[_shape(nodes, k - int(w), k)] for w in wide])
@@ -73,8 +73,8 @@ def partition(
             value = costs.flat[at]
             if value < best[i, k]:
                 best[i, k] = value
-                chosen[i, k] = Batch(int(j[at // len(wide)]), i, k - int(wide[at % len(wide)]), k)
-    found: list[Batch] = []
+                chosen[i, k] = PrefillBatch(int(j[at // len(wide)]), i, k - int(wide[at % len(wide)]), k)
+    found: list[PrefillBatch] = []
     i, k = n, count
     while i:
         if (i, k) not in chosen:

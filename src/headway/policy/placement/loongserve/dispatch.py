@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from headway.core.request import Request
 from headway.policy.placement.loongserve.decodes import reserve_of
-from headway.policy.placement.loongserve.options import Options
-from headway.policy.placement.loongserve.times import Sum, Times, length
+from headway.policy.placement.loongserve.options import LoongServeOptions
+from headway.policy.placement.loongserve.times import BatchSum, ScalingTimes, length
 
 
 def dispatch(
     pending: Sequence[Request],
-    times: Times,
-    options: Options,
+    times: ScalingTimes,
+    options: LoongServeOptions,
     *,
     instances: int,
     capacity: int,
@@ -40,7 +40,7 @@ def dispatch(
     single = options.prefill == "single"
     chosen: list[Request] = []
     unsure: list[Request] = []
-    now, best, paused = Sum(times, free), Sum(times, instances), Sum(times, instances)
+    now, best, paused = BatchSum(times, free), BatchSum(times, instances), BatchSum(times, instances)
     tokens, kept, gained, accepted = 0, reserved, 0.0, 0
     for request in pending:
         mine = length(request)

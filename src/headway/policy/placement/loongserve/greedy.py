@@ -12,28 +12,28 @@ from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.base import Action, Arrived, Commit, Event, Refused
+from headway.policy.placement.base import Action, ActionRefused, CommitSpans, Event, RequestArrived
 from headway.policy.placement.decode import DecodeSide
 from headway.policy.placement.groups import by_free_time, first_free_of
-from headway.policy.placement.loongserve.options import Options
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.loongserve.options import LoongServeOptions
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterSnapshot
 
 
-class Greedy:
+class GreedyDispatch:
     """See the module."""
 
-    def __init__(self, surroundings: Surroundings, options: Options) -> None:
+    def __init__(self, surroundings: PolicyContext, options: LoongServeOptions) -> None:
         self._latency, self._options = surroundings.latency, options
         self._decodes = DecodeSide()
         self._requests: dict[str, Request] = {}
         self._able: tuple[int, ...] = ()
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
-        if isinstance(event, Arrived):
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             return self._place(event.request, view)
-        if isinstance(event, Refused) and event.verb == "commit":
+        if isinstance(event, ActionRefused) and event.verb == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
         return self._decodes.on_event(event)
@@ -41,7 +41,7 @@ class Greedy:
     def next_wakeup(self, now: float) -> float | None:
         return None
 
-    def _place(self, request: Request, view: ClusterView) -> Sequence[Action]:
+    def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         group = self._best(request, view)
         span = Span(
             request=request,
@@ -50,9 +50,9 @@ class Greedy:
             group=group,
             strategy=Strategy(attn="striped" if len(group) > 1 else "local"),
         )
-        return [Commit(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
+        return [CommitSpans(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
 
-    def _best(self, request: Request, view: ClusterView) -> tuple[int, ...]:
+    def _best(self, request: Request, view: ClusterSnapshot) -> tuple[int, ...]:
         if not self._able:
             self._able = view.with_role("prefill")
             if not self._able:

@@ -7,7 +7,7 @@ from typing import Literal
 from headway.policy.placement.registry import PolicyOptions
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class LoongServeOptions(PolicyOptions, frozen=True, kw_only=True):
     """prefill: `batched` by dynamic programming (§5.3), `single` the same with one request a batch, `greedy` as Tetris
     §2.4 describes it: each request when it arrives, on the group that ends it first, queues included (needs decode
     instances). Without decode instances in the cluster, requests decode where they were prefilled (§4).

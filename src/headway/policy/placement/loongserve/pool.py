@@ -19,20 +19,20 @@ from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.base import Action, Commit, Enqueue, Preempt, Reject, Transfer
+from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, PreemptRequest, RejectRequest, TransferKv
 from headway.policy.placement.decode import DecodeSide
 from headway.policy.placement.loongserve.batching import partition
 from headway.policy.placement.loongserve.decodes import UNLIMITED, DecodeBatch, reserve_of, room_of
 from headway.policy.placement.loongserve.dispatch import dispatch
-from headway.policy.placement.loongserve.options import Options
-from headway.policy.placement.loongserve.times import Sum, Times, length
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.loongserve.options import LoongServeOptions
+from headway.policy.placement.loongserve.times import BatchSum, ScalingTimes, length
+from headway.policy.placement.view import ClusterSnapshot
 
 FIRST_OUTPUT = 512
 """Output tokens of a request, before any has ended (the published code's)."""
 
 
-class Prefill:
+class RunningPrefill:
     """A batch that is computed. `open`: its requests that are not done; `merged`: decode batches that wait for it."""
 
     __slots__ = ("group", "merged", "open", "requests")
@@ -43,27 +43,27 @@ class Prefill:
         self.open = set(self.requests)
 
 
-class Pool:
+class ElasticPool:
     """`ids`: its instances. `side`: where decodes go, when not to the pool itself."""
 
     def __init__(
         self,
         latency: GroupLatency,
         shape: ModelShape,
-        options: Options,
+        options: LoongServeOptions,
         ids: Sequence[int],
-        view: ClusterView,
+        view: ClusterSnapshot,
         side: DecodeSide | None,
     ) -> None:
         self.ids = view.ordered(ids)
         self.pending: list[Request] = []
-        self.prefills: list[Prefill] = []
+        self.prefills: list[RunningPrefill] = []
         self.decodes: list[DecodeBatch] = []
         self._options, self._shape, self._side = options, shape, side
         self._capacity = {i: view.instances[i].capacity for i in self.ids}
         self._node = {i: view.instances[i].node for i in self.ids}
-        self.times = Times(latency, [self._node[i] for i in self.ids], options.max_sp)
-        self._prefill_of: dict[str, Prefill] = {}
+        self.times = ScalingTimes(latency, [self._node[i] for i in self.ids], options.max_sp)
+        self._prefill_of: dict[str, RunningPrefill] = {}
         self._home: dict[str, DecodeBatch] = {}
         self._leaving: dict[str, int] = {}
         self._spare: set[int] = set()
@@ -72,14 +72,14 @@ class Pool:
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
-    def arrived(self, request: Request, view: ClusterView) -> list[Action]:
+    def arrived(self, request: Request, view: ClusterSnapshot) -> list[Action]:
         """A request for this pool."""
         if self._side is None and reserve_of([request]) > room_of(list(self._capacity.values())):
-            return [Reject(request.id, "more tokens than all instances of its pool hold")]
+            return [RejectRequest(request.id, "more tokens than all instances of its pool hold")]
         self.pending.append(request)
         return self.plan(view)
 
-    def span_done(self, name: str, view: ClusterView) -> list[Action]:
+    def span_done(self, name: str, view: ClusterSnapshot) -> list[Action]:
         """A prompt is complete; its batch ends with it."""
         prefill = self._prefill_of.pop(name, None)
         if prefill is None:
@@ -87,16 +87,16 @@ class Pool:
         prefill.open.discard(name)
         return [] if prefill.open else self._prefilled(prefill, view)
 
-    def kv_ready(self, name: str, view: ClusterView) -> list[Action]:
+    def kv_ready(self, name: str, view: ClusterSnapshot) -> list[Action]:
         """A request's KV has come to the batch that it was moved to."""
         self._leaving.pop(name, None)
         batch = self._home.get(name)
         if batch is None:
             return []
         batch.moving.discard(name)
-        return [Enqueue(name, batch.group, "decode"), *self.plan(view)]
+        return [EnqueueRequest(name, batch.group, "decode"), *self.plan(view)]
 
-    def ended(self, name: str, view: ClusterView, finished: bool) -> list[Action]:
+    def ended(self, name: str, view: ClusterSnapshot, finished: bool) -> list[Action]:
         """A request is there no longer."""
         actions: list[Action] = []
         self.pending = [request for request in self.pending if request.id != name]
@@ -117,7 +117,7 @@ class Pool:
                 self.decodes.remove(batch)
         return [*actions, *self.plan(view)]
 
-    def withdrawn(self, name: str, view: ClusterView) -> list[Action]:
+    def withdrawn(self, name: str, view: ClusterSnapshot) -> list[Action]:
         """A batch was not committed after all: its requests wait again, in front."""
         prefill = self._prefill_of.get(name)
         if prefill is None:
@@ -139,7 +139,7 @@ class Pool:
 
     # -- rounds ---------------------------------------------------------------------------------------------------
 
-    def plan(self, view: ClusterView) -> list[Action]:
+    def plan(self, view: ClusterSnapshot) -> list[Action]:
         """All that can be done now."""
         if self._leaving:
             return []
@@ -154,7 +154,7 @@ class Pool:
         taken.update(i for batch in self.decodes for i in batch.group)
         return [i for i in self.ids if i not in taken]
 
-    def _round(self, view: ClusterView) -> list[Action]:
+    def _round(self, view: ClusterSnapshot) -> list[Action]:
         now, step_s, idle = view.now_s, self._options.decode_step_s, self.idle()
         used = sum(batch.tokens(now, step_s) for batch in self.decodes)
         reserved = sum(batch.reserve for batch in self.decodes)
@@ -177,13 +177,13 @@ class Pool:
         taken = self._take(lengths, idle, view) if self._options.preempt else []
         return self._begin(chosen, idle, taken, view, new=True)
 
-    def _fill(self, view: ClusterView) -> list[Action]:
+    def _fill(self, view: ClusterSnapshot) -> list[Action]:
         """Prompts that end within the round, on instances that it has left."""
         left_s = self._until_s - view.now_s
         idle = [i for i in self.idle() if self._options.mode != "paper" or i in self._spare]
         if not idle or left_s <= 0:
             return []
-        room, total, tokens = self._room(idle), Sum(self.times, len(idle)), 0
+        room, total, tokens = self._room(idle), BatchSum(self.times, len(idle)), 0
         chosen: list[Request] = []
         for request in self.pending:
             if self._options.prefill == "single" and len(chosen) == len(idle):
@@ -197,7 +197,7 @@ class Pool:
         return self._begin(chosen, idle, [], view, new=False) if chosen else []
 
     def _begin(
-        self, chosen: list[Request], idle: list[int], taken: list[DecodeBatch], view: ClusterView, new: bool
+        self, chosen: list[Request], idle: list[int], taken: list[DecodeBatch], view: ClusterSnapshot, new: bool
     ) -> list[Action]:
         """Split, and commit."""
         room = {i: float(self._capacity[i] or UNLIMITED) for i in idle}
@@ -234,27 +234,27 @@ class Pool:
         return actions
 
     def _commit(
-        self, requests: list[Request], group: tuple[int, ...], paused: list[DecodeBatch], view: ClusterView
+        self, requests: list[Request], group: tuple[int, ...], paused: list[DecodeBatch], view: ClusterSnapshot
     ) -> list[Action]:
         strategy = Strategy(attn="striped" if len(group) > 1 else "local")
         spans = [
             Span(request=r, start=r.cached_tokens, end=r.prompt_tokens, group=group, strategy=strategy)
             for r in requests
         ]  # fmt: skip
-        prefill = Prefill(group, requests, paused)
+        prefill = RunningPrefill(group, requests, paused)
         self.prefills.append(prefill)
         self._prefill_of.update(dict.fromkeys(prefill.requests, prefill))
         actions: list[Action] = []
         for batch in paused:
             batch.paused = True
-            actions += [Preempt(name) for name in batch.members]
-        actions.append(Commit(requests[0].id, (spans[0],), view.version, along=tuple(spans[1:])))
+            actions += [PreemptRequest(name) for name in batch.members]
+        actions.append(CommitSpans(requests[0].id, (spans[0],), view.version, along=tuple(spans[1:])))
         if self._side is not None:
             for request in requests:
                 actions += self._side.place(request, [group], view)
         return actions
 
-    def _prefilled(self, prefill: Prefill, view: ClusterView) -> list[Action]:
+    def _prefilled(self, prefill: RunningPrefill, view: ClusterSnapshot) -> list[Action]:
         """Scale down: keep the instances that KV needs, and decode there."""
         self.prefills.remove(prefill)
         begin = [r for r in prefill.requests.values() if r.max_output_tokens > 1 and self._side is None]
@@ -273,7 +273,7 @@ class Pool:
             self._spare |= set(prefill.group) - set(kept)
         return actions + self.plan(view)
 
-    def _keep(self, prefill: Prefill, begin: list[Request], view: ClusterView) -> tuple[int, ...]:
+    def _keep(self, prefill: RunningPrefill, begin: list[Request], view: ClusterSnapshot) -> tuple[int, ...]:
         """Where paused decodes have KV, and as few more as hold the new one."""
         group = [i for batch in prefill.merged for i in batch.group]
         need = reserve_of(begin)
@@ -294,9 +294,9 @@ class Pool:
     def _go_on(self, batch: DecodeBatch) -> list[Action]:
         """All of a batch decode on its group, whatever they did before."""
         batch.paused = False
-        return [Enqueue(name, batch.group, "decode") for name in batch.members if name not in batch.moving]
+        return [EnqueueRequest(name, batch.group, "decode") for name in batch.members if name not in batch.moving]
 
-    def _grow(self, view: ClusterView) -> list[Action]:
+    def _grow(self, view: ClusterSnapshot) -> list[Action]:
         """Scale up decode batches whose KV or number asks for it (§4.2), by idle instances, else by merging."""
         now, options = view.now_s, self._options
         actions: list[Action] = []
@@ -320,7 +320,7 @@ class Pool:
                 actions += self._go_on(batch)
         return actions
 
-    def _merge(self, batch: DecodeBatch, view: ClusterView) -> None:
+    def _merge(self, batch: DecodeBatch, view: ClusterSnapshot) -> None:
         """With the batch that has most room."""
         others = [b for b in self.decodes if b is not batch and not b.paused and not b.moving]
         if others:
@@ -330,7 +330,7 @@ class Pool:
             batch.members.update(other.members)
             self._home.update(dict.fromkeys(other.members, batch))
 
-    def _pack(self, lengths: list[int], idle: list[int], used: int, view: ClusterView) -> list[Action]:
+    def _pack(self, lengths: list[int], idle: list[int], used: int, view: ClusterSnapshot) -> list[Action]:
         """Move the smallest decode batches to the fullest, while one more instance saves more than that takes."""
         now, step_s, actions, free = view.now_s, self._options.decode_step_s, list[Action](), len(idle)
         most = len(self.ids) - self._needed(used)
@@ -350,18 +350,18 @@ class Pool:
             for name in source.members:
                 self._leaving[name] = source.group[0]
                 target.moving.add(name)
-                actions += [Preempt(name), Transfer(name, target.group[0])]
+                actions += [PreemptRequest(name), TransferKv(name, target.group[0])]
             target.members.update(source.members)
             self._home.update(dict.fromkeys(source.members, target))
             free += 1
         return actions
 
-    def _move_s(self, tokens: int, source: int, target: int, view: ClusterView) -> float:
+    def _move_s(self, tokens: int, source: int, target: int, view: ClusterSnapshot) -> float:
         at = view.instances
         count = tokens * self._shape.kv_bytes_per_token / at[source].tp
         return view.links.between(at[source], at[target]).transfer_s(int(count))
 
-    def _take(self, lengths: list[int], idle: list[int], view: ClusterView) -> list[DecodeBatch]:
+    def _take(self, lengths: list[int], idle: list[int], view: ClusterSnapshot) -> list[DecodeBatch]:
         """Decode batches to pause: until KV has room, then those whose loss is below the prompts' gain (Eq. 3, 4)."""
         now, step_s, taken = view.now_s, self._options.decode_step_s, list[DecodeBatch]()
         count, short = len(idle), sum(lengths) - self._room(idle)

@@ -13,7 +13,7 @@ def length(request: Request) -> int:
     return max(1, request.prompt_tokens - request.cached_tokens)
 
 
-class Times:
+class ScalingTimes:
     """What LoongServe's scaling information base answers (§5.5). `nodes`: the node of each instance of the pool, in
     order: sizes are asked for as if taken from the front. Decisions leave out what prompts have cached."""
 
@@ -32,7 +32,7 @@ class Times:
 
     def batch_s(self, lengths: Sequence[int], instances: int) -> float:
         """Prompts as one batch on this many instances; infinite on none."""
-        total = Sum(self, instances)
+        total = BatchSum(self, instances)
         for tokens in lengths:
             total.add(tokens)
         return total.seconds
@@ -43,10 +43,10 @@ class Times:
         return size, len(set(self._nodes[:size]))
 
 
-class Sum:
+class BatchSum:
     """A batch that grows."""
 
-    def __init__(self, times: Times, instances: int) -> None:
+    def __init__(self, times: ScalingTimes, instances: int) -> None:
         self._times, self._shape = times, times.shape(instances)
         self._fixed_s = times.alone_s(1, *self._shape) if instances else 0.0
         self.seconds = 0.0 if instances else float("inf")

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 
-class Least(Protocol):
+class ArgMin(Protocol):
     """A set of replicas with a weight each."""
 
     def put(self, replica: int, weight: int) -> None:
@@ -23,7 +23,7 @@ class Least(Protocol):
         """The member with the smallest (weight, replica); -1 when there is none."""
 
 
-class HeapLeast:
+class HeapArgMin:
     """O(log n) a change, amortised O(log n) a question."""
 
     __slots__ = ("_count", "_heap", "_key", "_limit")
@@ -60,7 +60,7 @@ class HeapLeast:
         return -1
 
 
-class ScanLeast:
+class ScanArgMin:
     """The same by looking at every replica, as PecSched's own scheduler does (its cost grows with the cluster)."""
 
     __slots__ = ("_weight",)

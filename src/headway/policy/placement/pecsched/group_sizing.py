@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 from headway.core.span import Strategy
 from headway.perf.latency.groups import LOCAL, GroupShape
-from headway.policy.placement.registry import Surroundings
+from headway.policy.placement.registry import PolicyContext
 
 _GRAIN = 1024
 
 
-class Choice(NamedTuple):
+class StrategyChoice(NamedTuple):
     """A strategy and what the whole prefill is predicted to take with it; edge_s: between two places where it can be
     paused, at most."""
 
@@ -21,14 +21,14 @@ class Choice(NamedTuple):
     edge_s: float
 
 
-class Forms:
+class StrategyChooser:
     """Fast SP's choice (§5.3) by predicted time, or plain ring attention; remembered, lengths rounded up to 1,024."""
 
-    def __init__(self, around: Surroundings, tp: int, fast: bool) -> None:
+    def __init__(self, around: PolicyContext, tp: int, fast: bool) -> None:
         self._around, self._tp, self._fast = around, tp, fast
-        self._known: dict[tuple[int, int, int], Choice] = {}
+        self._known: dict[tuple[int, int, int], StrategyChoice] = {}
 
-    def choose(self, tokens: int, replicas: int, nodes: int) -> Choice:
+    def choose(self, tokens: int, replicas: int, nodes: int) -> StrategyChoice:
         """For a prompt on so many replicas, over so many nodes."""
         key = (-(-tokens // _GRAIN), replicas, nodes)
         known = self._known.get(key)
@@ -38,7 +38,7 @@ class Forms:
             seconds = [self._around.latency.prefill_s(0, most, group) for group in groups]
             best = min(range(len(groups)), key=seconds.__getitem__)
             edge_s = self._around.edge_s(0, most, groups[best], seconds[best])
-            known = self._known[key] = Choice(groups[best].strategy, seconds[best], edge_s)
+            known = self._known[key] = StrategyChoice(groups[best].strategy, seconds[best], edge_s)
         return known
 
     def _allowed(self, replicas: int) -> Iterator[Strategy]:
@@ -56,13 +56,13 @@ class Forms:
                 yield Strategy(attn="ulysses", mlp="ulysses")
 
 
-class Sizes:
+class GroupSizing:
     """`long_replicas` as a rule."""
 
     def __init__(
         self,
         rule: Literal["memory", "latency", "fixed"],
-        forms: Forms,
+        forms: StrategyChooser,
         capacity: int,
         most: int,
         per_node: int,

@@ -19,7 +19,7 @@ from headway.core.request import Request
 State = Literal["drain", "prefill", "pausing", "paused", "closing", "decode", "ended"]
 
 
-class Ring:
+class SequenceParallelGroup:
     """A long request on its replicas. edge_s: predicted time between two places where its prefill
     can be paused, at most. busy: replicas on which short
     requests are. computed_s, suspended_s: so far. began_s: when it began to compute, or to decode, last; since_s: when
@@ -41,7 +41,7 @@ class Ring:
         return self.state == ("decode" if self.decoding else "prefill")
 
 
-class Patience:
+class AgeingPolicy:
     """Ageing: a ring may be preempted while it has been suspended for at most `ageing` times as long as it has
     computed, and then waits for `slice_s` times `ageing` more at most. So it is suspended, in all, for little more than
     `ageing` times its own length, and short requests wait for little more than a slice. None: no bound (the paper)."""
@@ -49,7 +49,7 @@ class Patience:
     def __init__(self, ageing: float | None, slice_s: float) -> None:
         self._ageing, self._slice_s = ageing, slice_s
 
-    def from_s(self, ring: Ring) -> float:
+    def from_s(self, ring: SequenceParallelGroup) -> float:
         """When a ring that computes may be preempted again."""
         if self._ageing is None or not ring.suspended_s:
             return ring.began_s
@@ -57,27 +57,27 @@ class Patience:
             return float("inf")
         return max(ring.began_s, ring.began_s + ring.suspended_s / self._ageing - ring.computed_s)
 
-    def until_s(self, ring: Ring) -> float:
+    def until_s(self, ring: SequenceParallelGroup) -> float:
         """How long a paused ring waits for short requests."""
         if self._ageing is None:
             return float("inf")
         return ring.since_s + self._ageing * (ring.computed_s + self._slice_s) - ring.suspended_s
 
 
-class Victims:
+class PreemptionCandidates:
     """Rings that compute. Of those that may be preempted the youngest is asked first, so that the oldest come to their
     end. What begins at this very instant cannot be paused yet."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: AgeingPolicy) -> None:
         self._patience = patience
-        self._later: list[tuple[float, int, float, Ring]] = []
-        self._ready: list[tuple[int, float, Ring]] = []
+        self._later: list[tuple[float, int, float, SequenceParallelGroup]] = []
+        self._ready: list[tuple[int, float, SequenceParallelGroup]] = []
 
-    def add(self, ring: Ring) -> None:
+    def add(self, ring: SequenceParallelGroup) -> None:
         """It computes, from `began_s` on."""
         heappush(self._later, (self._patience.from_s(ring), ring.order, ring.began_s, ring))
 
-    def first(self, now: float) -> Ring | None:
+    def first(self, now: float) -> SequenceParallelGroup | None:
         """The youngest that may be preempted; it stays among them."""
         later, ready = self._later, self._ready
         while later and later[0][0] < now:
@@ -90,7 +90,7 @@ class Victims:
             heappop(ready)
         return None
 
-    def take(self, now: float) -> Ring | None:
+    def take(self, now: float) -> SequenceParallelGroup | None:
         """The same, and it is no longer among them."""
         ring = self.first(now)
         if ring is not None:
@@ -108,14 +108,14 @@ class Victims:
         return None
 
 
-class Deadlines:
+class AgeingQueue:
     """When paused rings have waited for as long as they may."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: AgeingPolicy) -> None:
         self._patience = patience
-        self._heap: list[tuple[float, int, float, Ring]] = []
+        self._heap: list[tuple[float, int, float, SequenceParallelGroup]] = []
 
-    def add(self, ring: Ring) -> None:
+    def add(self, ring: SequenceParallelGroup) -> None:
         """It has been paused at `since_s`."""
         due_s = self._patience.until_s(ring)
         if due_s < float("inf"):
@@ -131,7 +131,7 @@ class Deadlines:
             heappop(heap)
         return None
 
-    def due(self, now: float) -> list[Ring]:
+    def due(self, now: float) -> list[SequenceParallelGroup]:
         """Those whose time has come; they are closed by the caller."""
         found = []
         while (due_s := self.next_s()) is not None and due_s <= now:

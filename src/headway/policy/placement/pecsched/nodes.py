@@ -19,14 +19,14 @@ _TAKEN = 1 << 50
 """Queue of a replica that cannot be had: more than any queue, and few enough to be summed over a node."""
 
 
-class Taken(NamedTuple):
+class NodeSelection(NamedTuple):
     """Replicas in order of (node, replica), and on how many nodes they are."""
 
     replicas: tuple[int, ...]
     nodes: int
 
 
-class Nodes(Protocol):
+class NodeIndex(Protocol):
     """Replicas that a long request may take, with their queues, by node."""
 
     def put(self, replica: int, weight: int) -> None:
@@ -35,7 +35,7 @@ class Nodes(Protocol):
     def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
         """They may be had again, with these queues; none of them could be before."""
 
-    def take(self, size: int) -> Taken | None:
+    def take(self, size: int) -> NodeSelection | None:
         """`size` replicas by the rule, which may not be had from now on. None when there are not so many."""
 
 
@@ -56,7 +56,7 @@ class ScanNodes:
         for replica, weight in zip(replicas, weights, strict=True):
             self._weight[replica] = weight
 
-    def take(self, size: int) -> Taken | None:
+    def take(self, size: int) -> NodeSelection | None:
         """See Nodes."""
         nodes: dict[int, list[tuple[int, int]]] = {}
         for replica, weight in enumerate(self._weight):
@@ -72,7 +72,7 @@ class ScanNodes:
             chosen += [(node, replica) for _, replica in sorted(nodes.pop(node))[:want]]
         for _, replica in chosen:
             self._weight[replica] = None
-        return Taken(tuple(replica for _, replica in sorted(chosen)), len({node for node, _ in chosen}))
+        return NodeSelection(tuple(replica for _, replica in sorted(chosen)), len({node for node, _ in chosen}))
 
 
 class IndexedNodes:
@@ -120,7 +120,7 @@ class IndexedNodes:
             self._count(row, count)
             self._renew(row)
 
-    def take(self, size: int) -> Taken | None:
+    def take(self, size: int) -> NodeSelection | None:
         """See Nodes."""
         if self._total < size:
             return None
@@ -134,7 +134,7 @@ class IndexedNodes:
             chosen.append((row, self._take_from(row, want)))
             missing -= want
         chosen.sort()
-        return Taken(tuple([replica for _, replicas in chosen for replica in replicas]), len(chosen))
+        return NodeSelection(tuple([replica for _, replicas in chosen for replica in replicas]), len(chosen))
 
     def _take_from(self, row: int, want: int) -> list[int]:
         """The shortest queues of a node, in order of replica."""

@@ -7,7 +7,7 @@ from typing import Literal
 from headway.policy.placement.registry import PolicyOptions
 
 
-class Options(PolicyOptions, frozen=True, kw_only=True):
+class PecSchedOptions(PolicyOptions, frozen=True, kw_only=True):
     """long_tokens: prompts above this are long. batch_tokens: short prompts' tokens that an instance of a paused or
     co-located long request takes at a time (§5.2's threshold).
 

@@ -29,39 +29,44 @@ from headway.core.span import Span
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.base import (
     Action,
-    Arrived,
-    Commit,
-    Dropped,
-    Enqueue,
+    ActionRefused,
+    CommitSpans,
+    EnqueueRequest,
     Event,
-    Finished,
     KvReady,
-    Paused,
-    Preempt,
-    Prefilled,
-    Refused,
-    Reject,
-    Resume,
+    PreemptRequest,
+    RejectRequest,
+    RequestArrived,
+    RequestDropped,
+    RequestFinished,
+    RequestPrefilled,
+    ResumeRequest,
     SpanDone,
-    Transfer,
-    Woken,
+    SpanPaused,
+    TransferKv,
+    WakeupDue,
 )
-from headway.policy.placement.pecsched.argmin import HeapLeast
-from headway.policy.placement.pecsched.group_sizing import Forms, Sizes
-from headway.policy.placement.pecsched.long_groups import Deadlines, Patience, Ring, Victims
-from headway.policy.placement.pecsched.options import Options
-from headway.policy.placement.pecsched.replica_index import Board
-from headway.policy.placement.registry import Surroundings
-from headway.policy.placement.view import ClusterView
+from headway.policy.placement.pecsched.argmin import HeapArgMin
+from headway.policy.placement.pecsched.group_sizing import GroupSizing, StrategyChooser
+from headway.policy.placement.pecsched.long_groups import (
+    AgeingPolicy,
+    AgeingQueue,
+    PreemptionCandidates,
+    SequenceParallelGroup,
+)
+from headway.policy.placement.pecsched.options import PecSchedOptions
+from headway.policy.placement.pecsched.replica_index import ReplicaIndex
+from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.view import ClusterSnapshot
 
-__all__ = ["Options", "PecSched"]
+__all__ = ["PecSched", "PecSchedOptions"]
 
 _INSTANT_S = 1e-6
 _UNITS_A_SECOND = 1e6
 """Queues that count seconds are whole microseconds."""
 
 
-class Short:
+class ShortRequest:
     """A short request on its way: what it weighs, and where it is (-1: in the global queue)."""
 
     __slots__ = ("replica", "request", "weight")
@@ -73,36 +78,36 @@ class Short:
 class PecSched:
     """See the module. `suspensions`: how often long requests were asked to pause."""
 
-    def __init__(self, surroundings: Surroundings, options: Options, *, literal: bool = False) -> None:
+    def __init__(self, surroundings: PolicyContext, options: PecSchedOptions, *, literal: bool = False) -> None:
         """literal: decide by looking at every replica (see Board)."""
         self._around, self._options, self._literal = surroundings, options, literal
         self._bounded = options.mode != "paper"
         self._weighs = self._bounded and options.counts_seconds
-        self._board: Board | None = None
-        self._shorts: dict[str, Short] = {}
+        self._board: ReplicaIndex | None = None
+        self._shorts: dict[str, ShortRequest] = {}
         self._waiting: dict[str, None] = {}
         self._longs: deque[Request] = deque()
-        self._rings: dict[str, Ring] = {}
-        patience = Patience(options.patience, options.slice_s)
-        self._victims, self._deadlines = Victims(patience), Deadlines(patience)
+        self._rings: dict[str, SequenceParallelGroup] = {}
+        patience = AgeingPolicy(options.patience, options.slice_s)
+        self._victims, self._deadlines = PreemptionCandidates(patience), AgeingQueue(patience)
         self._decoding: dict[str, tuple[int, int]] = {}
-        self._at_home: dict[str, Short] = {}
+        self._at_home: dict[str, ShortRequest] = {}
         self._weights: dict[int, int] = {}
         self._order = 0
         self.suspensions = 0
-        self._handlers: dict[type, Callable[[Any, float, ClusterView], list[Action]]] = {
-            Arrived: self._arrived,
-            Prefilled: self._prefilled,
+        self._handlers: dict[type, Callable[[Any, float, ClusterSnapshot], list[Action]]] = {
+            RequestArrived: self._arrived,
+            RequestPrefilled: self._prefilled,
             KvReady: self._kv_ready,
             SpanDone: self._span_done,
-            Paused: self._paused,
-            Finished: self._finished,
-            Dropped: self._finished,
-            Refused: self._refused,
-            Woken: self._woken,
+            SpanPaused: self._paused,
+            RequestFinished: self._finished,
+            RequestDropped: self._finished,
+            ActionRefused: self._refused,
+            WakeupDue: self._woken,
         }
 
-    def on_event(self, event: Event, view: ClusterView) -> Sequence[Action]:
+    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See Placement."""
         if self._board is None:
             self._begin(view)
@@ -119,7 +124,7 @@ class PecSched:
             return due_s
         return retry_s + _INSTANT_S if due_s is None else min(due_s, retry_s + _INSTANT_S)
 
-    def _begin(self, view: ClusterView) -> None:
+    def _begin(self, view: ClusterSnapshot) -> None:
         options = self._options
         self._ids = view.with_role("mixed", "prefill")
         decodes = view.with_role("decode")
@@ -129,35 +134,35 @@ class PecSched:
             raise ConfigError("pecsched keeps short decodes apart: give some instances the role decode, or say "
                               "`disaggregate: false`")  # fmt: skip
         nodes = [view.instances[i].node for i in self._ids]
-        self._board = Board(nodes, literal=self._literal)
+        self._board = ReplicaIndex(nodes, literal=self._literal)
         self._decoders = decodes
         self._decode_load = [0] * len(decodes)
-        self._decode_least = HeapLeast(len(decodes))
+        self._decode_least = HeapArgMin(len(decodes))
         for i in range(len(decodes)):
             self._decode_least.put(i, 0)
         first = view.instances[self._ids[0]]
         self._per_node = max(map(nodes.count, set(nodes)))
-        self._forms = Forms(self._around, first.tp, options.fast_sp)
+        self._forms = StrategyChooser(self._around, first.tp, options.fast_sp)
         capacity = min(view.instances[i].capacity for i in self._ids)
-        self._sizes = Sizes(options.long_replicas, self._forms, capacity, len(self._ids), self._per_node,
+        self._sizes = GroupSizing(options.long_replicas, self._forms, capacity, len(self._ids), self._per_node,
                             options.long_target_s, options.long_sp)  # fmt: skip
 
     # -- what happens to requests -----------------------------------------------------------------------------------
 
-    def _arrived(self, event: Arrived, now: float, view: ClusterView) -> list[Action]:
+    def _arrived(self, event: RequestArrived, now: float, view: ClusterSnapshot) -> list[Action]:
         request = event.request
         if request.prompt_tokens > self._options.long_tokens:
             self._longs.append(request)
             return self._take_replicas(view)
         name = request.id
-        self._shorts[name] = Short(request, self._weight(request.prompt_tokens - request.cached_tokens))
+        self._shorts[name] = ShortRequest(request, self._weight(request.prompt_tokens - request.cached_tokens))
         actions: list[Action] = []
         if self._waiting or not self._dispatch(name, now, actions):
             self._waiting[name] = None
             self._dispatch_all(now, actions)
         return actions
 
-    def _prefilled(self, event: Prefilled, now: float, view: ClusterView) -> list[Action]:
+    def _prefilled(self, event: RequestPrefilled, now: float, view: ClusterSnapshot) -> list[Action]:
         short = self._shorts.get(event.request)
         if short is None:
             return []
@@ -166,26 +171,26 @@ class PecSched:
         if not self._options.disaggregate:
             self._at_home[event.request] = short
             self._the_board().decode(short.replica, 1)
-            actions.append(Enqueue(event.request, event.group, "decode", beside=True))
+            actions.append(EnqueueRequest(event.request, event.group, "decode", beside=True))
         elif short.request.max_output_tokens > 1:
             at = self._decode_least.least()
             tokens = short.request.prompt_tokens + short.request.max_output_tokens
             self._decode(at, tokens)
             self._decoding[event.request] = (at, tokens)
-            actions.append(Transfer(event.request, self._decoders[at], overlapped=True))
+            actions.append(TransferKv(event.request, self._decoders[at], overlapped=True))
         return self._vacate(short, now, actions)
 
-    def _kv_ready(self, event: KvReady, now: float, view: ClusterView) -> list[Action]:
-        return [Enqueue(event.request, (event.instance,), "decode")]
+    def _kv_ready(self, event: KvReady, now: float, view: ClusterSnapshot) -> list[Action]:
+        return [EnqueueRequest(event.request, (event.instance,), "decode")]
 
-    def _span_done(self, event: SpanDone, now: float, view: ClusterView) -> list[Action]:
+    def _span_done(self, event: SpanDone, now: float, view: ClusterSnapshot) -> list[Action]:
         ring = self._rings.get(event.request)
         if ring is None or not event.last:
             return []
         ring.decoding, ring.state, ring.began_s = True, "decode", now
         actions: list[Action] = []
         if ring.request.max_output_tokens > 1:
-            actions.append(Enqueue(event.request, self._group_of(ring), "decode", beside=True))
+            actions.append(EnqueueRequest(event.request, self._group_of(ring), "decode", beside=True))
         board = self._the_board()
         if self._options.colocate:
             board.open(ring, board.beside)
@@ -194,7 +199,7 @@ class PecSched:
             self._victims.add(ring)
         return self._dispatch_all(now, actions)
 
-    def _paused(self, event: Paused, now: float, view: ClusterView) -> list[Action]:
+    def _paused(self, event: SpanPaused, now: float, view: ClusterSnapshot) -> list[Action]:
         ring = self._rings.get(event.request)
         if ring is None:
             return []
@@ -204,7 +209,7 @@ class PecSched:
         self._deadlines.add(ring)
         return [] if ring.busy else self._go_on(ring, now)
 
-    def _finished(self, event: Finished | Dropped, now: float, view: ClusterView) -> list[Action]:
+    def _finished(self, event: RequestFinished | RequestDropped, now: float, view: ClusterSnapshot) -> list[Action]:
         name = event.request
         short = self._shorts.pop(name, None)
         if short is not None:
@@ -226,9 +231,9 @@ class PecSched:
         self._the_board().give_back(ring)
         return self._dispatch_all(now, self._take_replicas(view))
 
-    def _refused(self, event: Refused, now: float, view: ClusterView) -> list[Action]:
+    def _refused(self, event: ActionRefused, now: float, view: ClusterSnapshot) -> list[Action]:
         if event.request in self._decoding:
-            return [Reject(event.request, f"it cannot be decoded: {event.why}")]
+            return [RejectRequest(event.request, f"it cannot be decoded: {event.why}")]
         ring = self._rings.get(event.request)
         if ring is None:
             return []
@@ -243,7 +248,7 @@ class PecSched:
             return self._take_replicas(view)
         return []
 
-    def _woken(self, event: Woken, now: float, view: ClusterView) -> list[Action]:
+    def _woken(self, event: WakeupDue, now: float, view: ClusterSnapshot) -> list[Action]:
         actions: list[Action] = []
         self._dispatch_all(now, actions)
         for ring in self._deadlines.due(now):
@@ -273,10 +278,10 @@ class PecSched:
             return False
         short.replica = at
         board.add(at, short.weight, tokens)
-        actions.append(Enqueue(name, (self._ids[at],), "prefill", beside))
+        actions.append(EnqueueRequest(name, (self._ids[at],), "prefill", beside))
         return True
 
-    def _make_room(self, short: Short, free: int, now: float, actions: list[Action]) -> int:
+    def _make_room(self, short: ShortRequest, free: int, now: float, actions: list[Action]) -> int:
         """A replica of a paused ring that has room, or of one that is paused now; `free`, where its queue will be over
         before that (not in `paper` mode); -1 when there is none."""
         board, tokens, most = self._the_board(), short.request.prompt_tokens, self._options.batch_tokens
@@ -296,7 +301,7 @@ class PecSched:
         ring.state = "pausing"
         self.suspensions += 1
         board.open(ring, board.paused)
-        actions.append(Preempt(ring.request.id))
+        actions.append(PreemptRequest(ring.request.id))
         return board.paused.least()
 
     def _dispatch_all(self, now: float, actions: list[Action]) -> list[Action]:
@@ -308,7 +313,7 @@ class PecSched:
             del self._waiting[name]
         return actions
 
-    def _vacate(self, short: Short, now: float, actions: list[Action]) -> list[Action]:
+    def _vacate(self, short: ShortRequest, now: float, actions: list[Action]) -> list[Action]:
         """It has left its replica's queue; others come in its place, or a ring that waited for that goes on."""
         board, at = self._the_board(), short.replica
         if at < 0:
@@ -342,7 +347,7 @@ class PecSched:
 
     # -- long requests ----------------------------------------------------------------------------------------------
 
-    def _take_replicas(self, view: ClusterView) -> list[Action]:
+    def _take_replicas(self, view: ClusterSnapshot) -> list[Action]:
         """Long requests in order, as far as there are replicas without another one."""
         board = self._the_board()
         actions: list[Action] = []
@@ -351,7 +356,7 @@ class PecSched:
             size = self._sizes.replicas(request.prompt_tokens, request.prompt_tokens + request.max_output_tokens)
             if not size:
                 self._longs.popleft()
-                actions.append(Reject(request.id, "all replicas together cannot hold it"))
+                actions.append(RejectRequest(request.id, "all replicas together cannot hold it"))
                 continue
             taken = board.take(size)
             if taken is None:
@@ -359,34 +364,34 @@ class PecSched:
             self._longs.popleft()
             form = self._forms.choose(request.prompt_tokens, size, taken.nodes)
             self._order += 1
-            ring = Ring(request, taken.replicas, self._order, form.edge_s)
+            ring = SequenceParallelGroup(request, taken.replicas, self._order, form.edge_s)
             board.hold(ring)
             self._rings[request.id] = ring
             span = Span(request=request, start=request.cached_tokens, end=request.prompt_tokens,
                         group=self._group_of(ring), strategy=form.strategy)  # fmt: skip
-            actions.append(Commit(request.id, (span,), view.version))
+            actions.append(CommitSpans(request.id, (span,), view.version))
             if not ring.busy:
                 self._runs(ring, view.now_s)
         return actions
 
-    def _runs(self, ring: Ring, now: float) -> None:
+    def _runs(self, ring: SequenceParallelGroup, now: float) -> None:
         """It computes from now on."""
         ring.state = "decode" if ring.decoding else "prefill"
         ring.began_s = now
         self._victims.add(ring)
 
-    def _go_on(self, ring: Ring, now: float) -> list[Action]:
+    def _go_on(self, ring: SequenceParallelGroup, now: float) -> list[Action]:
         """All short prefills in its place have ended."""
         ring.suspended_s += now - ring.since_s
         self._the_board().open(ring, None)
         self._runs(ring, now)
         if ring.decoding:
-            return [Enqueue(ring.request.id, self._group_of(ring), "decode", beside=True)]
-        return [Resume(ring.request.id)]
+            return [EnqueueRequest(ring.request.id, self._group_of(ring), "decode", beside=True)]
+        return [ResumeRequest(ring.request.id)]
 
-    def _group_of(self, ring: Ring) -> tuple[int, ...]:
+    def _group_of(self, ring: SequenceParallelGroup) -> tuple[int, ...]:
         return tuple(self._ids[replica] for replica in ring.group)
 
-    def _the_board(self) -> Board:
+    def _the_board(self) -> ReplicaIndex:
         assert self._board is not None
         return self._board

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.policy.placement.pecsched.argmin import HeapLeast, Least, ScanLeast
-from headway.policy.placement.pecsched.long_groups import Ring
-from headway.policy.placement.pecsched.nodes import IndexedNodes, Nodes, ScanNodes, Taken
+from headway.policy.placement.pecsched.argmin import ArgMin, HeapArgMin, ScanArgMin
+from headway.policy.placement.pecsched.long_groups import SequenceParallelGroup
+from headway.policy.placement.pecsched.nodes import IndexedNodes, NodeIndex, NodeSelection, ScanNodes
 
 
-class Board:
+class ReplicaIndex:
     """Replicas 0, 1, … with queues of short prefills: weight (the unit of the policy's queues, whole numbers) and
     tokens."""
 
     def __init__(self, node_of: Sequence[int], *, literal: bool = False) -> None:
         """`node_of`: the node of each replica. literal: look at every replica for every answer; same answers."""
         count = len(node_of)
-        make = ScanLeast if literal else HeapLeast
+        make = ScanArgMin if literal else HeapArgMin
         self.weight = [0] * count
         self.tokens = [0] * count
         self.decodes = [0] * count
-        self.ring: list[Ring | None] = [None] * count
-        self.free: Least = make(count)
-        self.beside: Least = make(count)
-        self.paused: Least = make(count)
-        self._nodes: Nodes = ScanNodes(node_of) if literal else IndexedNodes(node_of)
-        self._home: list[Least | None] = [None] * count
+        self.ring: list[SequenceParallelGroup | None] = [None] * count
+        self.free: ArgMin = make(count)
+        self.beside: ArgMin = make(count)
+        self.paused: ArgMin = make(count)
+        self._nodes: NodeIndex = ScanNodes(node_of) if literal else IndexedNodes(node_of)
+        self._home: list[ArgMin | None] = [None] * count
         for replica in range(count):
             self._move(replica, self.free)
             self._nodes.put(replica, 0)
@@ -81,12 +81,12 @@ class Board:
 
     # -- long requests --------------------------------------------------------------------------------------------
 
-    def take(self, size: int) -> Taken | None:
+    def take(self, size: int) -> NodeSelection | None:
         """Replicas for a long request, node first, least total queue, which no other can have from now on; None when so
         many are not free of others. `hold` comes next."""
         return self._nodes.take(size)
 
-    def hold(self, ring: Ring) -> None:
+    def hold(self, ring: SequenceParallelGroup) -> None:
         """It has what was taken for it; no short requests are sent there."""
         rings, homes, free, tokens, decodes = self.ring, self._home, self.free, self.tokens, self.decodes
         for replica in ring.group:
@@ -96,19 +96,19 @@ class Board:
             if tokens[replica] or decodes[replica]:
                 ring.busy += 1
 
-    def give_back(self, ring: Ring) -> None:
+    def give_back(self, ring: SequenceParallelGroup) -> None:
         """All of its replicas are free again."""
         for replica in ring.group:
             self.ring[replica] = None
             self._move(replica, self.free)
         self._nodes.give_back(ring.group, [self.weight[replica] for replica in ring.group])
 
-    def open(self, ring: Ring, home: Least | None) -> None:
+    def open(self, ring: SequenceParallelGroup, home: ArgMin | None) -> None:
         """Short prefills may go to its replicas as to `beside` or `paused`, or not at all (None)."""
         for replica in ring.group:
             self._move(replica, home)
 
-    def _move(self, replica: int, home: Least | None) -> None:
+    def _move(self, replica: int, home: ArgMin | None) -> None:
         old = self._home[replica]
         if old is not None and old is not home:
             old.drop(replica)

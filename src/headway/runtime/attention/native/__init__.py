@@ -33,7 +33,7 @@ DIMS = (32, 64, 96, 128)
 """Head dimensions of the attention kernels."""
 
 
-class Kernels:
+class CompiledKernels:
     """The compiled functions; the .cpp files say what each argument is."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -48,7 +48,7 @@ class Kernels:
 
 
 @functools.cache
-def kernels() -> Kernels | None:
+def kernels() -> CompiledKernels | None:
     """The kernels, or None where they cannot be built or run. The first call ever compiles for some seconds.
 
     HEADWAY_NATIVE=0 in the environment turns them off (`core.native_build`).
@@ -59,4 +59,4 @@ def kernels() -> Kernels | None:
     library = compiled("kernels", sources, "compiled kernels", headers=headers, flags=("-fopenmp",))
     if library is None:
         return None
-    return Kernels(library) if library.headway_supported() else None
+    return CompiledKernels(library) if library.headway_supported() else None

@@ -6,13 +6,13 @@ import heapq
 import threading
 from collections.abc import Callable
 
-from headway.core.clock import Clock
+from headway.core.clock import ClockProtocol
 
 
-class Alarm:
+class TimedCalls:
     """Times are the clock's."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: ClockProtocol) -> None:
         self._clock = clock
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from headway.core.batch import Batch, KvOp
-from headway.core.clock import Clock
-from headway.core.executor import Emitted, StepResult
+from headway.core.clock import ClockProtocol
+from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.timed.alarm import Alarm
+from headway.runtime.engine.timed.alarm import TimedCalls
 
 TOKEN = 1
 """What is always said."""
@@ -26,7 +26,7 @@ class TimedExecutor:
 
     free = None
 
-    def __init__(self, clock: Clock, alarm: Alarm) -> None:
+    def __init__(self, clock: ClockProtocol, alarm: TimedCalls) -> None:
         self._clock, self._alarm = clock, alarm
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.waits_on: tuple[Any, ...] = (self._bell,)
@@ -65,7 +65,7 @@ class TimedExecutor:
         self._flying, self._ended_s, self._seen_s = None, due_s, now
         part = batch.parts[0]
         said = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
-        emitted = [Emitted(name, TOKEN, None) for name in said]
+        emitted = [EmittedToken(name, TOKEN, None) for name in said]
         return StepResult(batch.id, emitted, due_s - began_s, (((began_s, due_s),),))
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.runtime.kv_transfer.connector import Finished, Lost, Received
-from headway.runtime.kv_transfer.peers import PeerLostError, Peers, Place
+from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived
+from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork, ReceivePlace
 
 
-class Came(msgspec.Struct, frozen=True, tag=True):
+class TimedArrival(msgspec.Struct, frozen=True, tag=True):
     """A piece is there."""
 
     piece: int
@@ -20,29 +20,29 @@ class Came(msgspec.Struct, frozen=True, tag=True):
     ended_s: float
 
 
-class Stopped(msgspec.Struct, frozen=True, tag=True):
+class TimedStop(msgspec.Struct, frozen=True, tag=True):
     """The run of the group stops where so many layers of its pieces are done."""
 
     edge: int
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Came | Stopped)
+_decoder = msgspec.msgpack.Decoder(TimedArrival | TimedStop)
 
 
-class Mail:
+class TimedMail:
     """Of one instance. It is who takes what is pushed to these peers. Any thread may call anything."""
 
-    def __init__(self, peers: Peers, ring: Callable[[], None]) -> None:
+    def __init__(self, peers: PeerNetwork, ring: Callable[[], None]) -> None:
         """`ring`: there is something to look at."""
         self.peers, self.ring = peers, ring
         self._gate = threading.Lock()
-        self._received: list[Received] = []
-        self._lost: list[Lost] = []
+        self._received: list[KvReceived] = []
+        self._lost: list[KvLost] = []
         self._stopped: dict[str, int] = {}
         peers.handle(self._handle)
 
-    def post(self, to: int, request: str, note: Came | Stopped) -> None:
+    def post(self, to: int, request: str, note: TimedArrival | TimedStop) -> None:
         """Tell another instance, or this one itself."""
         if to == self.peers.number:
             self._take(to, request, note)
@@ -51,17 +51,17 @@ class Mail:
             self.peers.push(to, request, _encoder.encode(note), ())
         except PeerLostError as error:
             with self._gate:
-                self._lost.append(Lost(request, str(error)))
+                self._lost.append(KvLost(request, str(error)))
             self.ring()
 
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedTransfers:
         """Pieces that have come, and requests of which something could not go, since the last look."""
         with self._gate:
-            found, self._received, self._lost = Finished(self._received, self._lost), [], []
+            found, self._received, self._lost = FinishedTransfers(self._received, self._lost), [], []
         return found
 
     def stopped(self, request: str) -> int | None:
-        """Where a request's run was stopped (`Stopped.edge`); said once."""
+        """Where a request's run was stopped (`TimedStop.edge`); said once."""
         with self._gate:
             return self._stopped.pop(request, None)
 
@@ -70,14 +70,14 @@ class Mail:
         with self._gate:
             self._stopped.pop(request, None)
 
-    def _handle(self, source: int, request: str, note: bytes, length: int) -> Place | None:
+    def _handle(self, source: int, request: str, note: bytes, length: int) -> ReceivePlace | None:
         self._take(source, request, _decoder.decode(note))
         return None
 
-    def _take(self, source: int, request: str, note: Came | Stopped) -> None:
+    def _take(self, source: int, request: str, note: TimedArrival | TimedStop) -> None:
         with self._gate:
-            if isinstance(note, Came):
-                self._received.append(Received(request, note.piece, source, note.began_s, note.ended_s))
+            if isinstance(note, TimedArrival):
+                self._received.append(KvReceived(request, note.piece, source, note.began_s, note.ended_s))
             else:
                 self._stopped[request] = note.edge
         self.ring()

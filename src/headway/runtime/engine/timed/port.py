@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from headway.core.clock import Clock
-from headway.runtime.engine.timed.alarm import Alarm
-from headway.runtime.engine.timed.mail import Came, Mail
-from headway.runtime.engine.timed.runs import TimedRuns, Times
-from headway.runtime.kv_transfer.connector import Finished, Save
+from headway.core.clock import ClockProtocol
+from headway.runtime.engine.timed.alarm import TimedCalls
+from headway.runtime.engine.timed.mail import TimedArrival, TimedMail
+from headway.runtime.engine.timed.runs import TimedLatency, TimedSpanExecutor
+from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
 
 
-class _Piece(NamedTuple):
-    save: Save
+class _TimedSlice(NamedTuple):
+    save: SaveKv
     start: int
     end: int
     asked_s: float
@@ -27,9 +27,11 @@ class _Piece(NamedTuple):
 class TimedPort:
     """`desk.Port`."""
 
-    def __init__(self, times: Times, runs: TimedRuns, mail: Mail, alarm: Alarm, clock: Clock) -> None:
+    def __init__(
+        self, times: TimedLatency, runs: TimedSpanExecutor, mail: TimedMail, alarm: TimedCalls, clock: ClockProtocol
+    ) -> None:
         self._times, self._runs, self._mail, self._alarm, self._clock = times, runs, mail, alarm, clock
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[_TimedSlice]] = {}
         self._opened: list[str] = []
 
     def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None:
@@ -44,8 +46,8 @@ class TimedPort:
         """Who decodes is told to when all is there."""
         return False
 
-    def send(self, save: Save, start: int, end: int) -> None:
-        self._pieces.setdefault(save.request, []).append(_Piece(save, start, end, self._clock.now()))
+    def send(self, save: SaveKv, start: int, end: int) -> None:
+        self._pieces.setdefault(save.request, []).append(_TimedSlice(save, start, end, self._clock.now()))
 
     def sending(self) -> list[str]:
         return list(self._pieces)
@@ -59,7 +61,7 @@ class TimedPort:
     def settle(self, request: str) -> None:
         """There is nothing to overwrite."""
 
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedTransfers:
         return self._mail.finished()
 
     def forget(self, request: str) -> None:
@@ -72,7 +74,7 @@ class TimedPort:
             pieces.remove(piece)
             send_s = self._times.send_s((piece.end - piece.start) / share, piece.save.to)
             due_s = max(piece.asked_s + send_s, self._clock.now() + send_s / self._times.layers)
-            note = Came(piece.save.piece, piece.asked_s, due_s)
+            note = TimedArrival(piece.save.piece, piece.asked_s, due_s)
             self._alarm.at(due_s, partial(self._mail.post, piece.save.to, request, note))
         if request in self._pieces and not pieces:
             del self._pieces[request]

@@ -14,39 +14,39 @@ from typing import NamedTuple, Protocol
 
 from msgspec import structs
 
-from headway.core.clock import Clock
-from headway.core.executor import Emitted
+from headway.core.clock import ClockProtocol
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
-from headway.perf.latency.pause_points import Edges
+from headway.perf.latency.pause_points import PausePoints
 from headway.runtime.cluster.instance_agent import Slots
-from headway.runtime.cluster.messages import Run
+from headway.runtime.cluster.messages import SpanTask
 from headway.runtime.engine.timed.executor import TOKEN
-from headway.runtime.engine.timed.mail import Mail, Stopped
-from headway.runtime.kv_transfer.peers import Line
+from headway.runtime.engine.timed.mail import TimedMail, TimedStop
+from headway.runtime.kv_transfer.peers import PeerStream
 
 _NAP_S = 0.005
 _TOO_LATE_S = 0.05
 """With less than so much left a run is not paused: others of its group may have ended already."""
 
 
-class Times(Protocol):
+class TimedLatency(Protocol):
     """How long things take."""
 
     @property
     def layers(self) -> int: ...
 
-    def run_s(self, run: Run, before: Sequence[Run]) -> float:
+    def run_s(self, run: SpanTask, before: Sequence[SpanTask]) -> float:
         """All of a run, on its group."""
 
     def send_s(self, tokens: float, to: int) -> float:
         """KV of so many tokens, from here to another instance."""
 
-    def saved(self, run: Run, start: int, end: int, layer: int) -> Saved:
+    def saved(self, run: SpanTask, start: int, end: int, layer: int) -> TimedSavedBytes:
         """What of a run that is paused before `layer` of its piece [start, end) is kept here."""
 
 
-class Saved(NamedTuple):
+class TimedSavedBytes(NamedTuple):
     """See `runtime.sequence_parallel.saved`; bytes by the model's shape."""
 
     kv_bytes: int
@@ -54,38 +54,38 @@ class Saved(NamedTuple):
     kv_bytes_at_end: int
 
 
-class _Part:
+class _TimedSpan:
     """One request. `edges_s`: where its run could be paused, in seconds of it, its ends among them; `edge`: of these,
     how many it has come to beside the first."""
 
     __slots__ = ("alone", "computed", "edge", "edges_s", "line", "pieces", "preemptible", "run")
 
     def __init__(self) -> None:
-        self.run: Run | None = None
+        self.run: SpanTask | None = None
         self.pieces: tuple[tuple[int, int], ...] = ()
         self.edges_s: list[float] = [0.0]
         self.edge = self.computed = 0
         self.preemptible = False
         self.alone = True
-        self.line: Line | None = None
+        self.line: PeerStream | None = None
 
 
-class TimedRuns:
+class TimedSpanExecutor:
     """`member.Computes`."""
 
-    def __init__(self, times: Times, mail: Mail, clock: Clock) -> None:
+    def __init__(self, times: TimedLatency, mail: TimedMail, clock: ClockProtocol) -> None:
         self._times, self._mail, self._clock = times, mail, clock
         self._number = mail.peers.number
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _TimedSpan] = {}
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
-        self._parts[name] = _Part()
+        self._parts[name] = _TimedSpan()
 
     def begin(
         self,
         name: str,
-        run: Run,
-        before: Sequence[Run],
+        run: SpanTask,
+        before: Sequence[SpanTask],
         preemptible: bool,
         drawn: tuple[int, ...],
         room: Callable[[int, bool], Slots],
@@ -101,9 +101,11 @@ class TimedRuns:
             part.pieces = cut(run.start, run.end, len(run.group), run.rows)
         part.edges_s = self._edges_s(run, part.pieces, before)
 
-    def _edges_s(self, run: Run, pieces: Sequence[tuple[int, int]], before: Sequence[Run]) -> list[float]:
+    def _edges_s(self, run: SpanTask, pieces: Sequence[tuple[int, int]], before: Sequence[SpanTask]) -> list[float]:
         times = self._times
-        edges = Edges(tuple(pieces), lambda a, b: times.run_s(structs.replace(run, start=a, end=b), ()), times.layers)
+        edges = PausePoints(
+            tuple(pieces), lambda a, b: times.run_s(structs.replace(run, start=a, end=b), ()), times.layers
+        )
         whole_s = times.run_s(run, before)
         inner = [whole_s * edges.over(start, layer) for start, _ in pieces for layer in range(times.layers)]
         return [*inner, whole_s]
@@ -140,17 +142,17 @@ class TimedRuns:
                     stop = at
                     for other in run.group:
                         if other != self._number:
-                            self._mail.post(other, name, Stopped(stop))
+                            self._mail.post(other, name, TimedStop(stop))
             time.sleep(max(0.0, min(_NAP_S, edges_s[stop] - done_s)))
             behind(part.edge % layers)
         return False
 
-    def finish(self, name: str, draw: bool) -> tuple[Emitted | None, bool]:
+    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
         run = self._parts[name].run
         first = run is not None and run.group[0] == self._number
-        return (Emitted(name, TOKEN, None) if draw and first else None), False
+        return (EmittedToken(name, TOKEN, None) if draw and first else None), False
 
-    def saved(self, name: str) -> tuple[int, int, Saved]:
+    def saved(self, name: str) -> tuple[int, int, TimedSavedBytes]:
         part = self._parts[name]
         assert part.run is not None
         piece, layer = divmod(part.edge, self._times.layers)

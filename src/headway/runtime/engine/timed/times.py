@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.runtime.cluster.messages import Run
-from headway.runtime.engine.timed.runs import Saved
+from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.engine.timed.runs import TimedSavedBytes
 from headway.sim.cluster.spans import predicted_s
 from headway.sim.cluster.spec import ClusterSpec
 
@@ -21,7 +21,7 @@ class ClusterTimes:
         self._spec, self._number = spec, number
         self.layers = spec.shape.layers
 
-    def run_s(self, run: Run, before: Sequence[Run]) -> float:
+    def run_s(self, run: SpanTask, before: Sequence[SpanTask]) -> float:
         span = Span(request=_ANY, start=run.start, end=run.end, group=run.group, strategy=run.strategy)
         nodes = len({self._spec.instances[i].node for i in run.group})
         return predicted_s(self._spec, (span,), nodes, before[-1].group if before and not run.in_place else ())
@@ -31,10 +31,10 @@ class ClusterTimes:
         link = self._spec.links.between(here, there)
         return link.transfer_s(int(tokens * self._spec.shape.kv_bytes_per_token / here.tp))
 
-    def saved(self, run: Run, start: int, end: int, layer: int) -> Saved:
+    def saved(self, run: SpanTask, start: int, end: int, layer: int) -> TimedSavedBytes:
         shape, share = self._spec.shape, len(run.group)
         own = shape.kv_bytes_per_token / share
-        return Saved(
+        return TimedSavedBytes(
             kv_bytes=int(own * (start + (end - start) * layer / shape.layers)),
             activation_bytes=int((end - start) * shape.hidden * shape.dtype_bytes / share) if layer else 0,
             kv_bytes_at_end=int(own * run.end),
