@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import yaml
+from tests.helpers.timed_cluster import scenario_of, spec_of, timed_cluster
 
-from headway.cli.timed import scenario_of, spec_of, timed_cluster
 from headway.core.sampling import SamplingParams
 from headway.core.scratch_folder import ScratchFolder
 from headway.runtime.engine.protocol import SubmitRequest

@@ -13,11 +13,11 @@ import statistics
 import time
 
 import torch
+from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.attention.base import BatchSegment
 from headway.runtime.model.decoder import DecoderModel
-from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.model.sampling import make_state, sample
 
 

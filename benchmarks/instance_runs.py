@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.sampling import SamplingParams
@@ -34,7 +35,6 @@ from headway.core.span import Strategy
 from headway.runtime.cluster.messages import SpanTask
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
-from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
 GREEDY = SamplingParams(temperature=0.0)

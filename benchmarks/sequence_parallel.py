@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.span import Strategy
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.executor.gloo_links import join, rendezvous
 from headway.runtime.model.decoder import DecoderModel
-from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
 from headway.runtime.sequence_parallel.gloo import GlooTransport
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-
-from namespaces import Hosts, two_hosts
+from tests.helpers.namespaces import Hosts, two_hosts
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=2000)

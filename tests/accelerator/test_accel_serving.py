@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.accel_cases import study
 
-from accelerator.accel_cases import study
 from headway.core.errors import ConfigError
 from headway.perf.accelerator.iteration_work import IterationWork
 from headway.perf.accelerator.serving import AcceleratorLatency

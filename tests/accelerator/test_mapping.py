@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.accel_cases import study
 
-from accelerator.accel_cases import study
 from headway.core.errors import ConfigError
 from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
 from headway.perf.accelerator.mapping import GemmShape, search

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.accel_cases import settings_of, study, works
 
-from accelerator.accel_cases import settings_of, study, works
 from headway.perf.accelerator import sizing as answers
 from headway.perf.accelerator.iteration_work import IterationWork
 from headway.perf.accelerator.operators import OperatorSetting

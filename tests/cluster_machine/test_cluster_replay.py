@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_chaos import LAYERS, Chaos, Restless
+from tests.helpers.cluster_worlds import PerToken, cluster
+from tests.helpers.controller_chaos import LAYERS, Chaos, Restless
 
 from headway.control.decision_log import RecordingController
 from headway.control.replay import ReplayResult
@@ -20,7 +21,6 @@ from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
-from simulator_cluster.cluster_worlds import PerToken, cluster
 
 OPTIONS: dict[str, dict[str, object]] = {
     "fifo": {"long_tokens": 8000, "long_sp": 2},

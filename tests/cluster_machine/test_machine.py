@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_chaos import LAYERS, Chaos
+from tests.helpers.controller_audit import check
+from tests.helpers.controller_chaos import LAYERS, Chaos
 
-from headway.control.audit import check
 from headway.core.errors import InvariantError
 from headway.core.request import Request
 from headway.core.span import Span

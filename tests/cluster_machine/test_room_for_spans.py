@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from machine_chaos import LAYERS
+from tests.helpers.controller_audit import check
+from tests.helpers.controller_chaos import LAYERS
 
-from headway.control.audit import check
 from headway.control.backend import InstanceBackend, SchedulerStats
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry

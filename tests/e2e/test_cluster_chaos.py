@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_cluster import LENGTHS, MOST, Cluster, Plan, go
-from cluster_probe import APART, MIXED, write
 from test_serving import Reference, prompt_of
+from tests.helpers.chaos_cluster import LENGTHS, MOST, Cluster, Plan, go
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import APART, MIXED, write
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 
 SHORT = {"long_tokens": 500, "long_sp": 2}

@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster_probe import cluster, instances, until, write
-from http_probe import metric, streamed_ids
 from test_serving import Reference, prompt_of
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import cluster, instances, until, write
+from tests.helpers.http_probe import metric, streamed_ids
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 
 LONG = pytest.mark.long

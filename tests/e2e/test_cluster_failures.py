@@ -12,12 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster_probe import APART, MIXED, cluster, instances, pid_of, until, write
-from http_probe import metric, stream
 from test_serving import Reference, prompt_of
 from test_serving_failures import gone
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, pid_of, until, write
+from tests.helpers.http_probe import metric, stream
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 
 PROMPT = prompt_of(5, 3000)

@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster_probe import APART, CLUSTER, instances, pid_of, until, write
-from http_probe import metric, streamed_ids
 from test_cluster_failures import COUNT, Stream, decoding, handing_over
 from test_serving import Reference, prompt_of
 from test_serving_failures import gone
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import APART, CLUSTER, instances, pid_of, until, write
+from tests.helpers.http_probe import metric, streamed_ids
+from tests.helpers.namespaces import NODE0, Hosts, Running, inside
 
-from checkpoints import make_tiny
 from headway.cli.main import main
-from namespaces import NODE0, Hosts, Running, inside
 
 PROMPT = prompt_of(5, 3000)
 OTHER = prompt_of(6, 300)

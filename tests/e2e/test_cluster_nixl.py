@@ -8,12 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_probe import APART, cluster, pid_of, until, write
-from http_probe import metric
 from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding
 from test_serving import Reference
-
-from checkpoints import make_tiny
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import APART, cluster, pid_of, until, write
+from tests.helpers.http_probe import metric
 
 pytest.importorskip("nixl")
 

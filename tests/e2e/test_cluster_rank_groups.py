@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_probe import cluster, instances, until, write
-from http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding, handing_over, queued
 from test_cluster_ranks import ranks_of
 from test_serving import Reference, prompt_of
 from test_serving_failures import gone
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import cluster, instances, until, write
+from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 
 LONG = pytest.mark.long

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cluster_probe import cluster, instances, pid_of, until, write
-from http_probe import metric, metric_reaches, streamed_ids
 from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding, queued
 from test_serving import Reference, prompt_of
 from test_serving_failures import children, gone
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import cluster, instances, pid_of, until, write
+from tests.helpers.http_probe import metric, metric_reaches, streamed_ids
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 
 LONG = pytest.mark.long

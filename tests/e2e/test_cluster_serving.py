@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster_probe import APART, MIXED, cluster, until, write
-from http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 from test_serving import Reference, prompt_of
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import APART, MIXED, cluster, until, write
+from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from cluster_probe import APART, cluster, instances, pid_of, until, write
-from http_probe import metric, streamed_ids
 from test_serving import Reference, prompt_of
-
-from checkpoints import make_tiny
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, until, write
+from tests.helpers.http_probe import metric, streamed_ids
 
 LONGS = [prompt_of(40 + seed, length) for seed, length in enumerate((1500, 1400, 1100))]
 """Each has more KV than is free on one of its two instances once each of these has its half."""

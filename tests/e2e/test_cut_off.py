@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster_probe import cluster, pid_of, until, write
-from http_probe import metric_reaches, model_of
 from test_serving import prompt_of
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.cluster_probe import cluster, pid_of, until, write
+from tests.helpers.http_probe import metric_reaches, model_of
 
-from checkpoints import make_tiny
 from headway.serving.load.server_process import ServerProcess
 
 pytestmark = pytest.mark.long

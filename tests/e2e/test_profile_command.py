@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.helpers.checkpoints import make_tiny
 
-from checkpoints import make_tiny
 from headway.cli.main import main
 from headway.perf.latency import store
 

@@ -10,9 +10,18 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_probe import complete, leave_after_sending, metric, metric_reaches, model_of, stream, streamed_ids, token_ids
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.http_probe import (
+    complete,
+    leave_after_sending,
+    metric,
+    metric_reaches,
+    model_of,
+    stream,
+    streamed_ids,
+    token_ids,
+)
 
-from checkpoints import make_tiny
 from headway.serving.load.server_process import ServerError, ServerProcess
 
 

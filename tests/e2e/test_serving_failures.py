@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_probe import metric, stream
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.http_probe import metric, stream
 
-from checkpoints import make_tiny
 from headway.serving.load.server_process import ServerProcess
 
 PROMPT = [3 + (i * i * 31 + i * 17) % 120 for i in range(700)]

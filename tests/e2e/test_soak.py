@@ -9,10 +9,10 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from http_probe import model_of
 from test_serving import Reference, prompt_of
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.http_probe import model_of
 
-from checkpoints import make_tiny
 from headway.serving.load.server_process import ServerProcess
 
 STREAMS = 256

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_fixtures import EOS, INFO, Heard, frame, make_core, run, submit
-from fake_executor import VOCAB, FakeExecutor, answer
 from msgspec.structs import replace
+from tests.helpers.engine_fixtures import EOS, INFO, Heard, frame, make_core, run, submit
+from tests.helpers.fake_executor import VOCAB, FakeExecutor, answer
 
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams

@@ -13,7 +13,7 @@ from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import FatalError, IterationOutputs
 
-MODULE = "odd_engine_process"
+MODULE = "tests.helpers.odd_engine_process"
 
 
 @pytest.fixture(autouse=True)

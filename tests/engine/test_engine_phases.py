@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from engine_fixtures import EOS, INFO, frame, make_core, run
-from fake_executor import FakeExecutor, answer
 from msgspec.structs import replace
+from tests.helpers.engine_fixtures import EOS, INFO, frame, make_core, run
+from tests.helpers.fake_executor import FakeExecutor, answer
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_executor import VOCAB, answer
+from tests.helpers.fake_executor import VOCAB, answer
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.sampling import SamplingParams
@@ -34,7 +34,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
-    return ProcessEngineClient(EngineConfig(model=model, **fields), module="fake_engine_process")  # type: ignore[arg-type]
+    return ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -267,7 +267,7 @@ from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 
 async def main():
-    client = ProcessEngineClient(EngineConfig(model="fake"), module="fake_engine_process")
+    client = ProcessEngineClient(EngineConfig(model="fake"), module="tests.helpers.fake_engine_process")
     await client.start()
     print(client.pid, client._folder.path, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -299,6 +299,6 @@ def test_an_engine_ends_when_its_parent_is_killed(short_path: Path) -> None:
 def test_an_engine_whose_parent_was_killed_before_it_could_look_ends(short_path: Path) -> None:
     """As then: the process that started it is not its parent."""
     stranger = os.getppid()
-    command = [sys.executable, "-m", "fake_engine_process", f"ipc://{short_path}/e", str(stranger)]
+    command = [sys.executable, "-m", "tests.helpers.fake_engine_process", f"ipc://{short_path}/e", str(stranger)]
     config = msgspec.json.encode(EngineConfig(model="fake"))
     assert subprocess.run(command, input=config, timeout=30, check=False).returncode == 0

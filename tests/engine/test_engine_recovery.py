@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from engine_fixtures import INFO, Heard, frame, make_core, run, submit
-from fake_executor import FakeExecutor, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.engine_fixtures import INFO, Heard, frame, make_core, run, submit
+from tests.helpers.fake_executor import FakeExecutor, answer
 
 from headway.core.errors import HeadwayError
 from headway.core.sampling import SamplingParams

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from fake_executor import answer
+from tests.helpers.fake_executor import answer
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import SamplingParams
@@ -32,7 +32,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], model: str = "fake", **fields: float) -> None:
     async def bounded() -> None:
-        client = ProcessEngineClient(EngineConfig(model=model, **fields), module="fake_engine_process")  # type: ignore[arg-type]
+        client = ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")  # type: ignore[arg-type]
         try:
             async with asyncio.timeout(60):
                 await client.start()

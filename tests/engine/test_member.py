@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_fixtures import frame, make_core, submit
-from fake_executor import FakeExecutor
+from tests.helpers.engine_fixtures import frame, make_core, submit
+from tests.helpers.fake_executor import FakeExecutor
 
 from headway.core.clock import ManualClock
 from headway.core.errors import UnavailableError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.checkpoints import make_tiny
 
-from checkpoints import make_tiny
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.attention.kv_pool import KvPool

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from fake_executor import answer
-from host_agent import NODES, TOKEN
+from tests.helpers.fake_executor import answer
+from tests.helpers.host_agent_process import NODES, TOKEN
 
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
@@ -67,7 +67,7 @@ class Cluster:
         stack.callback(self.meeting.close)
 
     def agent(self, node: int, model: str = "beating", folder: str = str(model_path())) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "host_agent", str(self.port), str(node), model, folder]
+        words = [sys.executable, "-m", "tests.helpers.host_agent_process", str(self.port), str(node), model, folder]
         agent = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert agent.stderr is not None
         self._stack.callback(agent.stderr.close)

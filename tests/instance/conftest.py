@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from instance.fixtures import checkpoint, expected, one_thread
-from instance.world import World
+from tests.helpers.instance_fixtures import checkpoint, expected, one_thread
+from tests.helpers.instance_world import World
 
 __all__ = ["checkpoint", "expected", "one_thread"]
 

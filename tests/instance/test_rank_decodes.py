@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_runs import Expected, prompt_of
 from test_scaled_decodes import Decode
+from tests.helpers.instance_world import Part, World, frame
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
@@ -21,7 +22,6 @@ from headway.runtime.cluster.messages import (
     SendKv,
 )
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
-from instance.world import Part, World, frame
 
 pytestmark = pytest.mark.long
 ONE = 2

@@ -13,6 +13,7 @@ import pytest
 from test_run_losses import SOON_S, half, serves
 from test_run_pauses import GREEDY, LAYERS, pauses_of, proceed
 from test_runs import check, prompt_of
+from tests.helpers.instance_world import Part, World, runs
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
@@ -27,7 +28,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskDone,
     SpanTaskLost,
 )
-from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 LONG = pytest.mark.long

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import SpanTask
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerNetwork
-from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
 BLOCK = 64

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from test_run_pauses import GREEDY
 from test_runs import check, prompt_of
+from tests.helpers.instance_world import Part, World
 
 from headway.runtime.cluster.messages import (
     ForgetRequest,
@@ -20,7 +21,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskPaused,
 )
 from headway.runtime.engine.protocol import OutputDelta
-from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 EVENTS = ("none", "kill", "stop", "forget", "pause")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_run_pauses import GREEDY, proceed
 from test_runs import check, prompt_of
+from tests.helpers.instance_world import Part, World, runs
 
 from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest, PauseSpan, SpanTaskDone, SpanTaskLost
-from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 1.0

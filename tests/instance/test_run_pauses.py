@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 from test_runs import check, prompt_of
+from tests.helpers.instance_world import Part, World, runs
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
 from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, ResumeSpan, SpanTaskDone
-from instance.world import Part, World, runs
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 LAYERS = 3

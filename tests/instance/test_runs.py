@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from tests.helpers.instance_world import Part, World
 
 from headway.runtime.engine.protocol import OutputDelta
-from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from test_runs import check, prompt_of
+from tests.helpers.instance_world import Part, World
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
@@ -19,7 +20,6 @@ from headway.runtime.cluster.messages import (
     SendKv,
 )
 from headway.runtime.engine.protocol import OutputDelta
-from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}

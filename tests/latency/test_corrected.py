@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from latency_models import gpu_roofline
+from tests.helpers.latency_models import gpu_roofline
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency

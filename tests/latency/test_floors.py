@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from latency_models import Linear, tables
+from tests.helpers.latency_models import Linear, tables
 
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency

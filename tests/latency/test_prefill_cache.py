@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latency_models import Linear, gpu_roofline, literal_prefill_s, table, tables
+from tests.helpers.latency_models import Linear, gpu_roofline, literal_prefill_s, table, tables
 
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency

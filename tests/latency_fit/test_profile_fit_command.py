@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import profile_files as files
 import pytest
+from tests.helpers import profile_files as files
 
 from headway.cli import profile_fit
 from headway.core.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import profile_files as files
 import pytest
+from tests.helpers import profile_files as files
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoints import make_tiny
 
-from checkpoints import make_tiny
 from headway.core.errors import CheckpointError, ConfigError
 from headway.runtime.model.loading import load_decoder
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.runtime.attention.base import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.native import kernels
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.linear import PackedLinear
-from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 pytestmark = pytest.mark.skipif(

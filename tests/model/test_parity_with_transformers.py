@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.checkpoints import FAMILIES, make_tiny
 from torch import Tensor
 
-from checkpoints import FAMILIES, make_tiny
 from headway.runtime.attention.base import BatchSegment
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder

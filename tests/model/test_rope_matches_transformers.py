@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.checkpoints import make_tiny
 
-from checkpoints import make_tiny
 from headway.core.errors import CheckpointError, ConfigError
 from headway.runtime.attention.base import BatchSegment
 from headway.runtime.model.loading import load_decoder

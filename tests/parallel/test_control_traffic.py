@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from serving import Ask, make_core, serve
+from tests.helpers.echo_transport import EchoTransport
+from tests.helpers.rank_serving import Ask, make_core, serve
 
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.echo import EchoTransport
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from checkpoints import make_tiny
+from tests.helpers.checkpoints import make_tiny
 
 
 def test_every_tensor_is_where_it_has_to_be(tmp_path: Path) -> None:

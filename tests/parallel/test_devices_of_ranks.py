@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
-from serving import Ask, make_core, prompt_of, serve
 from test_processes import ranks, settings
-from virtual import VirtualWorld
+from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
+from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError

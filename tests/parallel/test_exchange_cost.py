@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from families import BLOCK, BLOCKS, checkpoint, core_of, layout_of
-from virtual import VirtualWorld
+from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, layout_of
+from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.clock import ManualClock
 from headway.perf.latency import store

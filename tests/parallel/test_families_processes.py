@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
-from serving import Ask, prompt_of, reference, serve
 from test_processes import ranks
 from test_processes import settings as config_of
+from tests.helpers.model_families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
+from tests.helpers.rank_serving import Ask, prompt_of, reference, serve
 
 from headway.core.sampling import TokenLogprobs
 

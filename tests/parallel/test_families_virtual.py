@@ -5,11 +5,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import BLOCK, BLOCKS, CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of, single
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from serving import Ask, prompt_of, reference, serve
-from virtual import VirtualWorld
+from tests.helpers.model_families import (
+    BLOCK,
+    BLOCKS,
+    CHUNKINGS,
+    FAMILIES,
+    checkpoint,
+    core_of,
+    expected,
+    layout_of,
+    single,
+)
+from tests.helpers.rank_serving import Ask, prompt_of, reference, serve
+from tests.helpers.virtual_ranks import VirtualWorld
 
 LAYOUTS = ("T2", "S2", "T2S2", "T4", "S4", "T2S4", "K2", "T2K2", "S2K2", "T2S2K2")
 LARGER = ("T4S2", "T4S4", "K4", "S3K3", "T4S2K2")

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Ask, greedy, make_core, prompt_of, reference, serve
 from test_processes import ranks
 from test_processes import settings as rank_settings
-from virtual import VirtualWorld
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, reference, serve
+from tests.helpers.virtual_ranks import VirtualWorld
 
-from checkpoints import make_tiny
 from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.checkpoints import FAMILIES, make_tiny
 
-from checkpoints import FAMILIES, make_tiny
 from headway.core.errors import ConfigError
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import make_core
+from tests.helpers.rank_serving import make_core
 
 from headway.core.errors import ConfigError, LostError
 from headway.core.sampling import SamplingParams

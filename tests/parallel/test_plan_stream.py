@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Ask, make_core, prompt_of, serve
-from virtual import VirtualWorld
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.echo_transport import EchoTransport
+from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.virtual_ranks import VirtualWorld
 
-from checkpoints import make_tiny
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.sampling import SamplingParams
 from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.echo import EchoTransport
 from headway.runtime.executor.messages import BatchPlan, ToRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plan_stream import KEPT_EPOCHS, PlanWriter, StreamState, replay

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from serving import Ask, make_core, prompt_of, serve
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 
-from checkpoints import make_tiny
 from headway.core.errors import ConfigError
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankConfig

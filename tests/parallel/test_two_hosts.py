@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import greedy, prompt_of
-
-from checkpoints import make_tiny
-from namespaces import Hosts, Running
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.namespaces import Hosts, Running
+from tests.helpers.rank_serving import greedy, prompt_of
 
 HEADWAY = (sys.executable, "-m", "headway.cli.main")
 PORT = 8000

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import checkpoint, expected, single
-from serving import Ask, make_core, prompt_of, serve
-from virtual import VirtualWorld
+from tests.helpers.model_families import checkpoint, expected, single
+from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.perf.latency.layout import ParallelLayout
 

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, TIMEOUT_S, World, cut, hang, kill, rank_config, serve_through, world
-from serving import Ask, greedy, prompt_of
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.rank_faults import FAULTS, TIMEOUT_S, World, cut, hang, kill, rank_config, serve_through, world
+from tests.helpers.rank_serving import Ask, greedy, prompt_of
 
-from checkpoints import make_tiny
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.restart_limits import GaveUpError
 

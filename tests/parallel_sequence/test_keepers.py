@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import SHAPE, Model, Part
 from test_parity import check
 from test_schedules import CONFIG, contents, moved
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.sequence_prompts import SHAPE, Model, Part
 
-from checkpoints import make_tiny
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.runtime.sequence_parallel.chunk import ChunkPlan

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import SHAPE, Model, Part, compare, prompt_of, route, take_part
-from virtual_ranks import on_ranks
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, prompt_of, route, take_part
+from tests.helpers.virtual_sequence_ranks import on_ranks
 
-from checkpoints import make_tiny
 from headway.core.errors import ConfigError
 from headway.runtime.sequence_parallel.tokens import ORDERS
 

@@ -8,10 +8,10 @@ from operator import add
 
 import pytest
 import torch
-from prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
-from virtual_ranks import VirtualTransport, on_ranks
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
+from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
-from checkpoints import make_tiny
 from headway.core.errors import ConfigError, InvariantError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.fast_sp import saved_bytes

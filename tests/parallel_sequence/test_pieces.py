@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
 from test_schedules import CONFIG, routes
-from virtual_ranks import VirtualTransport, on_ranks
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
+from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
-from checkpoints import make_tiny
 from headway.core.span import cut
 from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.chunk import ChunkPlan

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.random_weights import reference_config
 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
-from headway.runtime.model.random_weights import reference_config
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
 from headway.runtime.sequence_parallel.cover import MaskBlock, cover
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from prompts import SHAPE, Model, Part, Said, compare, prompt_of, route, take_part
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.sequence_prompts import SHAPE, Model, Part, Said, compare, prompt_of, route, take_part
 
-from checkpoints import make_tiny
 from headway.runtime.executor.gloo_links import join, rendezvous
 from headway.runtime.sequence_parallel.gloo import GlooTransport
 from headway.runtime.sequence_parallel.prefill import SequencePrefill

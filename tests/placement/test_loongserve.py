@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.cluster_worlds import Scripted, cluster
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
@@ -38,7 +39,6 @@ from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
-from simulator_cluster.cluster_worlds import Scripted, cluster
 
 DEFAULT = RunSpec()
 WAIT = {"wait_steps": 1, "decode_step_s": 0.01}

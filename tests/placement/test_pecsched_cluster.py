@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.cluster_worlds import PerToken, cluster
 
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.registry import PolicyContext, make_placement
@@ -17,7 +18,6 @@ from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
-from simulator_cluster.cluster_worlds import PerToken, cluster
 
 LONG = {"long_tokens": 1000, "long_sp": 3}
 PECSCHED = {**LONG, "long_replicas": "fixed", "batch_tokens": 500}

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pecsched_worlds import SHAPE, Linear, drilled, policy, requests
+from tests.helpers.pecsched_worlds import SHAPE, Linear, drilled, policy, requests
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.cluster_worlds import cluster
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
@@ -35,7 +36,6 @@ from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
-from simulator_cluster.cluster_worlds import cluster
 
 LATENCY = Eq1Latency({s: Eq1Coefficients(2e-3 * s, 1e-3 / s, 1e-9 / s, 5e-10 / s) for s in (1, 2, 4)}, "test")
 WIDE = {"rate": 0.2}

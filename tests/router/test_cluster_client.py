@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_instances import FakeCluster, answer
-from routers import SHAPE, all_quiet, ask, prompt, router, running, until
+from tests.helpers.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running, until
+from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo

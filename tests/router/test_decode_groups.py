@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fake_instances import FakeCluster, answer
-from routers import ask, prompt, running, until
+from tests.helpers.cluster_clients import ask, prompt, running, until
+from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.control.transfer_queue import KvSlice
 from headway.core.sampling import SamplingParams

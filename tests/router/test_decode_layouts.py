@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_groups import _World
+from tests.helpers.random_weights import reference_config
 
 from headway.core.span import SpanTask, Strategy
 from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest
-from headway.runtime.model.random_weights import reference_config
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
 from headway.runtime.sequence_parallel.pieces import layout_after
 from headway.runtime.sequence_parallel.span_executor import chunks_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_instances import FakeCluster, FakeProcess, answer
-from routers import ask, prompt, router, running, until
+from tests.helpers.cluster_clients import ask, prompt, router, running, until
+from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 
 from headway.core.errors import UnavailableError
 from headway.runtime.cluster.messages import ComputeSpan

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-from routers import SHAPE, PerToken
+from tests.helpers.cluster_clients import SHAPE, PerToken
+from tests.helpers.fake_engine import INFO
 
 from headway.core.request import Request
 from headway.core.span import Span
@@ -14,7 +15,6 @@ from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.engine.protocol import EngineInfo
-from server.fake_engine import INFO
 
 
 class _Slower(PerToken):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fake_instances import FakeCluster, answer
 from hypothesis import given
 from hypothesis import strategies as st
-from routers import ask, prompt, running
+from tests.helpers.cluster_clients import ask, prompt, running
+from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.core.request import Request
 from headway.core.sampling import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_fuzz import go, hasten
+from tests.helpers.router_fuzz import go, hasten
 
 SEEDS = 60
 LONG = 100

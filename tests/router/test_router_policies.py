@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_instances import FakeCluster, answer
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from routers import ask, prompt, running
+from tests.helpers.cluster_clients import ask, prompt, running
+from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.policy.placement.view import Role
 from headway.runtime.cluster.messages import ComputeSpan, SendKv

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from test_scheduler import add, chunks, make, step
-from unit_latency import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, KvOp, RequestProgress
 from headway.core.errors import RequestError

@@ -9,11 +9,11 @@ import random
 
 import msgspec
 import pytest
-from grouped_world import GroupedWorld, grouped_world
 from hypothesis import given
 from hypothesis import strategies as st
-from random_worlds import random_world
-from unit_latency import Linear, small_machine
+from tests.helpers.grouped_world import GroupedWorld, grouped_world
+from tests.helpers.random_worlds import random_world
+from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.core.batch import RequestProgress
 from headway.core.errors import ConfigError, InvariantError, RequestError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from unit_latency import Linear, small_machine
+from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.tables import TableLatency, TableSource

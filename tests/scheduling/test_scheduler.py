@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from unit_latency import Linear, small_machine
+from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import InvariantError, RequestError

@@ -8,8 +8,8 @@ A failing seed is named; `random_world(seed).run()` repeats it.
 from __future__ import annotations
 
 import pytest
-from random_worlds import random_world
-from simulation import World
+from tests.helpers.random_worlds import random_world
+from tests.helpers.scheduler_simulation import World
 
 
 def run(seed: int) -> World:

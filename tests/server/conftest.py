@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine
+from tests.helpers.fake_engine import FakeEngine
 
 from headway.serving.app import create_app
 from headway.serving.run import DrainingServer
@@ -41,7 +41,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """<s> is 0, </s> is 1, the 256 bytes follow, then some merges; completions get <s> in front."""
-    from tokenizers import ModelTokenizer as Backend
+    from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     backend = Backend(models.BPE())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from tests.helpers.fake_engine import FakeEngine
 
 from headway.serving.tokenizer import ModelTokenizer
 

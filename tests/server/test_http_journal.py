@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_driver import Caller, until
-from fake_engine import FakeEngine, echo, fail
+from tests.helpers.asgi_driver import Caller, until
+from tests.helpers.fake_engine import FakeEngine, echo, fail
 
 from headway.core.errors import ConfigError, OverloadedError, UnavailableError
 from headway.serving.app import create_app

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from asgi_driver import Caller, until
-from fake_engine import FakeEngine
+from tests.helpers.asgi_driver import Caller, until
+from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import ConfigError
 from headway.core.request import Slo

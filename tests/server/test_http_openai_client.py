@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from fake_engine import FakeEngine, fail, say
+from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.errors import OverloadedError, UnavailableError
 from headway.serving.tokenizer import ModelTokenizer

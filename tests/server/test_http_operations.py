@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asgi_driver import Caller
-from fake_engine import FakeEngine, fail, say
 from prometheus_client.parser import text_string_to_metric_families
+from tests.helpers.asgi_driver import Caller
+from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.structured_log import JsonFormatter, TextFormatter
 from headway.runtime.engine.protocol import EngineStats

@@ -26,7 +26,7 @@ from headway.serving.tokenizer import ModelTokenizer
 PROGRAM = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from fake_engine import FakeEngine
+from tests.helpers.fake_engine import FakeEngine
 from headway.core.errors import ConfigError
 from headway.serving.app import create_app
 from headway.serving.run import serve
@@ -216,7 +216,7 @@ def test_the_end_of_the_drain_time_tells_everybody_who_waits() -> None:
 
 def test_whoever_begins_to_listen_while_the_engine_starts_keeps_the_port() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    from fake_engine import FakeEngine
+    from tests.helpers.fake_engine import FakeEngine
 
     settings, engine = ServerSettings(port=0), FakeEngine()
     sockets = bind(settings.host, settings.port)
@@ -252,7 +252,7 @@ def test_a_signal_while_the_engine_starts_ends_the_wait() -> None:
 
 def test_open_binding_without_a_key_is_refused() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    from fake_engine import FakeEngine
+    from tests.helpers.fake_engine import FakeEngine
 
     settings = ServerSettings(host="0.0.0.0")
     with pytest.raises(ConfigError, match="API key"):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asgi_driver import Caller, until
-from fake_engine import FakeEngine, fail, say
+from tests.helpers.asgi_driver import Caller, until
+from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.errors import OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import OutputDelta

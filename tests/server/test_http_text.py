@@ -54,7 +54,7 @@ def test_special_tokens_are_skipped_or_shown(tokenizer: ModelTokenizer) -> None:
 
 def _sentencepiece() -> object:
     """A tokenizer of the SentencePiece kind: words with a leading mark, bytes as a fallback."""
-    from tokenizers import ModelTokenizer as Backend
+    from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
 
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}

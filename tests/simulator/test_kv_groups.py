@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from worlds import how, requests
+from tests.helpers.simulator_worlds import how, requests
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from worlds import how, instance, requests
+from tests.helpers.simulator_worlds import how, instance, requests
 
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.policy.iteration.config import SchedulerConfig

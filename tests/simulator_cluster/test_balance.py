@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cluster_worlds import LINK, PerToken, Scripted, cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.cluster_worlds import LINK, PerToken, Scripted, cluster
 
 from headway.core.span import Span
 from headway.perf.hardware.links import NetworkLink

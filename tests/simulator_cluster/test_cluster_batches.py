@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from cluster_worlds import PerToken, Scripted, cluster
+from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
 
 from headway.core.request import Request
 from headway.core.span import Span

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from cluster_worlds import PerToken, Scripted, cluster
+from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
 
 from headway.core.span import Span
 from headway.policy.placement.base import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from cluster_worlds import Scripted, cluster
+from tests.helpers.cluster_worlds import Scripted, cluster
 
 from headway.core.span import Span
 from headway.policy.iteration.config import SchedulerConfig

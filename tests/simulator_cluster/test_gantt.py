@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cluster_worlds import Scripted, cluster
+from tests.helpers.cluster_worlds import Scripted, cluster
 
 from headway.cli.main import main
 from headway.core.span import Span

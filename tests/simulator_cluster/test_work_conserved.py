@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cluster_worlds import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.cluster_worlds import cluster
 
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.registry import PolicyContext, make_placement

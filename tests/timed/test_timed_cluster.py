@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 import yaml
+from tests.helpers.timed_cluster import scenario_of, spec_of, timed_cluster
 
-from headway.cli.timed import scenario_of, spec_of, timed_cluster
 from headway.control.controller import ClusterController
 from headway.control.decision_log import RecordingController
 from headway.control.replay import ReplayResult
@@ -160,9 +160,10 @@ def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> None:
+    from tests.helpers.timed.times import ClusterTimes
+
     from headway.perf.latency.groups import GroupShape
     from headway.runtime.cluster.messages import SpanTask
-    from headway.runtime.engine.timed.times import ClusterTimes
 
     spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2}, 0)))
     times = ClusterTimes(spec, 0)

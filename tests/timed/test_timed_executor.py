@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.helpers.timed.executor import TimedExecutor
+
 from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch
-from headway.runtime.engine.timed.executor import TimedExecutor
 
 
 class Clock:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hand_overs import arrived, check, end, params, prompt_of, rest, send
+from tests.helpers.hand_overs import arrived, check, end, params, prompt_of, rest, send
+from tests.helpers.instance_world import Part, World
 
 from headway.runtime.cluster.messages import ForgetRequest, KvReserved, ReserveKv
-from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4

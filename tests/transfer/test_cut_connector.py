@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_ends import LAYERS, SLOTS, VECTOR
+from tests.helpers.kv_ends import LAYERS, SLOTS, VECTOR
 
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector

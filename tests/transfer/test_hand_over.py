@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.instance_world import Part, World
 
 from headway.runtime.cluster.messages import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta
-from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

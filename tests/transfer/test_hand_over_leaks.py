@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hand_overs import arrived, params, prompt_of, reserve, rest, send
-
-from instance.world import Part, World
+from tests.helpers.hand_overs import arrived, params, prompt_of, reserve, rest, send
+from tests.helpers.instance_world import Part, World
 
 TURNS, RESTARTS = 200, 4
 WARM = 20

@@ -9,7 +9,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hand_overs import Relay, arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.hand_overs import (
+    Relay,
+    arrived,
+    check,
+    end,
+    first_token,
+    params,
+    prompt_of,
+    reserve,
+    rest,
+    send,
+    submit,
+)
+from tests.helpers.instance_world import Part, World
 
 from headway.runtime.cluster.messages import (
     ForgetRequest,
@@ -19,7 +32,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskLost,
     SpanTaskPaused,
 )
-from instance.world import Part, World
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 2.0

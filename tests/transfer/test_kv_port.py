@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kv_ends import End, meet
+from tests.helpers.kv_ends import End, meet
+from tests.helpers.random_weights import random_decoder, reference_config
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
@@ -28,9 +30,7 @@ from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peer_connector import RemoteRoute
 from headway.runtime.kv_transfer.peers import SendRoom
 from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.model.random_weights import random_decoder, reference_config
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
-from scheduling.unit_latency import small_machine
 
 BLOCKS, BLOCK = 12, 16
 

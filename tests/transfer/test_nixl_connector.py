@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_ends import LAYERS, SLOTS, End, meet
+from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.kv_transfer.connector import SaveKv
 from headway.runtime.kv_transfer.peers import PeerAddress
@@ -28,7 +28,7 @@ Make = Callable[..., list[End]]
 SENDS = """
 import sys, threading, numpy as np
 from pathlib import Path
-from kv_ends import LAYERS, SLOTS, End
+from tests.helpers.kv_ends import LAYERS, SLOTS, End
 from headway.runtime.kv_transfer.connector import Save
 from headway.runtime.kv_transfer.peers import Peer
 folder = Path(sys.argv[1])

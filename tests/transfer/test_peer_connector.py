@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_ends import LAYERS, SLOTS, End, meet
+from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer import connection

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.instance_world import Part, World, frame
 
 from headway.runtime.cluster.messages import ForgetRequest, KvReserved, KvStaged, ReserveKv
 from headway.runtime.engine.protocol import SubmitRequest
-from instance.world import Part, World, frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1

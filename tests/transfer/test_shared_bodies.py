@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_ends import LAYERS, SLOTS, End, meet
+from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.kv_transfer import connection
 from headway.runtime.kv_transfer.buffered_reader import BufferedReader
@@ -31,7 +31,7 @@ Make = Callable[..., list[End]]
 HANGS = """
 import sys, threading
 from pathlib import Path
-from kv_ends import End
+from tests.helpers.kv_ends import End
 from headway.runtime.kv_transfer.peers import Peer
 number, folder = int(sys.argv[1]), Path(sys.argv[2])
 end = End(number, folder)

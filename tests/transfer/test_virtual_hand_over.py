@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hand_overs import prompt_of
-from virtual_instances import Pair, VirtualInstance
+from tests.helpers.hand_overs import prompt_of
+from tests.helpers.virtual_instances import Pair, VirtualInstance
 
 from headway.runtime.cluster.messages import ForgetRequest, SpanTaskLost
 from headway.runtime.executor.messages import BatchPlan

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from checkpoints import greedy, make_tiny
+from tests.helpers.checkpoints import greedy, make_tiny
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
 

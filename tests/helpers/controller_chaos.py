@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
+from tests.helpers.controller_audit import check
 
-from headway.control.audit import check
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry

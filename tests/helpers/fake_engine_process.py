@@ -13,8 +13,8 @@ import sys
 import time
 
 import msgspec
-from engine_fixtures import INFO, make_core
-from fake_executor import FakeExecutor
+from tests.helpers.engine_fixtures import INFO, make_core
+from tests.helpers.fake_executor import FakeExecutor
 
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from msgspec import structs
+from tests.helpers.timed.executor import TOKEN
+from tests.helpers.timed.mail import TimedMail, TimedStop
 
 from headway.core.clock import ClockProtocol
 from headway.core.executor import EmittedToken
@@ -21,8 +23,6 @@ from headway.core.span import cut
 from headway.perf.latency.pause_points import PausePoints
 from headway.runtime.cluster.instance_agent import Slots
 from headway.runtime.cluster.messages import SpanTask
-from headway.runtime.engine.timed.executor import TOKEN
-from headway.runtime.engine.timed.mail import TimedMail, TimedStop
 from headway.runtime.kv_transfer.peers import PeerStream
 
 _NAP_S = 0.005

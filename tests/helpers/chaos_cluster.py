@@ -18,13 +18,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import chaos_router
 import httpx
-from chaos_links import processes
-from cluster_probe import instances, pid_of, until
-from http_probe import model_of
 from test_cluster_ranks import ranks_of
 from test_serving_failures import gone
+from tests.helpers import chaos_router
+from tests.helpers.chaos_links import processes
+from tests.helpers.cluster_probe import instances, pid_of, until
+from tests.helpers.http_probe import model_of
 
 from headway.serving.load.server_process import ServerProcess
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from tests.helpers.fake_engine import INFO
 
 from headway.core.span import cut
 from headway.runtime.cluster.messages import (
@@ -45,7 +46,6 @@ from headway.runtime.engine.protocol import (
     OutputDelta,
     SubmitRequest,
 )
-from server.fake_engine import INFO
 
 LAYERS = 4
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(

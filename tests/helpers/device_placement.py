@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from serving import Ask, make_core, prompt_of, serve
+from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_instances import FakeCluster, FakeProcess, answer
-from routers import all_quiet, ask, prompt, router
+from tests.helpers.cluster_clients import all_quiet, ask, prompt, router
+from tests.helpers.controller_audit import check
+from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 
-from headway.control.audit import check
 from headway.core.errors import RequestError
 from headway.policy.placement.view import Role
 from headway.runtime.cluster.client import ClusterClient

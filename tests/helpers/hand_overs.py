@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.instance_world import World, frame
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
 from headway.runtime.cluster.messages import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
-from instance.world import World, frame
 
 
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:

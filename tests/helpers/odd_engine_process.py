@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from engine_fixtures import make_core
+from tests.helpers.engine_fixtures import make_core
 
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError, LostError

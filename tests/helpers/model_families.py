@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from serving import Ask, greedy, make_core, prompt_of, serve
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 
-from checkpoints import make_tiny
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore, Log
 from headway.runtime.executor.multi_process import MultiProcessExecutor

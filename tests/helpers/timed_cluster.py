@@ -18,6 +18,8 @@ from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.requests import requests_of
 from headway.sim.scenario import Scenario, parse_scenario
 
+_PROCESS = "tests.helpers.timed_engine_process"
+
 
 def scenario_of(file: Path) -> Scenario:
     """A scenario with a placement. Raises ConfigError."""
@@ -38,7 +40,9 @@ def timed_cluster(file: Path, folder: Path) -> ClusterClient:
     spec = spec_of(scenario)
     config = EngineConfig(model=str(file.resolve()), worker_timeout_s=60.0)
     instances = [
-        LiveInstance(each.id, each.role, each.node, 0, config, launcher(each.id, folder, "headway.cli.timed_process"))
+        LiveInstance(
+            each.id, each.role, each.node, 0, config, launcher(each.id, folder, "tests.helpers.timed_engine_process")
+        )
         for each in spec.instances
     ]
     name = str(scenario.cluster.placement)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from fake_executor import VOCAB, FakeExecutor
+from tests.helpers.fake_executor import VOCAB, FakeExecutor
 
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-from chaos_links import Links
+from tests.helpers.chaos_links import Links
 
 from headway.cli.main import main
 from headway.runtime.cluster.live_instance import LiveInstance

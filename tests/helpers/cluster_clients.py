@@ -7,7 +7,7 @@ import contextlib
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from fake_instances import FakeCluster
+from tests.helpers.fake_instances import FakeCluster
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams

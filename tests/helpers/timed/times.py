@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.helpers.timed.runs import TimedSavedBytes
+
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.runtime.cluster.messages import SpanTask
-from headway.runtime.engine.timed.runs import TimedSavedBytes
 from headway.sim.cluster.spans import predicted_s
 from headway.sim.cluster.spec import ClusterSpec
 

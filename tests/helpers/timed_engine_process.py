@@ -1,6 +1,6 @@
 """The process of a timed instance: a real engine but for the model, which a scenario's latencies stand in for.
 
-usage: python -m headway.cli.timed_process ENDPOINT SERVER_PID < config.json
+usage: python -m tests.helpers.timed_engine_process ENDPOINT SERVER_PID < config.json
 
 `model` in its settings is the scenario's file, in which the instance is one of `cluster.pools`, by its number.
 """
@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.cli.timed import scenario_of, spec_of
+from tests.helpers.timed.alarm import TimedCalls
+from tests.helpers.timed.executor import TimedExecutor
+from tests.helpers.timed.mail import TimedMail
+from tests.helpers.timed.port import TimedPort
+from tests.helpers.timed.runs import TimedSpanExecutor
+from tests.helpers.timed.times import ClusterTimes
+from tests.helpers.timed_cluster import scenario_of, spec_of
+
 from headway.core.clock import ClockProtocol
 from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.grouped_scheduler import make_scheduler
@@ -20,12 +27,6 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.service import EngineService
-from headway.runtime.engine.timed.alarm import TimedCalls
-from headway.runtime.engine.timed.executor import TimedExecutor
-from headway.runtime.engine.timed.mail import TimedMail
-from headway.runtime.engine.timed.port import TimedPort
-from headway.runtime.engine.timed.runs import TimedSpanExecutor
-from headway.runtime.engine.timed.times import ClusterTimes
 from headway.runtime.kv_transfer.peers import PeerNetwork
 
 VOCAB = 32_000

@@ -19,7 +19,7 @@ NODES = 3
 
 def main(port: int, node: int, model: str, folder: str) -> None:
     mine = cluster_terms(node, NODES, folder)
-    engines = EngineLauncher(model, "127.0.0.1", "fake_engine_process")
+    engines = EngineLauncher(model, "127.0.0.1", "tests.helpers.fake_engine_process")
     host = HostAgent(HostEndpoint("127.0.0.1", port), TOKEN, mine, engines, 20.0)
     signal.signal(signal.SIGTERM, lambda *_: host.end())
     host.run()

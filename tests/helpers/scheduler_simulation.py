@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from book import Book
-from unit_latency import small_machine
+from tests.helpers.scheduling_book import Book
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, RequestProgress
 from headway.core.events import RequestEvent

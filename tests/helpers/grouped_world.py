@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from unit_latency import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, GroupBatch, RemoteAttention, RequestProgress
 from headway.core.events import RequestEvent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from simulation import World
+from tests.helpers.scheduler_simulation import World
 
 from headway.core.request import Request, Slo
 from headway.policy.iteration.config import SchedulerConfig

@@ -10,11 +10,12 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from tests.helpers.timed.alarm import TimedCalls
+
 from headway.core.batch import Batch, KvOp
 from headway.core.clock import ClockProtocol
 from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.timed.alarm import TimedCalls
 
 TOKEN = 1
 """What is always said."""

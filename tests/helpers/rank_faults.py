@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from serving import Ask, make_core
+from tests.helpers.rank_serving import Ask, make_core
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.core import EngineCore

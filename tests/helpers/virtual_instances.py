@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.helpers.rank_serving import make_core
+from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.clock import ManualClock
 from headway.core.sampling import SamplingParams
@@ -30,8 +32,6 @@ from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
 from headway.runtime.kv_transfer.peer import PeerAddress
-from parallel.serving import make_core
-from parallel.virtual import VirtualWorld
 
 BLOCKS, BLOCK = 64, 8
 

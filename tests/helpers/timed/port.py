@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from tests.helpers.timed.alarm import TimedCalls
+from tests.helpers.timed.mail import TimedArrival, TimedMail
+from tests.helpers.timed.runs import TimedLatency, TimedSpanExecutor
+
 from headway.core.clock import ClockProtocol
-from headway.runtime.engine.timed.alarm import TimedCalls
-from headway.runtime.engine.timed.mail import TimedArrival, TimedMail
-from headway.runtime.engine.timed.runs import TimedLatency, TimedSpanExecutor
 from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
 
 
