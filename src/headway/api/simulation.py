@@ -1,0 +1,127 @@
+"""Simulate one seed of a scenario from Python, and read the result as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+from headway.sim.metrics import RequestRecord
+from headway.sim.metrics.definitions import e2e_s, is_good, queueing_s, tbt_s, tpot_s, ttft_s
+from headway.sim.result import SimResult
+from headway.sim.result_json import run_json
+from headway.sim.scenario import Scenario, parse_scenario
+from headway.sim.sweep import with_field
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """One simulated run."""
+
+    scenario: Scenario
+    seed: int
+    sim: SimResult
+    """The complete result: request records, what each instance did, iterations where they were kept."""
+
+    @property
+    def records(self) -> tuple[RequestRecord, ...]:
+        """One record per request, in order of arrival."""
+        return self.sim.records
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as `headway simulate --json` writes it under `points[…].runs[…]`."""
+        return run_json(self.sim, self.seed)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Return counts and latency percentiles by class, and over all requests under the key "all"."""
+        data = self.to_json()
+        return {**{block["class"]: block for block in data["classes"]}, "all": data["total"]}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dict per request: counts, latencies in seconds (None where there is none), verdict, error."""
+        return [_row(record) for record in self.sim.records]
+
+    def frame(self) -> Any:
+        """Return `rows()` as a pandas DataFrame. Raises ConfigError where pandas is not installed."""
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError:
+            raise ConfigError("frame() needs pandas, which is not installed; rows() has the same as dicts") from None
+        return pandas.DataFrame(self.rows())
+
+
+def simulate(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    *,
+    seed: int | None = None,
+    fields: Mapping[str, Any] | None = None,
+    keep_iterations: bool = False,
+) -> SimulationResult:
+    """Simulate one seed of a scenario: the path of a YAML file, its contents as a mapping, or a `Scenario`.
+
+    `seed` defaults to the first of the scenario's `run.seeds`. `fields` sets fields by dotted name, such as
+    `{"workload.qps": 2}`, as `--set` does on the command line. `keep_iterations` keeps every batch of a scenario
+    without `cluster.placement`. Raises ConfigError on a faulty scenario, InfeasibleError when it does not fit.
+    """
+    from headway.sim.build import run_scenario
+
+    parsed = load_scenario(scenario, fields)
+    chosen = parsed.run.seeds[0] if seed is None else seed
+    return SimulationResult(parsed, chosen, run_scenario(parsed, chosen, keep_iterations=keep_iterations))
+
+
+def load_scenario(
+    scenario: str | Path | Mapping[str, Any] | Scenario, fields: Mapping[str, Any] | None = None
+) -> Scenario:
+    """Validate a scenario; see `simulate`. A file's relative trace path is looked up beside the file first."""
+    if isinstance(scenario, Scenario):
+        if not fields:
+            return scenario
+        # Only what was given: sections check fields against each other, so defaults must not look like choices.
+        data: Any = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        where = "scenario"
+    elif isinstance(scenario, Mapping):
+        data, where = dict(scenario), "scenario"
+    else:
+        data, where = _read(Path(scenario)), str(scenario)
+    for name, value in (fields or {}).items():
+        data = with_field(data, name, value)
+    return parse_scenario(data, where)
+
+
+def _read(path: Path) -> Any:
+    import yaml
+
+    from headway.core.strict_yaml import load
+
+    try:
+        data = load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    workload = data.get("workload") if isinstance(data, dict) else None
+    trace = workload.get("trace") if isinstance(workload, dict) else None
+    if isinstance(workload, dict) and isinstance(trace, str) and (path.parent / trace).exists():
+        workload["trace"] = str(path.parent / trace)
+    return data
+
+
+def _row(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "class": record.klass,
+        "arrival_s": record.arrival_s,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "queueing_s": queueing_s(record),
+        "ttft_s": ttft_s(record),
+        "tpot_s": tpot_s(record),
+        "max_tbt_s": max(tbt_s(record), default=None),
+        "e2e_s": e2e_s(record),
+        "good": is_good(record),
+        "error": record.error,
+    }
