@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers import fake_openai_server
 
 from headway.serving.load.server_process import ServerProcess
 
-FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
+FAKE = (sys.executable, str(Path(fake_openai_server.__file__)))
 
 
 @pytest.fixture

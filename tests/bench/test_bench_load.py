@@ -205,7 +205,8 @@ def test_bad_settings_are_refused_in_words(words: tuple[str, ...]) -> None:
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
-        "import argparse, sys\nfrom headway.serving.load import command, demo\np = argparse.ArgumentParser()\n"
+        "import argparse, sys\nfrom headway.research import demo\n"
+        "from headway.serving.load import command\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\ndemo.add_arguments(argparse.ArgumentParser())\np.format_help()\n"
         "print([n for n in ('aiohttp', 'matplotlib', 'torch', 'tokenizers') if n in sys.modules])\n"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,9 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from tests.helpers.fake_engine import FakeEngine
 
 from headway.serving.app import create_app

@@ -99,7 +99,7 @@ async def test_metrics_of_a_client_that_left(application: Any, engine: FakeEngin
         await call.until(b"data:")
         call.leave()
         await call.done()
-        text = app.state.headway.sim.metrics.render().decode()
+        text = app.state.headway.metrics.render().decode()
     assert 'headway_request_success_total{engine="0",finished_reason="abort",model_name="m"} 1.0' in text
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import ConfigError
 from headway.serving.app import create_app
@@ -31,7 +32,7 @@ from headway.core.errors import ConfigError
 from headway.serving.app import create_app
 from headway.serving.run import serve
 from headway.serving.settings import ServerSettings
-from headway.serving.tokenizer import Tokenizer
+from headway.serving.tokenizer import ModelTokenizer
 
 class Engine(FakeEngine):
     async def start(self):
@@ -56,7 +57,7 @@ async def tell():
 
 settings = ServerSettings(port=0, drain_timeout_s=float(sys.argv[4]))
 engine = Engine(delay_s=float(sys.argv[2]))
-app = create_app(engine, Tokenizer.none(), settings)
+app = create_app(engine, ModelTokenizer.none(), settings)
 started = serve(app, settings)
 print("ended", started, len(engine.aborted), file=sys.stderr, flush=True)
 """
@@ -72,7 +73,7 @@ class Process:
         until: str = r"running on .*:(\d+)",
         drain_timeout_s: float = 20.0,
     ) -> None:
-        words = (Path(__file__).parent, delay_s, engine, drain_timeout_s)
+        words = (Path(__file__).parents[2], delay_s, engine, drain_timeout_s)
         command = [sys.executable, "-c", PROGRAM, *map(str, words)]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
@@ -215,9 +216,6 @@ def test_the_end_of_the_drain_time_tells_everybody_who_waits() -> None:
 
 
 def test_whoever_begins_to_listen_while_the_engine_starts_keeps_the_port() -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from tests.helpers.fake_engine import FakeEngine
-
     settings, engine = ServerSettings(port=0), FakeEngine()
     sockets = bind(settings.host, settings.port)
     port = sockets[0].getsockname()[1]
@@ -251,9 +249,6 @@ def test_a_signal_while_the_engine_starts_ends_the_wait() -> None:
 
 
 def test_open_binding_without_a_key_is_refused() -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from tests.helpers.fake_engine import FakeEngine
-
     settings = ServerSettings(host="0.0.0.0")
     with pytest.raises(ConfigError, match="API key"):
         serve(create_app(FakeEngine(), ModelTokenizer.none(), settings), settings)
