@@ -14,29 +14,29 @@ from typing import Any
 
 import msgspec
 
-from headway.runtime import embedded
-from headway.runtime.build.event_log import open_event_log
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError
 from headway.core.executor import Executor
+from headway.kv.block_manager import BlockManager
+from headway.perf.hardware.device import DeviceAssignment
+from headway.perf.hardware.memory import gib
+from headway.perf.hardware.processor import processor_name
+from headway.perf.latency import store
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.layout import ParallelLayout
+from headway.perf.latency.recorded import describe
+from headway.perf.latency.shard_exchange import exchange_of
+from headway.perf.latency.tables import TableLatency, TableSource
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.runtime import embedded
+from headway.runtime.build.event_log import open_event_log
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore, Log
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.restart_limits import RestartLimit
-from headway.perf.hardware.device import DeviceAssignment
-from headway.perf.hardware.memory import gib
-from headway.perf.hardware.processor import processor_name
-from headway.kv.block_manager import BlockManager
-from headway.perf.latency import store
-from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.shard_exchange import exchange_of
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.recorded import describe
-from headway.perf.latency.tables import TableLatency, TableSource
-from headway.runtime.model.config import DecoderConfig
-from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime.executor import profiling
+from headway.runtime.model.config import DecoderConfig
 
 log = logging.getLogger("headway.engine")
 
@@ -62,7 +62,9 @@ class LoadedModel:
 
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The degrees that the settings ask for."""
-    return ParallelLayout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size)
+    return ParallelLayout(
+        tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size
+    )
 
 
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
@@ -93,7 +95,9 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
         raise
 
 
-def _engine(config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: Log | None) -> EngineCore:
+def _engine(
+    config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: Log | None
+) -> EngineCore:
     ledgers = [BlockManager(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)

@@ -26,8 +26,8 @@ from headway.runtime.launcher.heartbeat import PER_TIMEOUT
 log = logging.getLogger("headway.engine")
 
 if TYPE_CHECKING:
-    from headway.runtime.engine.core import EngineCore
     from headway.runtime.cluster.instance_agent import InstanceAgent
+    from headway.runtime.engine.core import EngineCore
 
 
 class WallClock:

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import msgspec
 
-from headway.runtime.build.engine import eos_ids, layout_of
 from headway.core.clock import ClockProtocol
+from headway.runtime.build.engine import eos_ids, layout_of
+from headway.runtime.cluster.instance_agent import InstanceAgent
+from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
-from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.kv_transfer.connector import make_connector
 from headway.runtime.kv_transfer.cut_connector import CutConnector
 from headway.runtime.kv_transfer.peers import PeerNetwork
 
 
-def join(config: EngineConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]) -> InstanceAgent | None:
+def join(
+    config: EngineConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]
+) -> InstanceAgent | None:
     """Listen for other instances, and say so in the engine's `info`. None, and no listener, for an engine that is
     alone, and for one of which KV does not move (pipeline stages, KV groups, other devices): it serves whole requests
     only. ring: wakes the loop, from any thread. Raises ConfigError for an address that it cannot have, and an unknown
@@ -33,8 +35,8 @@ def join(config: EngineConfig, core: EngineCore, clock: ClockProtocol, ring: Cal
 def _join_one(
     config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]
 ) -> InstanceAgent:
-    from headway.runtime.kv_transfer.pool_port import KvPort
     from headway.runtime.executor.single_process import SingleProcessExecutor
+    from headway.runtime.kv_transfer.pool_port import KvPort
     from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
     assert isinstance(core.executor, SingleProcessExecutor)
@@ -45,7 +47,9 @@ def _join_one(
     inner = make_connector(own.kv_connector, peers, ring)
     connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
     port = KvPort(worker, core.scheduler.ledgers[0].block_tokens, runs, connector, own.number)
-    return InstanceAgent(core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, core.executor.replay, clock))
+    return InstanceAgent(
+        core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, core.executor.replay, clock)
+    )
 
 
 def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> InstanceAgent | None:
@@ -61,4 +65,6 @@ def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> 
     core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
     port = MultiRankKvTransfer(executor, core.scheduler.ledgers[0].take_ops)
     peers = MultiRankPeers(own.number, port)
-    return InstanceAgent(core, port.computes, peers, clock, own.room_s, KvConnectorScheduler(core, port, executor.replay, clock))
+    return InstanceAgent(
+        core, port.computes, peers, clock, own.room_s, KvConnectorScheduler(core, port, executor.replay, clock)
+    )

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
 from headway.core.cpu_affinity import CORES
 from headway.core.errors import CheckpointError
-from headway.runtime.engine.config import EngineConfig
 from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
 from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor.cuda_probe import look_apart
+from headway.runtime.executor.memory_fit import check_memory, check_shape, need, parameters
+from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.executor.rank_config import RankConfig, RankPeer
+from headway.runtime.executor.rank_processes import ProcessTransport
+from headway.runtime.launcher.host_compatibility import node_of, terms
+from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.runtime.launcher.network import parse_endpoint
+from headway.runtime.launcher.rank_launcher import warm
 from headway.runtime.model.config import DecoderConfig, read_config
 from headway.runtime.model.fields import read_json
-from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.memory_fit import check_memory, check_shape, need, parameters
-from headway.runtime.launcher.network import parse_endpoint
-from headway.runtime.executor.rank_config import RankConfig, RankPeer
-from headway.runtime.launcher.host_compatibility import node_of, terms
-from headway.runtime.executor.cuda_probe import look_apart
-from headway.runtime.launcher.rank_launcher import warm
-from headway.runtime.executor.rank_processes import ProcessTransport
-from headway.runtime.launcher.host_coordinator import HostCoordinator
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _START_S = 120.0

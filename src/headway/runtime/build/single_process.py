@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
+from headway.perf.hardware.device import choose
+from headway.perf.hardware.memory import available_bytes
 from headway.runtime.attention.base import make_backend
 from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
 from headway.runtime.engine.config import EngineConfig
-from headway.perf.hardware.device import choose
-from headway.perf.hardware.memory import available_bytes
-from headway.runtime.model.loading import load_decoder
 from headway.runtime.executor.cuda_probe import look
-from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.measure import measure
+from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.thread_pinning import ThreadPinning
 from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.model.loading import load_decoder
 
 
 def build_one(config: EngineConfig) -> LoadedModel:
