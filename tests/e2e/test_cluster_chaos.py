@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_serving import Reference, prompt_of
 from tests.helpers.chaos_cluster import LENGTHS, MOST, Cluster, Plan, go
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, MIXED, write
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 
 from headway.cli.main import main
 
@@ -59,7 +59,7 @@ PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
 
 @pytest.fixture(scope="module")
 def wanted(llama: Path) -> list[list[int]]:
-    reference = Reference(llama)
+    reference = GreedyReference(llama)
     return [reference.tokens(prompt, MOST) for prompt in PROMPTS]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from test_serving import Reference, prompt_of
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import cluster, instances, until, write
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
 
 from headway.cli.main import main
@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(llama: Path) -> list[list[int]]:
-    reference = Reference(llama)
+    reference = GreedyReference(llama)
     return [reference.tokens(prompt, COUNT) for prompt in (*TOGETHER, *SHORTS)]
 
 

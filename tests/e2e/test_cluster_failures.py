@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from test_serving import Reference, prompt_of
-from test_serving_failures import gone
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, pid_of, until, write
-from tests.helpers.http_probe import metric, stream
+from tests.helpers.cluster_streams import (
+    ANSWER_TOKENS,
+    LONG_PROMPT,
+    SHORT_PROMPT,
+    ClientStream,
+    all_ready,
+    computing,
+    decoding,
+    handing_over,
+    queued_tokens,
+)
+from tests.helpers.greedy_reference import GreedyReference
+from tests.helpers.http_probe import metric
+from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main
 
-PROMPT = prompt_of(5, 3000)
-OTHER = prompt_of(6, 300)
-COUNT = 150
 LONG = pytest.mark.long
 
 
@@ -33,58 +39,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(llama: Path) -> list[list[int]]:
-    reference = Reference(llama)
-    return [reference.tokens(PROMPT, COUNT), reference.tokens(OTHER, COUNT)]
-
-
-class Stream(threading.Thread):
-    """A client in a thread of its own. `told`: tokens so far."""
-
-    def __init__(self, url: str, prompt: list[int]) -> None:
-        super().__init__()
-        self.url, self.prompt = url, prompt
-        self.told: list[int] = []
-        self.error: object = None
-        self.start()
-
-    def run(self) -> None:
-        for event in stream(self.url, self.prompt, COUNT, ignore_eos=True):
-            if "error" in event:
-                self.error = event
-                return
-            self.told += event["choices"][0]["token_ids"]
-
-    def answer(self) -> list[int]:
-        """All of it."""
-        self.join(100)
-        assert not self.is_alive(), f"it hangs after {len(self.told)} tokens"
-        assert self.error is None, self.error
-        return self.told
-
-
-def queued(url: str, number: int) -> int:
-    (tokens,) = (each["queued_tokens"] for each in instances(url) if each["id"] == number)
-    return int(tokens)
-
-
-def transfers(url: str) -> int:
-    return int(httpx.get(f"{url}/v1/cluster", timeout=10).json()["transfers"])
-
-
-def all_ready(url: str) -> bool:
-    return all(each["state"] == "ready" for each in instances(url))
-
-
-def computing(number: int) -> Callable[[str, Stream], object]:
-    return lambda url, one: queued(url, number) > 0
-
-
-def handing_over(url: str, one: Stream) -> object:
-    return transfers(url) > 0
-
-
-def decoding(url: str, one: Stream) -> object:
-    return len(one.told) >= 20
+    reference = GreedyReference(llama)
+    return [reference.tokens(LONG_PROMPT, ANSWER_TOKENS), reference.tokens(SHORT_PROMPT, ANSWER_TOKENS)]
 
 
 @LONG
@@ -95,8 +51,8 @@ def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
     path = write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART, event_log=log)
     with cluster(path) as running:
         url = running.url
-        one, other = Stream(url, PROMPT), Stream(url, OTHER)
-        until(lambda: queued(url, 1))
+        one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
+        until(lambda: queued_tokens(url, 1))
         os.kill(pid_of(url, 1), signal.SIGKILL)
         until(lambda: len(one.told) >= 20)
         os.kill(pid_of(url, 2), signal.SIGKILL)
@@ -104,7 +60,7 @@ def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
         assert metric(url, "headway_instance_restarts_total") == 2
         assert httpx.get(f"{url}/health").json()["engine_restarts"] == 2
         pids = [each["pid"] for each in instances(url)]
-    assert all(gone(pid) for pid in pids)
+    assert all(ends_soon(pid) for pid in pids)
     assert main(["cluster", path, "--replay", log]) == 0
     assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
 
@@ -141,7 +97,7 @@ def test_whoever_dies_or_hangs_at_whatever_point(
         url = running.url
         for number, (what, victim, harm, moment) in enumerate(CASES):
             until(lambda: all_ready(url))
-            one, other = Stream(url, PROMPT), Stream(url, OTHER)
+            one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
             at = moment if pools is APART else decoding
             until(lambda: at(url, one) or not one.is_alive())  # noqa: B023
             os.kill(pid_of(url, victim), harm)
@@ -158,7 +114,7 @@ def test_a_router_that_is_killed_leaves_its_requests_to_the_next(
     path = write(tmp_path, llama, "tetris", {}, pools)
     journal = ("--journal", str(tmp_path / "journal"))
     body = {
-        "model": llama.name, "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True,
+        "model": llama.name, "prompt": LONG_PROMPT, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "stream": True,
     }  # fmt: skip
     with cluster(path, *journal) as running:
@@ -171,10 +127,10 @@ def test_a_router_that_is_killed_leaves_its_requests_to_the_next(
                     assert running._process is not None
                     running._process.kill()
                     told += 1
-        assert 50 < told < COUNT
-        assert all(gone(pid) for pid in pids)
+        assert 50 < told < ANSWER_TOKENS
+        assert all(ends_soon(pid) for pid in pids)
     with cluster(path, *journal) as running:
         until(lambda: httpx.get(f"{running.url}/v1/requests/mine").status_code != 202)
         found = httpx.get(f"{running.url}/v1/requests/mine").json()
         assert found["choices"][0]["token_ids"] == wanted[0]
-        assert metric(running.url, "headway_decode_tokens_computed_total") < COUNT - 40
+        assert metric(running.url, "headway_decode_tokens_computed_total") < ANSWER_TOKENS - 40

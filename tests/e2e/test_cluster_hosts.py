@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from test_cluster_failures import COUNT, Stream, decoding, handing_over
-from test_serving import Reference, prompt_of
-from test_serving_failures import gone
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, CLUSTER, instances, pid_of, until, write
+from tests.helpers.cluster_streams import ANSWER_TOKENS, ClientStream, decoding, handing_over
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
 from tests.helpers.namespaces import NODE0, Hosts, Running, inside
+from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main
 
@@ -38,8 +38,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(llama: Path) -> list[list[int]]:
-    reference = Reference(llama)
-    return [reference.tokens(PROMPT, COUNT), reference.tokens(OTHER, COUNT)]
+    reference = GreedyReference(llama)
+    return [reference.tokens(PROMPT, ANSWER_TOKENS), reference.tokens(OTHER, ANSWER_TOKENS)]
 
 
 class Pair:
@@ -96,23 +96,23 @@ def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT, event_log=log)
     with clustered(hosts, path) as pair:
         assert [(each["host"], each["node"]) for each in instances(URL)] == [(0, 0), (1, 1)]
-        assert [streamed_ids(URL, each, COUNT, ignore_eos=True) for each in (PROMPT, OTHER)] == wanted
+        assert [streamed_ids(URL, each, ANSWER_TOKENS, ignore_eos=True) for each in (PROMPT, OTHER)] == wanted
         for number in (0, 1):  # though it is one machine: what is between hosts goes over the cable
             assert "headway-kv" not in Path(f"/proc/{pid_of(URL, number)}/maps").read_text()
 
         with hosts.slow(SLOW_MBIT_S):
-            one, other = Stream(URL, PROMPT), Stream(URL, OTHER)
+            one, other = ClientStream(URL, PROMPT), ClientStream(URL, OTHER)
             until(lambda: handing_over(URL, one))
             engine = pid_of(URL, 1)
             pair.agent.process.kill()
-            until(lambda: gone(engine), 5.0)
+            until(lambda: ends_soon(engine), 5.0)
         until(lambda: states() == ["ready", "lost"], 10.0)
         pair.agent = pair.start(1)
         assert [one.answer(), other.answer()] == wanted
         until(all_ready)
 
         with hosts.slow(SLOW_MBIT_S):
-            other, one = Stream(URL, OTHER), Stream(URL, PROMPT)
+            other, one = ClientStream(URL, OTHER), ClientStream(URL, PROMPT)
             until(lambda: handing_over(URL, one))
             hosts.cable("down")
         until(lambda: states() == ["ready", "lost"], 20.0)
@@ -133,7 +133,7 @@ def test_an_instance_there_is_killed_decoding(
 ) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
     with clustered(hosts, path) as pair:
-        one = Stream(URL, PROMPT)
+        one = ClientStream(URL, PROMPT)
         until(lambda: decoding(URL, one))
         os.kill(pid_of(URL, 1), signal.SIGKILL)
         until(lambda: "(on host 1) has ended with signal 9 (SIGKILL)" in pair.head.said, 5.0)
@@ -177,7 +177,7 @@ def test_other_places(
     path = write(tmp_path, llama, placement, options, pools)
     with clustered(hosts, path) as pair:
         for stop in ("stop", "cut"):
-            one, other = Stream(URL, PROMPT), Stream(URL, OTHER)
+            one, other = ClientStream(URL, PROMPT), ClientStream(URL, OTHER)
             until(lambda: len(other.told) > 5)  # noqa: B023 - called at once
             if stop == "stop":
                 os.kill(pid_of(URL, len(instances(URL)) - 1), signal.SIGSTOP)
@@ -198,7 +198,7 @@ def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
 ) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
     with clustered(hosts, path, "--journal", str(tmp_path / "journal")) as pair:
-        one = Stream(URL, PROMPT)
+        one = ClientStream(URL, PROMPT)
         until(lambda: decoding(URL, one))
         hosts.cable("down")
         time.sleep(3.0)
@@ -210,8 +210,8 @@ def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
         pair.head.ended()
         pair.head = pair.start(0)
         until(ready, 60.0)
-        until(lambda: gone(engine), 15.0)
-        assert streamed_ids(URL, OTHER, COUNT, ignore_eos=True) == wanted[1]
+        until(lambda: ends_soon(engine), 15.0)
+        assert streamed_ids(URL, OTHER, ANSWER_TOKENS, ignore_eos=True) == wanted[1]
 
 
 def test_a_dry_run_says_what_is_where(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

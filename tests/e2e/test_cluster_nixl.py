@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding
-from test_serving import Reference
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, cluster, pid_of, until, write
+from tests.helpers.cluster_streams import ANSWER_TOKENS, LONG_PROMPT, SHORT_PROMPT, ClientStream, decoding
+from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.http_probe import metric
 
 pytest.importorskip("nixl")
@@ -19,15 +19,18 @@ pytest.importorskip("nixl")
 
 def test_prefill_here_and_decode_there_and_one_is_killed(tmp_path: Path) -> None:
     llama = make_tiny("llama", tmp_path / "llama", max_position_embeddings=4096)
-    reference = Reference(llama)
+    reference = GreedyReference(llama)
     path = Path(write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART))
     path.write_text(json.dumps({**json.loads(path.read_text()), "kv_connector": "nixl"}))
     with cluster(str(path)) as running:
         url = running.url
         for number in (0, 1, 2):
             assert "libucp" in Path(f"/proc/{pid_of(url, number)}/maps").read_text()
-        one, other = Stream(url, PROMPT), Stream(url, OTHER)
+        one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
         until(lambda: decoding(url, one))
         os.kill(pid_of(url, 2), signal.SIGKILL)
-        assert [one.answer(), other.answer()] == [reference.tokens(PROMPT, COUNT), reference.tokens(OTHER, COUNT)]
+        assert [one.answer(), other.answer()] == [
+            reference.tokens(LONG_PROMPT, ANSWER_TOKENS),
+            reference.tokens(SHORT_PROMPT, ANSWER_TOKENS),
+        ]
         assert metric(url, "headway_instance_restarts_total") == 1

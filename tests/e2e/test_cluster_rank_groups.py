@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding, handing_over, queued
-from test_cluster_ranks import ranks_of
-from test_serving import Reference, prompt_of
-from test_serving_failures import gone
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.cluster_probe import cluster, instances, until, write
+from tests.helpers.cluster_probe import cluster, instances, rank_pids, until, write
+from tests.helpers.cluster_streams import (
+    ANSWER_TOKENS,
+    LONG_PROMPT,
+    SHORT_PROMPT,
+    ClientStream,
+    decoding,
+    handing_over,
+    queued_tokens,
+)
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
+from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main
 
@@ -35,8 +42,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(llama: Path) -> Reference:
-    return Reference(llama)
+def reference(llama: Path) -> GreedyReference:
+    return GreedyReference(llama)
 
 
 def apart(decode: int = 1, **prefill: Any) -> list[dict[str, Any]]:
@@ -70,7 +77,12 @@ MIXED = [{"count": 2, "serve": TWO}]
     ],
 )
 def test_greedy_tokens_equal_transformers(
-    tmp_path: Path, llama: Path, reference: Reference, placement: str, options: object, pools: list[dict[str, Any]]
+    tmp_path: Path,
+    llama: Path,
+    reference: GreedyReference,
+    placement: str,
+    options: object,
+    pools: list[dict[str, Any]],
 ) -> None:
     """Long and short requests at once; one that leaves; nothing stays, and decisions replay."""
     name, _, decode = placement.partition(" ")
@@ -88,7 +100,9 @@ def test_greedy_tokens_equal_transformers(
 
 
 @LONG
-def test_chats_go_before_a_prompt_that_pauses_within_itself(tmp_path: Path, llama: Path, reference: Reference) -> None:
+def test_chats_go_before_a_prompt_that_pauses_within_itself(
+    tmp_path: Path, llama: Path, reference: GreedyReference
+) -> None:
     """PecSched: a long prompt on two instances of two processes is paused for short ones, between layers."""
     log = tmp_path / "log"
     path = write(tmp_path, llama, "pecsched", {**GROUPS, "long_tokens": 1000}, apart(), event_log=str(log))
@@ -100,7 +114,7 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(tmp_path: Path, llam
         for seed in range(10, 20):  # until chats have come in time
             long = prompt_of(seed, 8000)
             first = pool.submit(streamed_ids, url, long, 5, ignore_eos=True)
-            until(lambda first=first: any(queued(url, number) for number in (0, 1)) or first.done())  # type: ignore[misc]
+            until(lambda first=first: any(queued_tokens(url, number) for number in (0, 1)) or first.done())  # type: ignore[misc]
             got = list(pool.map(lambda prompt: streamed_ids(url, prompt, 5, ignore_eos=True), chats))
             assert got == expected
             assert first.result() == reference.tokens(long, 5)
@@ -123,25 +137,25 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(tmp_path: Path, llam
 def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
     tmp_path: Path,
     llama: Path,
-    reference: Reference,
+    reference: GreedyReference,
     capsys: pytest.CaptureFixture[str],
     placement: str,
     options: object,
 ) -> None:
-    wanted = [reference.tokens(prompt, COUNT) for prompt in (PROMPT, OTHER)]
+    wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
     log = str(tmp_path / "log")
     path = write(tmp_path, llama, placement, options, apart(), event_log=log, worker_timeout="2")
     with cluster(path) as running:
         url = running.url
-        before = [*ranks_of(url, 0), *ranks_of(url, 1)]
+        before = [*rank_pids(url, 0), *rank_pids(url, 1)]
         assert len(before) == 4
-        one, other = Stream(url, PROMPT), Stream(url, OTHER)
-        until(lambda: queued(url, 1) or one.told)  # the latter where it was too quick to be seen
-        os.kill(ranks_of(url, 1)[1], signal.SIGKILL)
+        one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
+        until(lambda: queued_tokens(url, 1) or one.told)  # the latter where it was too quick to be seen
+        os.kill(rank_pids(url, 1)[1], signal.SIGKILL)
         assert [one.answer(), other.answer()] == wanted
         assert metric(url, "headway_instance_restarts_total") == 1
         until(lambda: not any(each["placed"] or each["kv_tokens_used"] for each in instances(url)))
-        assert sum(map(gone, before)) == 2
+        assert sum(map(ends_soon, before)) == 2
     assert main(["cluster", path, "--replay", log]) == 0
     assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
 
@@ -149,19 +163,19 @@ def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
 @LONG
 @pytest.mark.parametrize(("placement", "options"), [("tetris", {"sizes": [1, 2]}), ("loongserve", {})])
 def test_whichever_rank_dies_or_hangs_at_whatever_point(
-    tmp_path: Path, llama: Path, reference: Reference, placement: str, options: object
+    tmp_path: Path, llama: Path, reference: GreedyReference, placement: str, options: object
 ) -> None:
-    wanted = [reference.tokens(prompt, COUNT) for prompt in (PROMPT, OTHER)]
+    wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
     path = write(tmp_path, llama, placement, options, apart(2), worker_timeout="2", max_restarts=50)
     with cluster(path) as running:
         url, losses = running.url, 0
-        moments = [lambda url, one: queued(url, 0) or queued(url, 1), handing_over, decoding]
+        moments = [lambda url, one: queued_tokens(url, 0) or queued_tokens(url, 1), handing_over, decoding]
         for victim, rank, harm in ((0, 0, signal.SIGKILL), (1, 1, signal.SIGSTOP), (2, 1, signal.SIGKILL)):
             for moment in moments:
                 until(lambda: all(each["state"] == "ready" for each in instances(url)))
-                one, other = Stream(url, PROMPT), Stream(url, OTHER)
+                one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
                 until(lambda: moment(url, one) or not one.is_alive())  # noqa: B023
-                os.kill(ranks_of(url, victim)[rank], harm)
+                os.kill(rank_pids(url, victim)[rank], harm)
                 losses += 1
                 assert [one.answer(), other.answer()] == wanted, (victim, rank, harm)
                 until(lambda: metric(url, "headway_instance_restarts_total") == losses)  # noqa: B023
@@ -169,7 +183,9 @@ def test_whichever_rank_dies_or_hangs_at_whatever_point(
 
 
 @LONG
-def test_groups_are_given_up_and_formed_again_for_a_while(tmp_path: Path, llama: Path, reference: Reference) -> None:
+def test_groups_are_given_up_and_formed_again_for_a_while(
+    tmp_path: Path, llama: Path, reference: GreedyReference
+) -> None:
     """Requests of all lengths, some of which leave, for twenty seconds."""
     prompts = [prompt_of(seed, 30 + 301 * seed) for seed in range(8)]
     wanted = [reference.tokens(prompt, 12) for prompt in prompts]

@@ -9,12 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_cluster_failures import COUNT, OTHER, PROMPT, Stream, decoding, queued
-from test_serving import Reference, prompt_of
-from test_serving_failures import children, gone
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.cluster_probe import cluster, instances, pid_of, until, write
+from tests.helpers.cluster_probe import cluster, instances, rank_pids, until, write
+from tests.helpers.cluster_streams import (
+    ANSWER_TOKENS,
+    LONG_PROMPT,
+    SHORT_PROMPT,
+    ClientStream,
+    decoding,
+    queued_tokens,
+)
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, metric_reaches, streamed_ids
+from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main
 
@@ -28,16 +35,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(llama: Path) -> Reference:
-    return Reference(llama)
+def reference(llama: Path) -> GreedyReference:
+    return GreedyReference(llama)
 
 
 def pools(*sizes: tuple[str, int]) -> list[dict[str, object]]:
     return [{"role": role, "serve": {"tensor_parallel_size": size}} for role, size in sizes]
-
-
-def ranks_of(url: str, number: int) -> list[int]:
-    return [rank for helper in children(pid_of(url, number)) for rank in children(helper)]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,12 @@ def ranks_of(url: str, number: int) -> list[int]:
     ],
 )
 def test_greedy_tokens_equal_transformers(
-    tmp_path: Path, llama: Path, reference: Reference, placement: str, options: object, sizes: list[tuple[str, int]]
+    tmp_path: Path,
+    llama: Path,
+    reference: GreedyReference,
+    placement: str,
+    options: object,
+    sizes: list[tuple[str, int]],
 ) -> None:
     """All pairs of sizes in one cluster; spans of groups, where their instances are one process; decisions replay."""
     log = str(tmp_path / "log")
@@ -73,24 +81,24 @@ def test_greedy_tokens_equal_transformers(
 
 @LONG
 def test_ranks_that_die_and_hang_change_no_answer(
-    tmp_path: Path, llama: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, llama: Path, reference: GreedyReference, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of the prefill instance while it computes, one of the decode instance while it decodes."""
-    wanted = [reference.tokens(prompt, COUNT) for prompt in (PROMPT, OTHER)]
+    wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
     log = str(tmp_path / "log")
     both = pools(("prefill", 2), ("decode", 2))
     path = write(tmp_path, llama, "tetris", {"sizes": [1]}, both, event_log=log, worker_timeout="2")
     with cluster(path) as running:
         url = running.url
-        before = [*ranks_of(url, 0), *ranks_of(url, 1)]
+        before = [*rank_pids(url, 0), *rank_pids(url, 1)]
         assert len(before) == 4
-        one, other = Stream(url, PROMPT), Stream(url, OTHER)
-        until(lambda: queued(url, 0) or one.told)
-        os.kill(ranks_of(url, 0)[1], signal.SIGKILL)
+        one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
+        until(lambda: queued_tokens(url, 0) or one.told)
+        os.kill(rank_pids(url, 0)[1], signal.SIGKILL)
         until(lambda: decoding(url, one))
-        os.kill(ranks_of(url, 1)[0], signal.SIGSTOP)
+        os.kill(rank_pids(url, 1)[0], signal.SIGSTOP)
         assert [one.answer(), other.answer()] == wanted
         assert metric(url, "headway_instance_restarts_total") == 2
-        assert all(gone(pid) for pid in before)
+        assert all(ends_soon(pid) for pid in before)
     assert main(["cluster", path, "--replay", log]) == 0
     assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_serving import Reference, prompt_of
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, MIXED, cluster, until, write
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 
 from headway.cli.main import main
@@ -26,7 +26,7 @@ PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((1500, 20, 3, 7
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[list[int]]:
-    reference = Reference(llama)
+    reference = GreedyReference(llama)
     return [reference.tokens(prompt, 20) for prompt in PROMPTS]
 
 

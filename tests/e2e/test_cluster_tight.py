@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from test_serving import Reference, prompt_of
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, cluster, instances, until, write
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import streamed_ids
 
 from headway.cli.main import main
@@ -36,7 +36,7 @@ def test_prompts_that_do_not_fit_together_are_answered_one_after_the_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     llama = make_tiny("llama", tmp_path / "model", max_position_embeddings=2048)
-    reference = Reference(llama)
+    reference = GreedyReference(llama)
     prompts = [prompt_of(seed, length) for seed, length in enumerate(lengths)]
     wanted = [reference.tokens(prompt, said) for prompt in prompts]
     path = write(tmp_path, llama, placement, options, [{"count": count}], kv_cache_memory="512K")
@@ -53,7 +53,7 @@ def test_prompts_that_do_not_fit_together_are_answered_one_after_the_other(
 def test_a_flood_is_answered_or_sent_away_and_leaves_nothing_behind(tmp_path: Path) -> None:
     llama = make_tiny("llama", tmp_path / "model", max_position_embeddings=2048)
     prompt, said = prompt_of(7, 600), 12
-    wanted = Reference(llama).tokens(prompt, said)
+    wanted = GreedyReference(llama).tokens(prompt, said)
     path = write(tmp_path, llama, "tetris", {"sizes": [1, 2]}, APART, kv_cache_memory="512K", max_queued_requests=4)
     limits = httpx.Limits(max_connections=60)
     with cluster(path) as run, httpx.Client(timeout=120, limits=limits) as client, ThreadPoolExecutor(60) as pool:

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_serving import Reference, prompt_of
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, until, write
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
 
 LONGS = [prompt_of(40 + seed, length) for seed, length in enumerate((1500, 1400, 1100))]
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[list[int]]:
-    reference = Reference(llama)
+    reference = GreedyReference(llama)
     return [reference.tokens(prompt, COUNT) for prompt in (*LONGS, *SHORTS)]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from test_serving import prompt_of
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import cluster, pid_of, until, write
+from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.http_probe import metric_reaches, model_of
 
 from headway.serving.load.server_process import ServerProcess

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import (
     complete,
     leave_after_sending,
@@ -31,34 +32,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(llama: Path) -> Reference:
-    return Reference(llama)
-
-
-class Reference:
-    """Greedy tokens by transformers, one request at a time, whole prompt at once."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-        import transformers
-
-        self._torch = torch
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        torch = self._torch
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
-            )
-        tokens: list[int] = out[0, len(prompt) :].tolist()
-        return tokens
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    """Deterministic ids above the special ones of the tiny checkpoints."""
-    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 120 for i in range(length)]
+def reference(llama: Path) -> GreedyReference:
+    return GreedyReference(llama)
 
 
 @pytest.fixture(scope="module", params=["lars", "srpt+static:64", "fcfs+whole"])
@@ -70,7 +45,7 @@ def server(request: pytest.FixtureRequest, llama: Path) -> Iterator[str]:
 
 
 def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
-    server: str, reference: Reference
+    server: str, reference: GreedyReference
 ) -> None:
     shapes = [(1500, 6), (20, 12), (3, 20), (700, 5), (60, 9), (1, 15), (333, 7), (129, 11)]
     prompts = [(prompt_of(seed, length), count) for seed, (length, count) in enumerate(shapes)]
@@ -81,7 +56,7 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
 
 
 @pytest.mark.long
-def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: Reference) -> None:
+def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: GreedyReference) -> None:
     arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512", "--block-size", "16"]
     with ServerProcess([*arguments, "--reserve-tokens", "16"]) as running:
         prompts = [prompt_of(seed, 90) for seed in range(10)]
@@ -103,7 +78,7 @@ def test_a_seeded_draw_does_not_depend_on_the_company(server: str) -> None:
 
 
 def test_a_client_that_vanishes_during_prefill_frees_its_work_and_others_go_on(
-    server: str, reference: Reference
+    server: str, reference: GreedyReference
 ) -> None:
     leave_after_sending(server, prompt_of(9, 3500), 500)
     assert token_ids(server, prompt_of(2, 30), 8, ignore_eos=True) == reference.tokens(prompt_of(2, 30), 8)
@@ -129,7 +104,7 @@ def test_timeouts_end_a_request_in_words(llama: Path) -> None:
         assert token_ids(running.url, prompt_of(0, 5), 3, ignore_eos=True)
 
 
-def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, reference: Reference) -> None:
+def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, reference: GreedyReference) -> None:
     with ServerProcess([str(llama)]) as running:
         events = stream(running.url, prompt_of(4, 64), 1500, ignore_eos=True)
         ids = next(events)["choices"][0]["token_ids"]

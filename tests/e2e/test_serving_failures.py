@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.http_probe import metric, stream
+from tests.helpers.process_tree import child_pids, ends_soon
 
 from headway.serving.load.server_process import ServerProcess
 
@@ -36,17 +37,13 @@ def ids(event: dict) -> list[int]:  # type: ignore[type-arg]
     return found
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def engine_of(running: ServerProcess) -> int:
     assert running._process is not None
-    return children(running._process.pid)[0]
+    return child_pids(running._process.pid)[0]
 
 
 def workers_of(running: ServerProcess) -> list[int]:
-    return [worker for helper in children(engine_of(running)) for worker in children(helper)]
+    return [worker for helper in child_pids(engine_of(running)) for worker in child_pids(helper)]
 
 
 def told_through(running: ServerProcess, harm: object, at: tuple[int, ...]) -> list[int]:
@@ -77,7 +74,7 @@ def test_a_stream_goes_on_when_workers_are_killed_and_hang(llama: Path, wanted: 
         health = httpx.get(f"{running.url}/health").json()
         assert health == {"status": "ready", "recoveries": 3, "engine_restarts": 0}
         everybody = [engine_of(running), *workers_of(running)]
-    assert all(gone(pid) for pid in everybody)
+    assert all(ends_soon(pid) for pid in everybody)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +91,7 @@ def test_a_stream_goes_on_when_the_engine_is_killed(llama: Path, wanted: list[in
 
         assert told_through(running, harm, (150,)) == wanted
         assert metric(running.url, "headway_engine_restarts_total") == 1
-        assert all(gone(pid) for pid in before)
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+        assert all(ends_soon(pid) for pid in before)
 
 
 def test_a_server_that_is_killed_leaves_its_requests_to_the_next(
@@ -130,7 +115,7 @@ def test_a_server_that_is_killed_leaves_its_requests_to_the_next(
                     running._process.kill()
                     told += 1
         assert 100 < told < COUNT
-        assert gone(engine)
+        assert ends_soon(engine)
     with ServerProcess(arguments) as running:
         deadline = time.monotonic() + 60
         while (found := httpx.get(f"{running.url}/v1/requests/mine")).status_code == 202:

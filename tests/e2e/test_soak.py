@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from test_serving import Reference, prompt_of
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import model_of
 
 from headway.serving.load.server_process import ServerProcess
@@ -85,7 +85,7 @@ async def soak(url: str, pid: int, answers: list[tuple[list[int], list[int]]]) -
 @pytest.mark.timeout(600)
 def test_256_streams_for_two_minutes_none_dropped_none_mixed_up_memory_flat(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "llama", max_position_embeddings=4096)
-    reference = Reference(folder)
+    reference = GreedyReference(folder)
     shapes = [(5 + (7 * i) % 90, 8 + (11 * i) % 56) for i in range(40)] + [(900, 6), (1700, 4)]
     answers = [(prompt_of(i, n), reference.tokens(prompt_of(i, n), m)) for i, (n, m) in enumerate(shapes)]
     with ServerProcess([str(folder), "--max-num-seqs", "256", "--kv-cache-memory", "64M"]) as server:

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from test_cluster_ranks import ranks_of
-from test_serving_failures import gone
 from tests.helpers import chaos_router
 from tests.helpers.chaos_links import processes
-from tests.helpers.cluster_probe import instances, pid_of, until
+from tests.helpers.cluster_probe import instances, pid_of, rank_pids, until
 from tests.helpers.http_probe import model_of
+from tests.helpers.process_tree import ends_soon
 
 from headway.serving.load.server_process import ServerProcess
 
@@ -92,7 +91,7 @@ class Cluster:
         assert self.restarts() <= len(self.harmed), "an instance was lost to which nothing was done"
         self._there.clear()
         self._running._process.kill()
-        assert all(gone(pid) for pid in pids), "instances stay when their router is killed"
+        assert all(ends_soon(pid) for pid in pids), "instances stay when their router is killed"
         self._running.stop()
         self.harmed.clear()
         self.start()
@@ -103,7 +102,7 @@ class Cluster:
 
     def processes_of(self, number: int) -> list[int]:
         """Those of an instance that have its KV."""
-        return [pid_of(self.url, number)] if self._ranks == 1 else ranks_of(self.url, number)
+        return [pid_of(self.url, number)] if self._ranks == 1 else rank_pids(self.url, number)
 
     def links(self, **asked: object) -> int:
         """See `chaos_router`."""
@@ -136,7 +135,7 @@ class Cluster:
         until(lambda: self.restarts() >= len(self.harmed))
         until(lambda: all(each["state"] == "ready" for each in instances(self.url)))
         assert self.restarts() == len(self.harmed), "an instance was lost to which nothing was done"
-        assert all(gone(pid) for pid in self.harmed)
+        assert all(ends_soon(pid) for pid in self.harmed)
         self.settle()
         self._running.stop()
         until(lambda: not processes(self.folder), 10)

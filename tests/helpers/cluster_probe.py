@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.helpers.process_tree import child_pids
 
 from headway.serving.load.server_process import ServerProcess
 
@@ -63,3 +64,7 @@ def until(true: Callable[[], object], timeout_s: float = 60.0) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def rank_pids(url: str, number: int) -> list[int]:
+    return [rank for helper in child_pids(pid_of(url, number)) for rank in child_pids(helper)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tests.helpers.virtual_sequence_ranks import on_ranks
 from torch import Tensor
 
 from headway.core.span import Strategy
@@ -163,3 +164,14 @@ def compare(model: Model, specs: Sequence[ChunkSpec], prompt: Tensor, said: Said
         worst = max(worst, float((got - wanted).abs().max() / logits.abs().max()))
     assert said.tokens == tokens
     return worst
+
+
+TOLERANCE = 1e-4
+
+
+def check_parts(model: Model, parts: list[Part], tp: int = 1) -> None:
+    specs = route(parts, tp)
+    prompt = prompt_of(specs[-1].end)
+    ranks = range(max(part.ranks for part in parts))
+    said = on_ranks(ranks, lambda transport: take_part(model, transport, specs, prompt))
+    assert compare(model, specs, prompt, said[0]) < TOLERANCE

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_runs import Expected, prompt_of
-from test_scaled_decodes import Decode
 from tests.helpers.instance_world import Part, World, frame
+from tests.helpers.scaled_decode import ScaledDecode
+from tests.helpers.span_answers import Expected, prompt_of
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
@@ -57,7 +57,7 @@ def _moves(world: World, name: str, on: int, to: int, tokens: int) -> None:
 @pytest.mark.parametrize(("on", "to"), [(0, 1), (0, ONE), (ONE, 1)])
 def test_what_a_halted_decode_has_said_goes_on_elsewhere(world: World, expected: Expected, on: int, to: int) -> None:
     prompt, count, name = prompt_of(70, 12), 60, f"halted {on} {to}"
-    one = Decode(world, name, prompt, count, ())
+    one = ScaledDecode(world, name, prompt, count, ())
     world.ask(on, name, prompt, max_tokens=count, logprobs=0)
     _said(world, on, name, 3)
     known = _stops(world, on, name)
@@ -109,7 +109,7 @@ def test_a_decode_does_not_begin_with_kv_of_fewer_tokens_than_it_has(world: Worl
 def test_a_request_comes_back_to_where_it_was(world: World, expected: Expected) -> None:
     """From instance 1 to 0 and to 1 again, under one name."""
     prompt, count, name = prompt_of(70, 12), 90, "back"
-    one = Decode(world, name, prompt, count, ())
+    one = ScaledDecode(world, name, prompt, count, ())
     world.ask(1, name, prompt, max_tokens=count, logprobs=0)
     on = 1
     for to in (0, 1):

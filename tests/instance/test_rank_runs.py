@@ -10,10 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from test_run_losses import SOON_S, half, serves
-from test_run_pauses import GREEDY, LAYERS, pauses_of, proceed
-from test_runs import check, prompt_of
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.span_answers import (
+    GREEDY,
+    LAYERS,
+    SOON_S,
+    check_answer,
+    check_service,
+    pauses_of,
+    prompt_of,
+    resume_span,
+    start_on_some,
+)
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
@@ -62,7 +70,7 @@ def test_the_first_token_is_that_of_one_process(world: World, expected: Expected
     parts = ROUTES[name]
     prompt = prompt_of(sum(part.tokens for part in parts), len(name))
     first = world.prefill(name, prompt, parts, logprobs=0)
-    check([first], *expected(prompt, 1))
+    check_answer([first], *expected(prompt, 1))
     world.forget(name)
     world.clean()
 
@@ -75,8 +83,8 @@ def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expec
     first = world.prefill("d" + name, prompt, parts, logprobs=0, max_tokens=12)
     world.ask(on, "beside " + name, prompt_of(100, 8), max_tokens=8, logprobs=0)
     rest = world.decode("d" + name, prompt, first, on, logprobs=0, max_tokens=12)
-    check([first, *rest], *expected(prompt, 12))
-    check(world[on].answer("beside " + name), *expected(prompt_of(100, 8), 8))
+    check_answer([first, *rest], *expected(prompt, 12))
+    check_answer(world[on].answer("beside " + name), *expected(prompt_of(100, 8), 8))
     world.clean()
 
 
@@ -127,7 +135,7 @@ def test_kv_of_a_group_goes_to_instances_of_any_size(
     word = hand_over(world, request, prompt, parts, to, when)
     assert word.delta is not None
     rest = world.decode(request, prompt, word.delta, to, logprobs=0, max_tokens=6)
-    check([word.delta, *rest], *expected(prompt, 6))
+    check_answer([word.delta, *rest], *expected(prompt, 6))
     world.forget(request)
     world.clean()
 
@@ -137,7 +145,7 @@ def test_an_instance_of_one_process_hands_over_to_one_of_two(world: World, expec
     word = hand_over(world, "up", prompt_of(75), parts, 0, "meanwhile")
     assert word.delta is not None
     rest = world.decode("up", prompt_of(75), word.delta, 0, logprobs=0, max_tokens=6)
-    check([word.delta, *rest], *expected(prompt_of(75), 6))
+    check_answer([word.delta, *rest], *expected(prompt_of(75), 6))
     world.forget("up")
     world.clean()
 
@@ -164,14 +172,14 @@ def test_paused_at_layers_of_pieces(world: World, expected: Expected, group: tup
         if pauses % 3 == 1:
             world.ask(group[-1], f"{name}-s{at}", prompt_of(40, at), max_tokens=3, logprobs=0)
             first = world.prefill(f"{name}-{at}", prompt_of(20 + at, at), [Part(20 + at, group[::-1])], logprobs=0)
-            check([first], *expected(prompt_of(20 + at, at), 1))
-            check(world[group[-1]].answer(f"{name}-s{at}"), *expected(prompt_of(40, at), 3))
+            check_answer([first], *expected(prompt_of(20 + at, at), 1))
+            check_answer(world[group[-1]].answer(f"{name}-s{at}"), *expected(prompt_of(40, at), 3))
             world.forget(f"{name}-{at}")
-        proceed(world, name, parts[1], True)
+        resume_span(world, name, parts[1], True)
     assert pauses > len(stops) // 2, "a pause may come a layer late; it is said in time to most"
     word = world.done(name, parts[1])
     assert word.delta is not None
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget(name)
     world.clean()
 
@@ -189,7 +197,7 @@ def test_schedulers_go_on_beside_a_run_where_that_is_asked(world: World, expecte
     assert len(during) > 10 if beside else len(during) < 3  # one may have been under way
     assert [t for delta in told for t in delta.tokens] == expected(prompt_of(30), 60)[0]
     assert word.delta is not None
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget(name)
     world.clean()
 
@@ -203,7 +211,7 @@ def test_groups_that_overlap_take_their_runs_in_turn(world: World, expected: Exp
     for name, part in parts.items():
         word = world.done(name, part)
         assert word.delta is not None
-        check([word.delta], *expected(prompt_of(part.tokens), 1))
+        check_answer([word.delta], *expected(prompt_of(part.tokens), 1))
         world.forget(name)
     world.clean()
 
@@ -221,7 +229,7 @@ def test_a_group_decodes_over_the_kv_of_all(world: World, expected: Expected, at
         word = world.done(name, parts[-1])
         assert word.delta is not None
         deltas.append(word.delta)
-    check(deltas, *expected(prompt, count))
+    check_answer(deltas, *expected(prompt, count))
     world.forget(name)
     world.clean()
 
@@ -239,22 +247,22 @@ def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World) -> None:
 
 
 def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
-    half(world, "f", Part(60, (0, 1)), (0,))
+    start_on_some(world, "f", Part(60, (0, 1)), (0,))
     world[0].tell(ForgetRequest("f"))
-    serves(world, expected, "f", (0, 2))
-    half(world, "f1", Part(60, (0, 1)), (0, 1))
+    check_service(world, expected, "f", (0, 2))
+    start_on_some(world, "f1", Part(60, (0, 1)), (0, 1))
     world.forget("f1")
-    half(world, "f2", Part(60, (0, 1)), (1,))
+    start_on_some(world, "f2", Part(60, (0, 1)), (1,))
     world.forget("f2")
-    serves(world, expected, "f2", (0, 1))
-    half(world, "f3", Part(60, (0, 1)), (0,))
+    check_service(world, expected, "f2", (0, 1))
+    start_on_some(world, "f3", Part(60, (0, 1)), (0,))
     with world[0].at_once():  # ranks hear of the next one together with the end of this one
         world[0].tell(ForgetRequest("f3"))
         world.admit("f4", prompt_of(60), (0, 2), GREEDY)
         world.compute("f4", [Part(60, (0, 2))], 0)
     word = world.done("f4", Part(60, (0, 2)))
     assert word.delta is not None
-    check([word.delta], *expected(prompt_of(60), 1))
+    check_answer([word.delta], *expected(prompt_of(60), 1))
     world.forget("f4")
     assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
     for one in world.instances:
@@ -280,7 +288,7 @@ def test_a_run_that_waits_for_room_goes_on_or_is_forgotten(world: World, expecte
     world[1].tell(ForgetRequest("full"))
     word = world.done("w2", Part(200, (0, 1)))
     assert word.delta is not None
-    check([word.delta], *expected(prompt_of(200), 1))
+    check_answer([word.delta], *expected(prompt_of(200), 1))
     world.forget("w2")
     for one in world.instances:
         one.said.clear()
@@ -319,7 +327,7 @@ def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
     world: World, expected: Expected, rank: int, how: signal.Signals
 ) -> None:
     name = f"k{rank}"
-    half(world, name, Part(60, (0, 1, 2)), (0, 1))
+    start_on_some(world, name, Part(60, (0, 1, 2)), (0, 1))
     os.kill(rank_pids(world, 1)[rank], how)
     world[1].process.join(10.0)
     assert not world[1].process.is_alive()
@@ -327,9 +335,9 @@ def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
         world.meet(without=(1,))
     assert "instance 1" in world[0].wait(SpanTaskLost, name, 3.0).why
     world.forget(name)
-    serves(world, expected, name, (0, 2))
+    check_service(world, expected, name, (0, 2))
     world.again(1)
-    serves(world, expected, name + "again", (0, 1, 2))
+    check_service(world, expected, name + "again", (0, 1, 2))
     for one in world.instances:
         one.said.clear()
     world.clean()
@@ -369,7 +377,7 @@ def settle(world: World, expected: Expected, alive: dict[str, tuple[list[int], P
     for name, (prompt, part) in alive.items():
         word = world.done(name, part)
         assert word.delta is not None
-        check([word.delta], *expected(prompt, 1))
+        check_answer([word.delta], *expected(prompt, 1))
         world.forget(name)
     alive.clear()
 

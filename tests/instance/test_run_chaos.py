@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from test_run_pauses import GREEDY
-from test_runs import check, prompt_of
 from tests.helpers.instance_world import Part, World
+from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
 
 from headway.runtime.cluster.messages import (
     ForgetRequest,
@@ -118,7 +117,7 @@ def soak(world: World, expected: Expected, rounds: int, seed: int) -> None:
             delta = Attempt(world, name, prompt, parts, chance).go(chance.choice(EVENTS) if attempt < 2 else "none")
             world.forget(name)
             if delta is not None:
-                check([delta], *expected(prompt, 1))
+                check_answer([delta], *expected(prompt, 1))
                 break
         else:
             pytest.fail(f"{name} was lost although nothing happened")

@@ -8,43 +8,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_run_pauses import GREEDY, proceed
-from test_runs import check, prompt_of
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.span_answers import (
+    GREEDY,
+    SOON_S,
+    check_answer,
+    check_service,
+    prompt_of,
+    resume_span,
+    start_on_some,
+)
 
 from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest, PauseSpan, SpanTaskDone, SpanTaskLost
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
-SOON_S = 1.0
-
-
-def half(world: World, name: str, part: Part, tell: tuple[int, ...]) -> None:
-    """A run of which only some of the group are told: they wait for the rest in its midst."""
-    world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
-    for number in tell:
-        world[number].tell(ComputeSpan(id=name, index=0, run=runs([part])[0], last=True, preemptible=True))
-    time.sleep(0.1)
-
-
-def serves(world: World, expected: Expected, name: str, on: tuple[int, ...]) -> None:
-    """Its schedulers and runs still do what they should, and nothing is left over."""
-    prompt = prompt_of(37, 9)
-    tokens, chances = expected(prompt, 3)
-    for number in on:
-        world.ask(number, f"{name}-s{number}", prompt, max_tokens=3, logprobs=0)
-        check(world[number].answer(f"{name}-s{number}"), tokens, chances)
-    check([world.prefill(f"{name}-r", prompt, [Part(37, on)], logprobs=0)], tokens[:1], chances[:1])
-    world.forget(f"{name}-r")
 
 
 def test_a_run_ends_when_an_instance_is_killed(world: World, expected: Expected) -> None:
-    half(world, "k", Part(60, (0, 1, 2)), (0, 2))
+    start_on_some(world, "k", Part(60, (0, 1, 2)), (0, 2))
     world[1].kill()
     for number in (0, 2):
         assert "instance 1" in world[number].wait(SpanTaskLost, "k", SOON_S).why
-    serves(world, expected, "k", (0, 2))
+    check_service(world, expected, "k", (0, 2))
     world.again(1)
-    serves(world, expected, "k2", (0, 1, 2))
+    check_service(world, expected, "k2", (0, 1, 2))
     world.clean()
 
 
@@ -56,10 +43,10 @@ def test_a_paused_run_of_a_lost_group_is_lost_when_it_goes_on(world: World, expe
         world[0].tell(PauseSpan("kp"))
     world.paused("kp", part)
     world[3].kill()
-    proceed(world, "kp", Part(60, (0,)), False)
+    resume_span(world, "kp", Part(60, (0,)), False)
     assert "instance 3" in world[0].wait(SpanTaskLost, "kp", SOON_S).why
     world.again(3)
-    serves(world, expected, "kp", (0, 3))
+    check_service(world, expected, "kp", (0, 3))
     world.clean()
 
 
@@ -75,23 +62,23 @@ def test_a_run_ends_when_an_instance_that_hangs_is_left_out(world: World, expect
     world.meet(without=(1,))
     assert "left the cluster" in world[0].wait(SpanTaskLost, "h", SOON_S).why
     world[0].tell(ForgetRequest("h"))
-    serves(world, expected, "h", (0, 2))
+    check_service(world, expected, "h", (0, 2))
     world[1].kill()
     world.again(1)
-    serves(world, expected, "h2", (1, 0))
+    check_service(world, expected, "h2", (1, 0))
     world.clean()
 
 
 def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
-    half(world, "f", Part(60, (0, 1)), (0,))
+    start_on_some(world, "f", Part(60, (0, 1)), (0,))
     world[0].tell(ForgetRequest("f"))
-    serves(world, expected, "f", (0, 2))
-    half(world, "f1", Part(60, (0, 1)), (0, 1))
+    check_service(world, expected, "f", (0, 2))
+    start_on_some(world, "f1", Part(60, (0, 1)), (0, 1))
     world.forget("f1")
-    half(world, "f2", Part(60, (0, 1)), (1,))
+    start_on_some(world, "f2", Part(60, (0, 1)), (1,))
     world.forget("f2")
     world.forget("unknown")
-    serves(world, expected, "f2", (0, 1))
+    check_service(world, expected, "f2", (0, 1))
     assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
     for one in world.instances:
         one.said.clear()
@@ -107,7 +94,7 @@ def test_what_does_not_fit_the_model_or_the_group_is_lost_with_a_reason(world: W
     world[0].tell(ComputeSpan(id="strange", index=0, run=runs([Part(20, (0, 9))])[0], last=True))
     assert "instance 9 is not here" in world[0].wait(SpanTaskLost, "strange", SOON_S).why
     world[0].tell(ComputeSpan(id="nobody", index=0, run=runs([Part(20, (0,))])[0], last=True))
-    serves(world, expected, "bad", (0, 1))
+    check_service(world, expected, "bad", (0, 1))
     for one in world.instances:
         one.said.clear()
     world.clean()
@@ -132,7 +119,7 @@ def test_a_run_waits_for_room_and_its_scheduler_goes_on(narrow: World, expected:
     narrow.forget("a")
     word = narrow[0].wait(SpanTaskDone, "b", 0.4)
     assert word.delta is not None
-    check([word.delta], *expected(prompt_of(400), 1))
+    check_answer([word.delta], *expected(prompt_of(400), 1))
     narrow.admit("c", prompt_of(400), (0,), GREEDY)
     narrow.compute("c", [part], 0)
     assert "no room for 400 tokens" in narrow[0].wait(SpanTaskLost, "c", 1.5).why

@@ -6,24 +6,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from test_runs import check, prompt_of
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, pauses_of, prompt_of, resume_span
 
-from headway.core.sampling import SamplingParams
 from headway.core.span import cut
-from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, ResumeSpan, SpanTaskDone
+from headway.runtime.cluster.messages import ComputeSpan, PauseSpan
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
-LAYERS = 3
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
-
-
-def proceed(world: World, name: str, part: Part, pause: bool) -> None:
-    with world[part.group[0]].at_once():
-        for number in part.group:
-            world[number].tell(ResumeSpan(name))
-        if pause:
-            world[part.group[0]].tell(PauseSpan(name))
 
 
 @pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
@@ -43,13 +32,13 @@ def test_paused_at_every_layer_with_another_prompt_between(world: World, expecte
         assert sum(word.activation_bytes for word in words) == 30 * 32 * 4
         other = [Part(20 + layer, (1, 0))]
         first = world.prefill(f"{name}-{layer}", prompt_of(20 + layer, layer), other, logprobs=0)
-        check([first], *expected(prompt_of(20 + layer, layer), 1))
+        check_answer([first], *expected(prompt_of(20 + layer, layer), 1))
         world.forget(f"{name}-{layer}")
-        proceed(world, name, parts[1], layer + 1 < LAYERS)
+        resume_span(world, name, parts[1], layer + 1 < LAYERS)
     word = world.done(name, parts[1])
     assert word.delta is not None
     assert word.ended_s > word.began_s
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget(name)
     world.clean()
 
@@ -86,27 +75,15 @@ def test_paused_at_every_layer_of_every_piece(
         if pauses % 4 == 0:
             other = [Part(20 + at, tuple(reversed(group)))]
             first = world.prefill(f"{name}-{at}", prompt_of(20 + at, at), other, logprobs=0)
-            check([first], *expected(prompt_of(20 + at, at), 1))
+            check_answer([first], *expected(prompt_of(20 + at, at), 1))
             world.forget(f"{name}-{at}")
-        proceed(world, name, parts[1], True)
+        resume_span(world, name, parts[1], True)
     assert pauses > len(stops) // 2, "a pause may come a layer late; it is said in time to most"
     word = world.done(name, parts[1])
     assert word.delta is not None
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget(name)
     world.clean()
-
-
-def pauses_of(world: World, name: str, part: Part) -> list[tuple[int, int, int, int, int]] | None:
-    """(tokens, layer, bytes of KV, of activations, of KV at the end) that each of the group says; None: it is done."""
-    first = world[part.group[0]]
-    said = first.until(lambda: next((one for one in first.said if getattr(one, "id", None) == name), None))
-    if isinstance(said, SpanTaskDone):
-        return None
-    return [
-        (word.tokens, word.layer, word.kv_bytes, word.activation_bytes, word.kv_bytes_at_end)
-        for word in world.paused(name, part)
-    ]
 
 
 def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
@@ -130,10 +107,10 @@ def test_a_pause_that_finds_the_run_paused_is_over_when_it_goes_on(world: World,
         world[2].tell(PauseSpan("twice"))
     world.paused("twice", part)
     world[2].tell(PauseSpan("twice"))
-    proceed(world, "twice", part, False)
+    resume_span(world, "twice", part, False)
     word = world.done("twice", part)
     assert word.delta is not None
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget("twice")
     world.clean()
 
@@ -145,7 +122,7 @@ def test_a_run_that_is_not_preemptible_goes_on(world: World, expected: Expected)
     world[0].tell(PauseSpan("not"))
     word = world.done("not", part)
     assert word.delta is not None
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget("not")
     world.clean()
 
@@ -163,7 +140,7 @@ def test_iterations_go_on_between_layers_where_the_run_allows(world: World, expe
     assert len(during) == (LAYERS if beside else 0)
     assert [t for delta in told for t in delta.tokens][:20] == expected(prompt_of(30), 20)[0]
     assert word.delta is not None
-    check([word.delta], *expected(prompt, 1))
+    check_answer([word.delta], *expected(prompt, 1))
     world.forget(name)
     world.clean()
 
@@ -177,7 +154,7 @@ def test_runs_of_groups_that_overlap_wait_for_each_other(world: World, expected:
     for name, part in parts.items():
         word = world.done(name, part)
         assert word.delta is not None
-        check([word.delta], *expected(prompt_of(part.tokens), 1))
+        check_answer([word.delta], *expected(prompt_of(part.tokens), 1))
         world.forget(name)
     world.clean()
 
@@ -218,6 +195,6 @@ def test_an_answer_goes_on_behind_what_was_said(world: World, expected: Expected
     world.compute("again", [part], 0)
     word = world.done("again", part)
     assert word.delta is not None
-    check([word.delta], tokens[3:], chances[3:])
+    check_answer([word.delta], tokens[3:], chances[3:])
     world.forget("again")
     world.clean()

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-
 import pytest
 from tests.helpers.instance_world import Part, World
-
-from headway.runtime.engine.protocol import OutputDelta
-
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
-
-
-def prompt_of(tokens: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(3, 128) for _ in range(tokens)]
-
-
-def check(deltas: Sequence[OutputDelta], tokens: list[int], chances: list[float]) -> None:
-    assert [token for delta in deltas for token in delta.tokens] == tokens
-    got = [one.logprob for delta in deltas for one in delta.logprobs or ()]
-    assert got == pytest.approx(chances, abs=1e-4)
-
+from tests.helpers.span_answers import Expected, check_answer, prompt_of
 
 ROUTES = {
     "one": [Part(50, (0,))],
@@ -52,7 +34,7 @@ def test_the_first_token_is_that_of_one_process(world: World, expected: Expected
     parts = ROUTES[name]
     prompt = prompt_of(sum(part.tokens for part in parts), len(name))
     first = world.prefill(name, prompt, parts, logprobs=0)
-    check([first], *expected(prompt, 1))
+    check_answer([first], *expected(prompt, 1))
     world.forget(name)
     world.clean()
 
@@ -76,7 +58,7 @@ def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expec
     prompt = prompt_of(sum(part.tokens for part in parts), 7)
     first = world.prefill("d" + name, prompt, parts, logprobs=0, max_tokens=12)
     rest = world.decode("d" + name, prompt, first, parts[-1].group[0], logprobs=0, max_tokens=12)
-    check([first, *rest], *expected(prompt, 12))
+    check_answer([first, *rest], *expected(prompt, 12))
     world.clean()
 
 
@@ -97,6 +79,6 @@ def test_a_group_decodes_over_the_kv_of_all(
         assert word.delta is not None
         deltas.append(word.delta)
     assert deltas[-1].finish == "length"
-    check(deltas, *expected(prompt, count))
+    check_answer(deltas, *expected(prompt, count))
     world.forget(name)
     world.clean()

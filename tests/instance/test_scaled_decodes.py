@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
-from test_runs import check, prompt_of
 from tests.helpers.instance_world import Part, World
+from tests.helpers.scaled_decode import ScaledDecode
+from tests.helpers.span_answers import prompt_of
 
-from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
-    ForgetRequest,
     HaltDecode,
     KvArrived,
     KvReserved,
@@ -22,58 +21,11 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.engine.protocol import OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
-PARAMS = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-
-
-class Decode:
-    """A decode that a script scales as the router would. `held`: who has any of its KV; `parts`: its runs."""
-
-    def __init__(self, world: World, name: str, prompt: list[int], count: int, parts: Sequence[Part]) -> None:
-        self.world, self.name, self.prompt, self.count = world, name, prompt, count
-        self.params = SamplingParams(**{**PARAMS, "max_tokens": count})  # type: ignore[arg-type]
-        self.deltas: list[OutputDelta] = []
-        self.parts = list(parts)
-        self.held: set[int] = set()
-        if parts:
-            self.deltas.append(world.prefill(name, prompt, parts, logprobs=0, max_tokens=count))
-            self.held = {number for part in parts for number in part.group}
-
-    @property
-    def said(self) -> tuple[int, ...]:
-        return tuple(token for delta in self.deltas for token in delta.tokens)
-
-    def step(self, group: tuple[int, ...], home: int | None = None, attn: str = "ring") -> None:
-        """One token; all KV is with `group` then, the new token's with its first. ulysses: by heads, in its order."""
-        gone = self.held - set(group)
-        order = (group[0], *sorted((self.held | set(group)) - {group[0]}))
-        if attn == "ulysses":
-            assert not gone
-            order = group
-        joins = set(order) - self.held | ({home} if home is not None else set())
-        self.world.admit(self.name, self.prompt, sorted(joins), self.params, self.said)
-        self.parts.append(Part(1, order, attn, in_place=True, keepers=group if gone else ()))
-        self.world.compute(self.name, self.parts, len(self.parts) - 1, drawn=self.said, home=home)
-        word = self.world.done(self.name, self.parts[-1])
-        assert word.delta is not None
-        self.deltas.append(word.delta)
-        for number in gone:
-            self.world[number].tell(ForgetRequest(self.name, for_good=False))
-        self.held = set(group)
-
-    def used(self, number: int) -> int:
-        one = self.world[number]
-        one.hear(0.3)
-        return one.stats.kv_tokens_used
-
-    def end(self, expected: Expected) -> None:
-        check(self.deltas, *expected(self.prompt, self.count))
-        self.world.forget(self.name)
-        self.world.clean()
 
 
 def test_a_group_grows_and_shrinks_between_tokens(world: World, expected: Expected) -> None:
     """From three to two, on which both are masters in turn, over all four, to two others, one of which had left."""
-    one = Decode(world, "scaled", prompt_of(90, 11), 16, [Part(50, (0, 1), rows=8), Part(40, (0, 1, 2), rows=8)])
+    one = ScaledDecode(world, "scaled", prompt_of(90, 11), 16, [Part(50, (0, 1), rows=8), Part(40, (0, 1, 2), rows=8)])
     for group in (
         (0, 1),
         (1, 0),
@@ -113,7 +65,7 @@ def test_kv_by_heads_is_laid_out_by_tokens_once_the_group_changes(
     world: World, expected: Expected, groups: list[tuple[int, ...]]
 ) -> None:
     """First it decodes as its prompt was computed."""
-    one = Decode(world, f"heads-{groups}", prompt_of(90, 14), 12, BY_HEADS)
+    one = ScaledDecode(world, f"heads-{groups}", prompt_of(90, 14), 12, BY_HEADS)
     for _ in range(3):
         one.step((1, 0), attn="ulysses")
     for group in groups:
@@ -125,7 +77,7 @@ def test_kv_by_heads_is_laid_out_by_tokens_once_the_group_changes(
 
 def test_kv_by_heads_of_two_nodes_is_decoded_in_place_and_laid_out_by_tokens(world: World, expected: Expected) -> None:
     group = (2, 3, 0, 1)
-    one = Decode(world, "nodes", prompt_of(90, 15), 12, [Part(90, group, "ulysses", node=2, rows=8)])
+    one = ScaledDecode(world, "nodes", prompt_of(90, 15), 12, [Part(90, group, "ulysses", node=2, rows=8)])
     for _ in range(4):
         one.parts.append(Part(1, group, "ulysses", node=2, in_place=True))
         world.compute(one.name, one.parts, len(one.parts) - 1, drawn=one.said)
@@ -142,7 +94,7 @@ def test_kv_by_heads_of_two_nodes_is_decoded_in_place_and_laid_out_by_tokens(wor
 @pytest.mark.parametrize("attn", ["ulysses", "ring"])
 def test_what_a_group_has_decoded_over_kv_by_heads_is_gathered(world: World, expected: Expected, attn: str) -> None:
     count = 12
-    one = Decode(world, f"back-{attn}", prompt_of(90, 16), count, BY_HEADS)
+    one = ScaledDecode(world, f"back-{attn}", prompt_of(90, 16), count, BY_HEADS)
     one.step((1, 0), attn="ulysses")
     one.step((1, 0), attn=attn)
     one.step((1, 0), attn=attn)
@@ -161,7 +113,7 @@ def test_what_a_group_has_decoded_over_kv_by_heads_is_gathered(world: World, exp
 
 def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: World, expected: Expected) -> None:
     prompt, count = prompt_of(70, 12), 60
-    one = Decode(world, "taken-up", prompt, count, ())
+    one = ScaledDecode(world, "taken-up", prompt, count, ())
     world.ask(2, one.name, prompt, max_tokens=count, logprobs=0)
     world[2].until(lambda: len(world[2].deltas.get(one.name, ())) >= 3 or None)
     world[2].tell(HaltDecode(one.name))

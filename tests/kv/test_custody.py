@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_ledger import replay
+from tests.helpers.kv_ops import apply_ops
 
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError, RequestError
@@ -129,7 +129,7 @@ class CustodyMachine(RuleBasedStateMachine):
 
     @rule()
     def carry_out(self) -> None:
-        replay(self.replica, self.ledger.take_ops())
+        apply_ops(self.replica, self.ledger.take_ops())
         held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()

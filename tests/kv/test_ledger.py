@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.helpers.kv_ops import apply_ops
 
 from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
@@ -66,7 +67,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def carry_out(self) -> None:
-        replay(self.replica, self.ledger.take_ops())
+        apply_ops(self.replica, self.ledger.take_ops())
         held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
@@ -77,14 +78,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.free_blocks == self.free()
         assert self.ledger.used_tokens == sum(self.blocks.values()) * BLOCK
         assert {lease.request: lease.blocks for lease in self.ledger.leases()} == self.blocks
-
-
-def replay(tables: BlockTables, ops: tuple[KvOp, ...]) -> None:
-    for op in ops:
-        if op.verb == "rename":
-            tables.rename(op.before, op.request)
-        else:
-            tables.free(op.request) if op.verb == "free" else tables.add(op.request, op.blocks)
 
 
 TestLedger = LedgerMachine.TestCase

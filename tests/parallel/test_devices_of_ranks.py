@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from test_processes import ranks, settings
 from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
+from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
@@ -97,11 +97,11 @@ def test_a_wrong_device_is_refused_before_anything_starts(capsys: pytest.Capture
 
 
 def test_each_rank_has_a_device_of_its_host() -> None:
-    config = settings(checkpoint("llama"), 2, 2)
+    config = make_rank_config(checkpoint("llama"), 2, 2)
     assert [config.device(rank) for rank in range(4)] == ["cpu"] * 4
-    alone = settings(checkpoint("llama"), 2, 2, cuda=1)
+    alone = make_rank_config(checkpoint("llama"), 2, 2, cuda=1)
     assert [alone.device(rank) for rank in range(4)] == ["cuda:1", "cuda:2", "cuda:3", "cuda:4"]
-    spread = settings(checkpoint("llama"), 2, 2, cuda=0, nodes=2)
+    spread = make_rank_config(checkpoint("llama"), 2, 2, cuda=0, nodes=2)
     assert [spread.device(rank) for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
@@ -128,10 +128,10 @@ def test_kv_groups_share_requests_over_sdpa() -> None:
 @pytest.mark.parametrize("first", [pytest.param(None, id="cpu"), pytest.param(0, id="cuda", marks=needs(2))])
 def test_ranks_over_sdpa_say_what_transformers_say(name: str, first: int | None) -> None:
     layout = layout_of(name)
-    config = settings(
+    config = make_rank_config(
         checkpoint("llama"), layout.tp, layout.stages, kvp=layout.kvp, attention_backend="sdpa", cuda=first
     )
-    with ranks(config) as (executor, _):
+    with rank_executor(config) as (executor, _):
         got = serve(core_of(executor, shard_tokens=96), ASKS)
         assert executor.measure("forward", 4, 0, 1) > 0.0
     assert got == [expected("llama", seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]
@@ -140,5 +140,5 @@ def test_ranks_over_sdpa_say_what_transformers_say(name: str, first: int | None)
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
 def test_a_rank_without_its_device_ends_with_one_line() -> None:
     words = r"worker [01] shall compute on cuda:[01], and this host has 0"
-    with pytest.raises(ConfigError, match=words), ranks(settings(checkpoint("llama"), 2, 1, cuda=0)):
+    with pytest.raises(ConfigError, match=words), rank_executor(make_rank_config(checkpoint("llama"), 2, 1, cuda=0)):
         pass

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_processes import ranks
-from test_processes import settings as config_of
 from tests.helpers.model_families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
+from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, prompt_of, reference, serve
 
 from headway.core.sampling import TokenLogprobs
@@ -22,7 +21,7 @@ SHARD = 50
 
 def world(family: str, name: str, dtype: str = "float32") -> Any:
     layout = layout_of(name)
-    return ranks(config_of(checkpoint(family, dtype), layout.tp, layout.stages, kvp=layout.kvp))
+    return rank_executor(make_rank_config(checkpoint(family, dtype), layout.tp, layout.stages, kvp=layout.kvp))
 
 
 def check(family: str, name: str, chunking: str, schedule: str = "stream", dtype: str = "float32") -> None:

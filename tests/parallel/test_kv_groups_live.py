@@ -14,9 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_processes import ranks
-from test_processes import settings as rank_settings
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, reference, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
@@ -305,7 +304,7 @@ def live(folder: Path, tp: int, stages: int, kvp: int, chunkings: tuple[str, ...
     wanted = [greedy(folder, ask.prompt, ask.count) for ask in asks]
     for chunking in chunkings:
         told = Joins()
-        with ranks(rank_settings(folder, tp, stages, kvp=kvp)) as (executor, _):
+        with rank_executor(make_rank_config(folder, tp, stages, kvp=kvp)) as (executor, _):
             core = make_core(executor, log=told, stages=stages, kv_parallel=kvp, kv_shard_tokens=96, chunking=chunking)
             assert serve(core, asks) == wanted, chunking
         assert {name for _, name, _ in told.joins} == {"0", "3"}

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_parity import check
-from test_schedules import CONFIG, contents, moved
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.sequence_prompts import SHAPE, Model, Part
+from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
+from tests.helpers.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_slots
 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
@@ -33,7 +32,7 @@ def one(tokens: int, ranks: int, keepers: int = 0) -> Part:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_group_shrinks_and_grows_between_tokens(model: Model, tp: int) -> None:
     parts = [Part(21, 4), one(1, 4), one(1, 4, 2), one(1, 2), one(1, 2), one(1, 4), one(3, 4, 2), one(1, 4)]
-    check(model, parts if tp == 1 else [Part(21, 4), one(1, 4, 2), one(1, 2), one(1, 4)], tp)
+    check_parts(model, parts if tp == 1 else [Part(21, 4), one(1, 4, 2), one(1, 2), one(1, 4)], tp)
 
 
 @st.composite
@@ -42,7 +41,7 @@ def shrinks(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
     ranks = tuple(draw(st.permutations(range(draw(st.integers(1, 5))))))
     tokens = draw(st.integers(1, 40))
     owner = np.array(draw(st.lists(st.sampled_from(ranks), min_size=tokens, max_size=tokens)))
-    heads = range(CONFIG.kv_heads)
+    heads = range(SMALL_CONFIG.kv_heads)
     held = {rank: HeldShard(heads, np.flatnonzero(owner == rank)) for rank in ranks if (owner == rank).any()}
     keepers = {ranks[0], *draw(st.sets(st.sampled_from(ranks)))}
     spec = ChunkSpec(tokens, tokens + 1, SpGroup(ranks), Strategy("ring"), "first", False, True, tuple(sorted(keepers)))
@@ -53,7 +52,7 @@ def shrinks(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
 @given(shrinks())
 def test_who_stays_keeps_what_it_has_and_gets_an_even_share_of_the_rest(case: tuple[KvLayout, ChunkSpec]) -> None:
     held, spec = case
-    chunk = ChunkPlan(spec, held, CONFIG)
+    chunk = ChunkPlan(spec, held, SMALL_CONFIG)
     assert sorted(np.concatenate([one.positions for one in chunk.after.values()])) == list(range(spec.end))
     sizes, grown = {}, []
     for rank in spec.group.ranks:
@@ -68,14 +67,14 @@ def test_who_stays_keeps_what_it_has_and_gets_an_even_share_of_the_rest(case: tu
     if grown:
         assert max(grown) - min(grown) <= 1
         assert max(grown) <= min(sizes.values()) + 1
-    marks = moved(held, chunk.history)
-    assert all(np.array_equal(found, marks[rank]) for rank, found in contents(chunk.history).items())
-    after = layout_after([spec], held, CONFIG)
+    marks = kv_after_moves(held, chunk.history)
+    assert all(np.array_equal(found, marks[rank]) for rank, found in marked_slots(chunk.history).items())
+    after = layout_after([spec], held, SMALL_CONFIG)
     assert {r: h.positions.tolist() for r, h in after.items()} == {
         r: h.positions.tolist() for r, h in chunk.after.items()
     }
     smaller = ChunkSpec(spec.end, spec.end + 1, SpGroup(spec.keepers), Strategy("ring"), "first", False, True)
-    assert set(ChunkPlan(smaller, chunk.after, CONFIG).after) == set(spec.keepers), "who has left is not needed"
+    assert set(ChunkPlan(smaller, chunk.after, SMALL_CONFIG).after) == set(spec.keepers), "who has left is not needed"
 
 
 @st.composite
@@ -85,7 +84,7 @@ def relays(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
     size = draw(st.sampled_from([size for size in (2, 4, 8) if size <= len(group)]))
     tokens, node = draw(st.integers(1, 40)), draw(st.sampled_from([None, 2]))
     spec = ChunkSpec(0, tokens, SpGroup(group[:size], node=node), Strategy("ulysses"))
-    held = layout_after([spec], EMPTY, CONFIG)
+    held = layout_after([spec], EMPTY, SMALL_CONFIG)
     keepers = tuple(sorted({group[0], *draw(st.sets(st.sampled_from(group)))})) if draw(st.booleans()) else ()
     return held, ChunkSpec(tokens, tokens + 1, SpGroup(group), Strategy("ring"), "first", False, True, keepers)
 
@@ -96,29 +95,29 @@ def test_kv_by_heads_is_laid_out_evenly_by_tokens_with_the_first_token_of_a_ring
     case: tuple[KvLayout, ChunkSpec],
 ) -> None:
     held, spec = case
-    chunk = ChunkPlan(spec, held, CONFIG)
+    chunk = ChunkPlan(spec, held, SMALL_CONFIG)
     assert sorted(np.concatenate([one.positions for one in chunk.after.values()])) == list(range(spec.end))
-    assert all(one.heads == range(CONFIG.kv_heads) for one in chunk.after.values())
+    assert all(one.heads == range(SMALL_CONFIG.kv_heads) for one in chunk.after.values())
     sizes = {rank: len(one.positions) for rank, one in chunk.history.items()}
     kept = [sizes.pop(rank) for rank in spec.keepers or spec.group.ranks]
     assert max(kept) - min(kept) <= 1
     assert not any(sizes.values())
-    marks = moved(held, chunk.history)
-    assert all(np.array_equal(found, marks[rank]) for rank, found in contents(chunk.history).items())
+    marks = kv_after_moves(held, chunk.history)
+    assert all(np.array_equal(found, marks[rank]) for rank, found in marked_slots(chunk.history).items())
     follows = ChunkSpec(
         spec.end, spec.end + 1, SpGroup(spec.keepers or spec.group.ranks), Strategy("ring"), "first", in_place=True
     )
-    assert not ChunkPlan(follows, chunk.after, CONFIG).moves()
+    assert not ChunkPlan(follows, chunk.after, SMALL_CONFIG).moves()
 
 
 def test_several_single_tokens_are_laid_out_as_one_run() -> None:
     def decoded(start: int, end: int) -> ChunkSpec:
         return ChunkSpec(start, end, SpGroup((2, 0, 1)), Strategy("ring"), "first", False, True)
 
-    begin = layout_after([ChunkSpec(0, 9, SpGroup((0, 1)), Strategy("ring"))], EMPTY, CONFIG)
-    by_one, at_once = begin, layout_after([decoded(9, 14)], begin, CONFIG)
+    begin = layout_after([ChunkSpec(0, 9, SpGroup((0, 1)), Strategy("ring"))], EMPTY, SMALL_CONFIG)
+    by_one, at_once = begin, layout_after([decoded(9, 14)], begin, SMALL_CONFIG)
     for at in range(9, 14):
-        by_one = layout_after([decoded(at, at + 1)], by_one, CONFIG)
+        by_one = layout_after([decoded(at, at + 1)], by_one, SMALL_CONFIG)
     assert {r: h.positions.tolist() for r, h in by_one.items()} == {r: h.positions.tolist() for r, h in at_once.items()}
     assert at_once[2].positions.tolist() == [9, 10, 11, 12, 13]
 

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, prompt_of, route, take_part
-from tests.helpers.virtual_sequence_ranks import on_ranks
+from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
 
 from headway.core.errors import ConfigError
 from headway.runtime.sequence_parallel.tokens import ORDERS
-
-BOUND = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -26,46 +23,42 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {**found, "biased": Model(biased)}
 
 
-def check(model: Model, parts: list[Part], tp: int = 1) -> None:
-    specs = route(parts, tp)
-    prompt = prompt_of(specs[-1].end)
-    ranks = range(max(part.ranks for part in parts))
-    said = on_ranks(ranks, lambda transport: take_part(model, transport, specs, prompt))
-    assert compare(model, specs, prompt, said[0]) < BOUND
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("attn", ["ring", "ulysses"])
 def test_families(models: dict[str, Model], family: str, attn: str) -> None:
-    check(models[family], [Part(23, 4, attn), Part(31, 4, attn)])
+    check_parts(models[family], [Part(23, 4, attn), Part(31, 4, attn)])
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_rings_with_history(models: dict[str, Model], order: str, ranks: int) -> None:
-    check(models["llama"], [Part(29, ranks, order=order), Part(50, ranks, order=order), Part(17, ranks, order=order)])
+    check_parts(
+        models["llama"], [Part(29, ranks, order=order), Part(50, ranks, order=order), Part(17, ranks, order=order)]
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses_with_history_and_more_ranks_than_kv_heads(models: dict[str, Model], ranks: int) -> None:
-    check(models["llama"], [Part(29, ranks, "ulysses"), Part(50, ranks, "ulysses"), Part(17, ranks, "ulysses")])
+    check_parts(models["llama"], [Part(29, ranks, "ulysses"), Part(50, ranks, "ulysses"), Part(17, ranks, "ulysses")])
 
 
 @pytest.mark.parametrize(("ranks", "node"), [(4, 2), (6, 2), (8, 4), (8, 2)])
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 def test_ulysses_in_nodes_and_a_ring_between_them(models: dict[str, Model], ranks: int, node: int, order: str) -> None:
-    check(models["llama"], [Part(29, ranks, "ulysses", order=order, node=node), Part(40, ranks, "ulysses", node=node)])
+    check_parts(
+        models["llama"], [Part(29, ranks, "ulysses", order=order, node=node), Part(40, ranks, "ulysses", node=node)]
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_megatron_with_history(models: dict[str, Model], tp: int) -> None:
-    check(models["llama"], [Part(29, tp, "megatron", "megatron"), Part(50, tp, "megatron", "megatron")], tp)
+    check_parts(models["llama"], [Part(29, tp, "megatron", "megatron"), Part(50, tp, "megatron", "megatron")], tp)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("attn", ["ring", "ulysses"])
 def test_groups_that_grow(models: dict[str, Model], attn: str, order: str) -> None:
-    check(
+    check_parts(
         models["llama"],
         [Part(21, 1, attn, order=order), Part(34, 2, attn, order=order), Part(27, 4, attn, order=order)],
     )
@@ -74,7 +67,7 @@ def test_groups_that_grow(models: dict[str, Model], attn: str, order: str) -> No
 @pytest.mark.parametrize("attn", ["megatron", "ulysses"])
 @pytest.mark.parametrize("mlp", ["megatron", "ulysses"])
 def test_groups_that_grow_over_tensor_parallel_regions(models: dict[str, Model], attn: str, mlp: str) -> None:
-    check(models["llama"], [Part(21, 2, attn, mlp), Part(34, 4, attn, mlp), Part(27, 8, attn, mlp)], tp=2)
+    check_parts(models["llama"], [Part(21, 2, attn, mlp), Part(34, 4, attn, mlp), Part(27, 8, attn, mlp)], tp=2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "biased"])
@@ -83,35 +76,37 @@ def test_groups_that_grow_over_tensor_parallel_regions(models: dict[str, Model],
 @pytest.mark.parametrize("node", [2, 4])
 def test_fast_sp_combinations(models: dict[str, Model], family: str, attn: str, mlp: str, node: int) -> None:
     """Two tensor-parallel ranks a region, one or two regions a node, two regions."""
-    check(models[family], [Part(23, 4, attn, mlp, node=node), Part(18, 4, attn, mlp, node=node)], tp=2)
+    check_parts(models[family], [Part(23, 4, attn, mlp, node=node), Part(18, 4, attn, mlp, node=node)], tp=2)
 
 
 @pytest.mark.parametrize("attn", ["megatron", "ulysses"])
 def test_whole_weights_from_more_ranks_than_kv_heads(models: dict[str, Model], attn: str) -> None:
-    check(models["qwen2"], [Part(23, 4, attn, "ulysses"), Part(18, 8, attn, "ulysses")], tp=4)
+    check_parts(models["qwen2"], [Part(23, 4, attn, "ulysses"), Part(18, 8, attn, "ulysses")], tp=4)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 def test_fewer_tokens_than_ranks(models: dict[str, Model], order: str, tokens: int) -> None:
     """Members of the ring without a token of the chunk, and later without one of history."""
-    check(models["llama"], [Part(tokens, 4, order=order), Part(1, 4, order=order), Part(9, 6, order=order)])
+    check_parts(models["llama"], [Part(tokens, 4, order=order), Part(1, 4, order=order), Part(9, 6, order=order)])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_fewer_tokens_than_ranks_in_every_combination(models: dict[str, Model], tokens: int) -> None:
-    check(models["llama"], [Part(tokens, 4, "ulysses"), Part(1, 4, "ulysses"), Part(tokens, 4, "ulysses", node=2)])
+    check_parts(
+        models["llama"], [Part(tokens, 4, "ulysses"), Part(1, 4, "ulysses"), Part(tokens, 4, "ulysses", node=2)]
+    )
     for attn in ("megatron", "ulysses"):
         for mlp in ("megatron", "ulysses"):
-            check(models["llama"], [Part(tokens, 4, attn, mlp), Part(tokens, 4, attn, mlp)], tp=2)
+            check_parts(models["llama"], [Part(tokens, 4, attn, mlp), Part(tokens, 4, attn, mlp)], tp=2)
 
 
 def test_another_strategy_for_each_chunk(models: dict[str, Model]) -> None:
-    check(
+    check_parts(
         models["llama"],
         [Part(11, 1), Part(13, 2, "ulysses"), Part(12, 4, order="striped"), Part(9, 4, "ulysses", node=2), Part(5, 4)],
     )
-    check(
+    check_parts(
         models["qwen2"],
         [Part(11, 2, "megatron"), Part(13, 4, "ulysses", "megatron"), Part(7, 8, "megatron", "ulysses")],
         tp=2,
@@ -126,8 +121,8 @@ def test_rows_that_go_to_the_keys(models: dict[str, Model], ranks: int, order: s
     def here(tokens: int, size: int) -> Part:
         return Part(tokens, size, order=order, in_place=True)
 
-    check(models["llama"], [here(9, ranks), here(1, ranks), here(1, ranks), here(12, ranks)])
-    check(models["llama"], [Part(21, 1), here(1, ranks), here(3, ranks), here(2, 6), Part(17, 6), here(1, 6)])
+    check_parts(models["llama"], [here(9, ranks), here(1, ranks), here(1, ranks), here(12, ranks)])
+    check_parts(models["llama"], [Part(21, 1), here(1, ranks), here(3, ranks), here(2, 6), Part(17, 6), here(1, 6)])
 
 
 @pytest.mark.parametrize("node", [2, 4])
@@ -135,7 +130,9 @@ def test_rows_that_go_to_the_keys(models: dict[str, Model], ranks: int, order: s
 def test_rows_that_go_to_the_keys_of_nodes(models: dict[str, Model], tp: int, node: int) -> None:
     for attn in ("ulysses", "megatron"):
         own = [Part(21, 4, attn, "megatron", node=node)]
-        check(models["llama"], own + [Part(n, 4, attn, "megatron", node=node, in_place=True) for n in (1, 1, 5)], tp)
+        check_parts(
+            models["llama"], own + [Part(n, 4, attn, "megatron", node=node, in_place=True) for n in (1, 1, 5)], tp
+        )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -146,16 +143,18 @@ def test_in_place_over_kv_that_is_cut_otherwise_lays_it_out_anew(models: dict[st
         return Part(tokens, size, attn, order="first", in_place=True, keepers=keepers, node=node)
 
     by_heads = Part(21, 4, "ulysses")
-    check(models["llama"], [by_heads, here(1, 4, "ulysses"), here(1, 4), here(1, 4), here(3, 4, "ulysses")], tp)
-    check(models["llama"], [by_heads, here(1, 4, keepers=2), here(1, 2), here(1, 6), here(2, 6, keepers=4)], tp)
-    check(models["llama"], [Part(21, 4, "ulysses", node=2), here(1, 4, "ulysses", node=2), here(1, 6), here(1, 6)], tp)
-    check(models["qwen2"], [Part(21, 2, "ulysses"), here(1, 4), here(1, 4, keepers=2), Part(9, 4, "ulysses")], tp)
+    check_parts(models["llama"], [by_heads, here(1, 4, "ulysses"), here(1, 4), here(1, 4), here(3, 4, "ulysses")], tp)
+    check_parts(models["llama"], [by_heads, here(1, 4, keepers=2), here(1, 2), here(1, 6), here(2, 6, keepers=4)], tp)
+    check_parts(
+        models["llama"], [Part(21, 4, "ulysses", node=2), here(1, 4, "ulysses", node=2), here(1, 6), here(1, 6)], tp
+    )
+    check_parts(models["qwen2"], [Part(21, 2, "ulysses"), here(1, 4), here(1, 4, keepers=2), Part(9, 4, "ulysses")], tp)
 
 
 def test_in_place_needs_all_who_hold_anything(models: dict[str, Model]) -> None:
     for attn in ("ring", "ulysses"):
         with pytest.raises(ConfigError, match="must include ranks"):
-            check(models["llama"], [Part(21, 2, attn), Part(1, 1, in_place=True)])
+            check_parts(models["llama"], [Part(21, 2, attn), Part(1, 1, in_place=True)])
 
 
 @st.composite
@@ -174,4 +173,4 @@ def cases(draw: st.DrawFn) -> tuple[int, list[Part]]:
 @settings(max_examples=25)
 @given(cases(), st.sampled_from(["llama", "qwen2", "qwen3"]))
 def test_any_route(models: dict[str, Model], case: tuple[int, list[Part]], family: str) -> None:
-    check(models[family], case[1], case[0])
+    check_parts(models[family], case[1], case[0])

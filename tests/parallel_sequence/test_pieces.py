@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_schedules import CONFIG, routes
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
+from tests.helpers.sequence_routes import SMALL_CONFIG, routes
 from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
 from headway.core.span import cut
@@ -47,9 +47,9 @@ def test_nothing_moves_between_the_pieces_of_a_run(specs: list[ChunkSpec], rows:
     held: KvLayout = EMPTY
     for spec in specs:
         chunks = pieces(spec, rows)
-        after = layout_after(chunks, held, CONFIG)
+        after = layout_after(chunks, held, SMALL_CONFIG)
         for number, one in enumerate(chunks):
-            chunk = ChunkPlan(one, held, CONFIG)
+            chunk = ChunkPlan(one, held, SMALL_CONFIG)
             if number:
                 for move in moves(held, chunk.history):
                     assert move.source == move.target

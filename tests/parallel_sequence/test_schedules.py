@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.random_weights import reference_config
+from tests.helpers.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_slots, routes
 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
@@ -20,9 +19,6 @@ from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered, 
 from headway.runtime.sequence_parallel.ring import ring
 from headway.runtime.sequence_parallel.steps import ExchangeRows
 from headway.runtime.sequence_parallel.tokens import ORDERS, spread
-
-CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,
-                 vocab_size=50)  # fmt: skip
 
 
 def seen(blocks: tuple[MaskBlock, ...], rows: int, keys: int) -> np.ndarray:
@@ -89,73 +85,29 @@ def test_placements_balance_the_work_and_the_calls(order: str) -> None:
     assert all(len(s.blocks) <= 2 for m in range(8) for s in ring(m, fresh, [512] * 8))
 
 
-@st.composite
-def routes(draw: st.DrawFn) -> list[ChunkSpec]:
-    """Chunks of a prompt on groups that grow, each with a strategy of its own."""
-    specs, at, size = [], 0, 1
-    tp = draw(st.sampled_from([1, 2]))
-    for _ in range(draw(st.integers(1, 4))):
-        size = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n >= size]))
-        ranks = size * tp
-        attn = draw(st.sampled_from(["ring", "ulysses"] if ranks in (1, 2, 4, 8) else ["ring"]))
-        node = draw(
-            st.sampled_from([None] + [n for n in range(tp, ranks + 1, tp) if ranks % n == 0 and n in (1, 2, 4, 8)])
-        )
-        if attn == "ulysses" and node is None and ranks not in (1, 2, 4, 8):
-            attn = "ring"
-        tokens = draw(st.integers(1, 20))
-        group = SpGroup(tuple(range(10, 10 + ranks)), tp, node)
-        order = draw(st.sampled_from(ORDERS))
-        mlp = draw(st.sampled_from(["megatron", "ulysses"]))
-        specs.append(ChunkSpec(at, at + tokens, group, Strategy(attn=attn, mlp=mlp), order))
-        at += tokens
-    return specs
-
-
-def contents(layout: KvLayout) -> dict[int, np.ndarray]:
-    """Each rank's slots as (head, position) marks, (heads, slots)."""
-    return {
-        rank: np.array([[1000 * head + p for p in one.positions] for head in one.heads]).reshape(len(one.heads), -1)
-        for rank, one in layout.items()
-    }
-
-
-def moved(before: KvLayout, after: KvLayout) -> dict[int, np.ndarray]:
-    """What the moves make of it."""
-    old = contents(before)
-    new = {rank: np.full((len(one.heads), len(one.positions)), -1) for rank, one in after.items()}
-    for move in moves(before, after):
-        source, target = before[move.source].heads.start, after[move.target].heads.start
-        taken = old[move.source][move.heads.start - source : move.heads.stop - source][:, move.from_slots]
-        heads = slice(move.heads.start - target, move.heads.stop - target)
-        assert np.all(new[move.target][heads][:, move.to_slots] == -1), "a slot is written twice"
-        new[move.target][heads, move.to_slots] = taken
-    return new
-
-
 @settings(max_examples=150)
 @given(routes())
 def test_moves_bring_every_layout_about(route: list[ChunkSpec]) -> None:
     held: KvLayout = EMPTY
     for spec in route:
-        chunk = ChunkPlan(spec, held, CONFIG)
-        for rank, marks in moved(held, chunk.history).items():
-            assert np.array_equal(marks, contents(chunk.history)[rank])
+        chunk = ChunkPlan(spec, held, SMALL_CONFIG)
+        for rank, marks in kv_after_moves(held, chunk.history).items():
+            assert np.array_equal(marks, marked_slots(chunk.history)[rank])
         sizes = {len(one.positions) for one in chunk.history.values()}
         assert max(sizes) - min(sizes) <= 1
         kept = {head for one in chunk.after.values() for head in one.heads}
-        assert kept == set(range(CONFIG.kv_heads))
+        assert kept == set(range(SMALL_CONFIG.kv_heads))
         held = chunk.after
     for tp in (1, 2, 4):
-        final = gathered(range(50, 50 + tp), route[-1].end, CONFIG)
-        for rank, marks in moved(held, final).items():
-            assert np.array_equal(marks, contents(final)[rank])
+        final = gathered(range(50, 50 + tp), route[-1].end, SMALL_CONFIG)
+        for rank, marks in kv_after_moves(held, final).items():
+            assert np.array_equal(marks, marked_slots(final)[rank])
 
 
 def test_growing_a_ring_moves_as_little_as_can_be() -> None:
     """Twice the ranks: each of the old ones gives the second half of what it holds, and nothing else moves (Fig. 5)."""
-    one = ChunkPlan(ChunkSpec(0, 64, SpGroup((0, 1, 2, 3))), EMPTY, CONFIG)
-    two = ChunkPlan(ChunkSpec(64, 96, SpGroup(tuple(range(8)))), one.after, CONFIG)
+    one = ChunkPlan(ChunkSpec(0, 64, SpGroup((0, 1, 2, 3))), EMPTY, SMALL_CONFIG)
+    two = ChunkPlan(ChunkSpec(64, 96, SpGroup(tuple(range(8)))), one.after, SMALL_CONFIG)
     real = [move for move in moves(one.after, two.history) if move.source != move.target]
     assert [(move.source, move.target, len(move.to_slots)) for move in real] == [(i, 4 + i, 8) for i in range(4)]
     assert all(list(move.from_slots) == list(range(8, 16)) for move in real)
@@ -167,7 +119,7 @@ def test_exchanges_fit_together(route: list[ChunkSpec]) -> None:
     """What one rank sends is what another expects, and each target is filled: once, or by every sender for a sum."""
     held: KvLayout = EMPTY
     for spec in route:
-        chunk = ChunkPlan(spec, held, CONFIG)
+        chunk = ChunkPlan(spec, held, SMALL_CONFIG)
         held = chunk.after
         plans = {rank: chunk.rank(rank) for rank in spec.group.ranks}
         lists = {}
@@ -218,16 +170,16 @@ def check_target(step: ExchangeRows) -> None:
         (lambda: ChunkSpec(0, 4, SpGroup((0,)), order="spiral"), "order 'spiral'"),
         (lambda: ChunkSpec(0, 4, SpGroup((0,)), Strategy(kvp=2)), "strategy.kvp 2"),
         (
-            lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0, 1, 2)), Strategy(attn="ulysses")), EMPTY, CONFIG),
+            lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0, 1, 2)), Strategy(attn="ulysses")), EMPTY, SMALL_CONFIG),
             "ulysses over 3",
         ),
-        (lambda: ChunkPlan(ChunkSpec(4, 8, SpGroup((0,))), EMPTY, CONFIG), "chunk start 4"),
-        (lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0,))), EMPTY, CONFIG, wanted=[4]), "wanted"),
+        (lambda: ChunkPlan(ChunkSpec(4, 8, SpGroup((0,))), EMPTY, SMALL_CONFIG), "chunk start 4"),
+        (lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0,))), EMPTY, SMALL_CONFIG, wanted=[4]), "wanted"),
         (
             lambda: ChunkPlan(
                 ChunkSpec(8, 9, SpGroup((0, 2))),
-                ChunkPlan(ChunkSpec(0, 8, SpGroup((0, 1))), EMPTY, CONFIG).after,
-                CONFIG,
+                ChunkPlan(ChunkSpec(0, 8, SpGroup((0, 1))), EMPTY, SMALL_CONFIG).after,
+                SMALL_CONFIG,
             ),
             r"must include ranks \[1\]",
         ),

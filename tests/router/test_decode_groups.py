@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from tests.helpers.cluster_clients import ask, prompt, running, until
+from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.control.transfer_queue import KvSlice
-from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
-from headway.runtime.cluster.cluster_request import ClusterRequest
-from headway.runtime.cluster.group_steps import GroupDecodeSteps
-from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.kv_migrations import LiveKvMigrations
 from headway.runtime.cluster.messages import (
     ComputeSpan,
     ForgetRequest,
@@ -25,74 +19,12 @@ from headway.runtime.cluster.messages import (
     ReserveKv,
     SendKv,
     SpanTask,
-    SpanTaskDone,
 )
-from headway.runtime.cluster.residency import LiveResidency
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
-
-
-class _Fleet(InstanceRegistry):
-    """Of instances with so much room, which keeps what they are told."""
-
-    def __init__(self, *rooms: int) -> None:
-        self.told: list[tuple[int, Any]] = []
-        super().__init__(cast(Any, self._one(number, room)) for number, room in enumerate(rooms))
-
-    def _one(self, number: int, room: int) -> object:
-        def tell(message: Any, *frames: Any) -> None:
-            self.told.append((number, message))
-
-        return SimpleNamespace(
-            number=number, tell=tell, moves_kv=True, computes_runs=True, submit=tell, abort=lambda wire: None,
-            info=SimpleNamespace(kv_tokens_total=room), stats=SimpleNamespace(kv_tokens_used=0),
-        )  # fmt: skip
-
-    def take(self, kind: type) -> list[tuple[int, Any]]:
-        """Messages of a kind since the last time; others are dropped."""
-        told, self.told[:] = list(self.told), []
-        return [(number, message) for number, message in told if isinstance(message, kind)]
-
-
-class _World:
-    """One decode, of a prompt of `prompt` tokens."""
-
-    def __init__(self, *rooms: int, in_place: bool = True, prompt: int = 100) -> None:
-        self.fleet, self.attempts, self.sent = _Fleet(*rooms), AttemptTable(), list[KvSlice]()
-        self.moves, steps = LiveKvMigrations(self.fleet, self.sent.append), GroupDecodeSteps(self.fleet)
-        self.stays = LiveResidency(
-            self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None
-        )
-        asked = ClusterRequest(
-            SubmitRequest(id="r", prompt_tokens=prompt, params=SamplingParams(max_tokens=50), received_s=0.0), b""
-        )
-        self.attempt = attempt = RequestAttempt(asked, asked.try_again())
-        self.attempts.add(attempt)
-        attempt.journey = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False))
-        attempt.asked.told.append(7)
-        self.steps = steps
-
-    def token(self) -> list[ComputeSpan]:
-        """All of the group under way are done; what follows is told."""
-        attempt = self.attempt
-        (run,) = {message.run for _, message in self.fleet.take(ComputeSpan)}
-        assert set(run.group) == attempt.running
-        for number in run.group:
-            index = attempt.step or 0
-            delta = OutputDelta(id="r", tokens=(7,)) if number == run.group[0] else None
-            self.stays.computed(
-                number, attempt, SpanTaskDone(id="r", index=index, began_s=0.0, ended_s=0.0, delta=delta)
-            )
-        return [message for _, message in self.fleet.told if isinstance(message, ComputeSpan)]
-
-    def wants(self, *group: int) -> None:
-        """The policy enqueues it on a group."""
-        self.stays.leave(self.attempt)
-        self.stays.enter(self.attempt, group, "decode")
-        self.stays.pump()
+from headway.runtime.engine.protocol import OutputDelta
 
 
 def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> None:
-    world = _World(500, 500, 900, 500)
+    world = DecodeWorld(500, 500, 900, 500)
     attempt = world.attempt
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}
     world.stays.enter(attempt, (0, 1), "decode")
@@ -116,7 +48,7 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
 
 
 def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
-    world = _World(500, 500, 500)
+    world = DecodeWorld(500, 500, 500)
     attempt = world.attempt
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
     world.stays.enter(attempt, (0, 1, 2), "decode")
@@ -132,7 +64,7 @@ def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
 
 
 def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
-    world = _World(500, 500)
+    world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
     world.stays.enter(attempt, (0, 1), "decode")
@@ -142,9 +74,9 @@ def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
     assert world.token()[0].run.group == (1, 0)
 
 
-def _by_heads(*rooms: int, in_place: bool = True) -> _World:
+def _by_heads(*rooms: int, in_place: bool = True) -> DecodeWorld:
     """A decode whose prompt has left KV cut by heads on instances 2 and 0: Ulysses."""
-    world = _World(*rooms, in_place=in_place)
+    world = DecodeWorld(*rooms, in_place=in_place)
     attempt = world.attempt
     attempt.runs = [SpanTask(0, 60, (2,)), SpanTask(60, 100, (2, 0), Strategy("ulysses"), rows=8)]
     attempt.spread, attempt.admitted = (2, 0), {0, 2}
@@ -204,7 +136,7 @@ def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
 
 
 def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:
-    world = _World(500, 100)
+    world = DecodeWorld(500, 100)
     attempt = world.attempt
     attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
     world.stays.enter(attempt, (1,), "decode")
@@ -218,7 +150,7 @@ def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:
 
 
 def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
-    world = _World(500, 500)
+    world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 1, {1}, (1,)
     world.wants(1)
@@ -235,7 +167,7 @@ def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
 
 
 def test_a_decode_that_is_moved_stops_first_and_all_that_it_has_said_by_then_is_sent() -> None:
-    world = _World(500, 500)
+    world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
     world.stays.leave(attempt)
@@ -259,7 +191,7 @@ def test_a_decode_that_is_moved_stops_first_and_all_that_it_has_said_by_then_is_
 
 
 def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
-    world = _World(500, 500)
+    world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
     world.stays.leave(attempt)
@@ -271,7 +203,7 @@ def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
 
 
 def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
-    world = _World(500, 500, 500)
+    world = DecodeWorld(500, 500, 500)
     attempt = world.attempt
     attempt.asked.told.clear()
     attempt.journey.phase = "prefill"

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode_groups import _World
+from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.random_weights import reference_config
 
 from headway.core.span import SpanTask, Strategy
@@ -37,7 +37,7 @@ class _Instances:
     """What instances know of where the request's KV lies, as they would: from the runs that they took part in, or
     are told of."""
 
-    def __init__(self, world: _World) -> None:
+    def __init__(self, world: DecodeWorld) -> None:
         self.world = world
         self.held: dict[int, KvLayout] = {}
 
@@ -110,7 +110,7 @@ EVENTS = st.one_of(
 @settings(max_examples=150)
 @given(prompts(), GROUPS, st.lists(EVENTS, max_size=14))
 def test_all_of_a_group_know_where_kv_lies(runs: list[SpanTask], group: tuple[int, ...], events: list[Any]) -> None:
-    world = _World(*[500] * INSTANCES, prompt=PROMPT)
+    world = DecodeWorld(*[500] * INSTANCES, prompt=PROMPT)
     attempt, instances = world.attempt, _Instances(world)
     attempt.runs, attempt.admitted = list(runs), {number for run in runs for number in run.group}
     for index, run in enumerate(runs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode_groups import _World
+from tests.helpers.decode_world import DecodeWorld
 
 from headway.runtime.cluster.kv_reservations import KvReservations
 from headway.runtime.cluster.messages import ReserveKv, SpanTask
@@ -30,7 +30,7 @@ def test_what_is_promised_is_the_last_of_each(made: list[tuple[int, str, str, in
 
 
 def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
-    world = _World(500, 500)
+    world = DecodeWorld(500, 500)
     moves, fleet, attempt = world.moves, world.fleet, world.attempt
     moves.reserve(attempt, 0)
     ((_, asked),) = fleet.take(ReserveKv)
@@ -45,7 +45,7 @@ def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
 
 
 def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
-    world = _World(500, 500, 500)
+    world = DecodeWorld(500, 500, 500)
     attempt, fleet = world.attempt, world.fleet
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
     world.stays.enter(attempt, (0, 1, 2), "decode")
@@ -58,7 +58,7 @@ def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
 
 
 def test_a_decode_that_found_no_room_is_gathered_once_there_is() -> None:
-    world = _World(500, 500, in_place=False)
+    world = DecodeWorld(500, 500, in_place=False)
     attempt, fleet = world.attempt, world.fleet
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}
     for number in (0, 1):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode_groups import _World
+from tests.helpers.decode_world import DecodeWorld
 
 from headway.core.span import Strategy
 from headway.runtime.cluster.messages import ComputeSpan, SpanTask, SpanTaskDone
@@ -60,7 +60,7 @@ def prefilled(chance: random.Random) -> list[SpanTask]:
 @given(st.integers(0, 1 << 30))
 def test_runs_of_a_decode_that_are_told_as_few_lie_as_all_of_them(seed: int) -> None:
     chance = random.Random(seed)
-    world = _World(*[500] * INSTANCES)
+    world = DecodeWorld(*[500] * INSTANCES)
     attempt, computed = world.attempt, prefilled(chance)
     attempt.runs, attempt.spread = list(computed), computed[-1].group
     attempt.admitted = set(attempt.spread)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from test_scheduler import add, chunks, make, step
+from tests.helpers.scheduler_steps import add_request, chunks, make_scheduler, step
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, KvOp, RequestProgress
@@ -32,7 +32,7 @@ def prefill(scheduler: Scheduler, name: str, prompt: int) -> None:
 
 
 def test_a_prefill_leaves_its_kv_and_a_decode_takes_it_up_where_it_lies() -> None:
-    scheduler = make()
+    scheduler = make_scheduler()
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
     assert chunks(batch) == [("a", 0, 40)]
@@ -57,7 +57,7 @@ def test_a_prefill_leaves_its_kv_and_a_decode_takes_it_up_where_it_lies() -> Non
 
 
 def test_a_prefill_whose_first_token_ends_it_leaves_nothing() -> None:
-    scheduler = make()
+    scheduler = make_scheduler()
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
     assert batch is not None
@@ -68,7 +68,7 @@ def test_a_prefill_whose_first_token_ends_it_leaves_nothing() -> None:
 
 
 def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
-    scheduler = make()
+    scheduler = make_scheduler()
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
     assert batch is not None
@@ -81,7 +81,7 @@ def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
 
 def test_part_of_a_prompt_in_custody_is_not_computed_again() -> None:
     """What runs of a group have left, say: the scheduler goes on behind it."""
-    scheduler = make()
+    scheduler = make_scheduler()
     scheduler.custody.ask("a", 50, 0.0)
     assert scheduler.custody.grant() == ["a"]
     add_phase(scheduler, "a", 50, "all", cached=30)
@@ -92,7 +92,7 @@ def test_part_of_a_prompt_in_custody_is_not_computed_again() -> None:
 
 @pytest.mark.parametrize(("known", "cached"), [(41, 0), (41, 39), (100, 99)])
 def test_a_decode_without_its_kv_is_refused_and_changes_nothing(known: int, cached: int) -> None:
-    scheduler = make()
+    scheduler = make_scheduler()
     with pytest.raises(RequestError, match="KV of 'a' is not here"):
         add_phase(scheduler, "a", 41, "decode", cached=40)
     prefill(scheduler, "a", 40)
@@ -104,23 +104,23 @@ def test_a_decode_without_its_kv_is_refused_and_changes_nothing(known: int, cach
 
 
 def test_a_name_that_waits_for_room_is_in_use() -> None:
-    scheduler = make(pool=160)
-    add(scheduler, "b", 150)
+    scheduler = make_scheduler(pool=160)
+    add_request(scheduler, "b", 150)
     step(scheduler)
     scheduler.custody.ask("a", 100, 0.0)
     with pytest.raises(RequestError, match="'a' is in use"):
-        add(scheduler, "a", 10)
+        add_request(scheduler, "a", 10)
 
 
 def test_newcomers_wait_once_arriving_kv_has_waited_too_long() -> None:
-    scheduler = make(pool=160, admission_age_s=1.0)
-    add(scheduler, "a", 60, 80)
+    scheduler = make_scheduler(pool=160, admission_age_s=1.0)
+    add_request(scheduler, "a", 60, 80)
     step(scheduler)
     scheduler.custody.ask("large", 128, 0.0)
     assert scheduler.custody.grant() == []
-    add(scheduler, "b", 20, 20)
+    add_request(scheduler, "b", 20, 20)
     assert chunks(step(scheduler, 0.9)) == [("b", 0, 20)]
-    add(scheduler, "c", 20, 20)
+    add_request(scheduler, "c", 20, 20)
     for _ in range(3):
         assert chunks(step(scheduler, 1.0)) == []
     step(scheduler, 1.0, "a", "b")
@@ -129,8 +129,8 @@ def test_newcomers_wait_once_arriving_kv_has_waited_too_long() -> None:
 
 
 def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> None:
-    scheduler = make(pool=128)
-    add(scheduler, "old", 60, 60)
+    scheduler = make_scheduler(pool=128)
+    add_request(scheduler, "old", 60, 60)
     step(scheduler)
     scheduler.custody.ask("new", 50, 0.0)
     assert scheduler.custody.grant() == ["new"]
@@ -145,9 +145,9 @@ def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> No
 
 @pytest.mark.parametrize("flying", [False, True])
 def test_a_decode_that_is_to_go_on_elsewhere_leaves_its_kv(flying: bool) -> None:
-    scheduler = make()
-    add(scheduler, "stays", 20, 20)
-    add(scheduler, "goes", 40, 20)
+    scheduler = make_scheduler()
+    add_request(scheduler, "stays", 20, 20)
+    add_request(scheduler, "goes", 40, 20)
     for _ in range(4):
         step(scheduler)
     batch = scheduler.schedule(0.0) if flying else None
@@ -170,8 +170,8 @@ def test_a_decode_that_is_to_go_on_elsewhere_leaves_its_kv(flying: bool) -> None
 
 @pytest.mark.parametrize("end", ["finished", "aborted"])
 def test_a_decode_that_ends_with_the_token_under_way_leaves_nothing(end: str) -> None:
-    scheduler = make()
-    add(scheduler, "a", 20, 20)
+    scheduler = make_scheduler()
+    add_request(scheduler, "a", 20, 20)
     step(scheduler)
     batch = scheduler.schedule(0.0)
     assert batch is not None
@@ -185,8 +185,8 @@ def test_a_decode_that_ends_with_the_token_under_way_leaves_nothing(end: str) ->
 
 
 def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
-    scheduler = make(pool=128)
-    add(scheduler, "old", 60, 60)
+    scheduler = make_scheduler(pool=128)
+    add_request(scheduler, "old", 60, 60)
     step(scheduler)
     scheduler.custody.ask("new", 50, 0.0)
     scheduler.custody.grant()
@@ -205,7 +205,7 @@ def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
 
 
 def test_a_loss_empties_custody() -> None:
-    scheduler = make(pool=160)
+    scheduler = make_scheduler(pool=160)
     prefill(scheduler, "a", 40)
     scheduler.custody.ask("b", 160, 0.0)
     scheduler.lost(0, 0.0)

@@ -5,52 +5,26 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tests.helpers.unit_latency import Linear, small_machine
+from tests.helpers.scheduler_steps import add_request, chunks, make_scheduler, step
+from tests.helpers.unit_latency import Linear
 
-from headway.core.batch import Batch, RequestProgress
+from headway.core.batch import RequestProgress
 from headway.core.errors import InvariantError, RequestError
-from headway.core.request import Request, Slo
-from headway.core.span import Span
-from headway.kv.block_manager import BlockManager
-from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.scheduler import Scheduler
-
-
-def make(pool: int = 1600, model: object = None, mode: str = "default", **fields: object) -> Scheduler:
-    config = SchedulerConfig.named(mode, **{"t_target_s": 0.02, "reserve_tokens": 0, "kv_headroom": 0.0, **fields})  # type: ignore[arg-type]
-    return Scheduler(config, model or small_machine(), BlockManager(pool, 16))  # type: ignore[arg-type]
-
-
-def add(scheduler: Scheduler, name: str, prompt: int, output: int = 4, now: float = 0.0, **fields: object) -> None:
-    request = Request(id=name, arrival_s=now, prompt_tokens=prompt, max_output_tokens=output, **fields)  # type: ignore[arg-type]
-    scheduler.add(Span.whole(request), now)
-
-
-def chunks(batch: Batch | None) -> list[tuple[str, int, int]]:
-    assert batch is not None
-    return [(chunk.request, chunk.start, chunk.tokens) for chunk in batch.parts[0].prefills]
-
-
-def step(scheduler: Scheduler, now: float = 0.0, *finished: str) -> Batch:
-    batch = scheduler.schedule(now)
-    assert batch is not None
-    scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in finished], now)
-    scheduler.check()
-    return batch
+from headway.core.request import Slo
 
 
 def test_a_request_that_cannot_ever_be_served_is_refused_with_the_numbers() -> None:
-    scheduler = make(pool=160)
+    scheduler = make_scheduler(pool=160)
     with pytest.raises(RequestError, match="prompt has 160 tokens and the KV cache holds 160") as refused:
-        add(scheduler, "a", 160)
+        add_request(scheduler, "a", 160)
     assert refused.value.param == "prompt"
     with pytest.raises(RequestError, match="100 prompt and 62 output tokens do not fit the KV cache of 160") as refused:
-        add(scheduler, "a", 100, 62)
+        add_request(scheduler, "a", 100, 62)
     assert refused.value.param == "max_tokens"
     assert scheduler.idle
-    add(scheduler, "a", 100, 61)
+    add_request(scheduler, "a", 100, 61)
     with pytest.raises(RequestError, match="'a' is in use"):
-        add(scheduler, "a", 5)
+        add_request(scheduler, "a", 5)
     for _ in range(60):
         step(scheduler)
     step(scheduler, 0.0, "a")
@@ -59,19 +33,19 @@ def test_a_request_that_cannot_ever_be_served_is_refused_with_the_numbers() -> N
 
 
 def test_no_more_batches_than_stages_are_in_flight() -> None:
-    scheduler = make(stages=2, max_num_batched_tokens=50)
-    add(scheduler, "a", 500)
+    scheduler = make_scheduler(stages=2, max_num_batched_tokens=50)
+    add_request(scheduler, "a", 500)
     assert chunks(scheduler.schedule(0.0)) == [("a", 0, 50)]
     assert chunks(scheduler.schedule(0.0)) == [("a", 50, 50)]
     assert scheduler.schedule(0.0) is None
 
 
 def test_microbatch_keeps_a_prompts_chunks_apart_and_stream_does_not() -> None:
-    scheduler = make(stages=3, max_num_batched_tokens=50, pipeline_schedule="microbatch")
-    add(scheduler, "a", 500)
+    scheduler = make_scheduler(stages=3, max_num_batched_tokens=50, pipeline_schedule="microbatch")
+    add_request(scheduler, "a", 500)
     first = scheduler.schedule(0.0)
     assert scheduler.schedule(0.0) is None
-    add(scheduler, "b", 500)
+    add_request(scheduler, "b", 500)
     assert chunks(scheduler.schedule(0.0)) == [("b", 0, 50)]
     assert first is not None
     scheduler.complete(first.id, [], 0.0)
@@ -79,8 +53,8 @@ def test_microbatch_keeps_a_prompts_chunks_apart_and_stream_does_not() -> None:
 
 
 def test_paper_mode_goes_on_where_no_token_fits_its_target() -> None:
-    scheduler = make(model=Linear(row_s=0.001, fixed_s=0.1), mode="paper")
-    add(scheduler, "a", 3, 1)
+    scheduler = make_scheduler(model=Linear(row_s=0.001, fixed_s=0.1), mode="paper")
+    add_request(scheduler, "a", 3, 1)
     assert [chunks(step(scheduler)) for _ in range(2)] == [[("a", 0, 1)], [("a", 1, 1)]]
     step(scheduler, 0.0, "a")
     assert scheduler.idle
@@ -88,10 +62,10 @@ def test_paper_mode_goes_on_where_no_token_fits_its_target() -> None:
 
 def test_one_clients_tight_promise_does_not_shut_out_new_prompts() -> None:
     """A TBT promise below what one iteration costs leaves no time for chunks; new prompts go on all the same."""
-    scheduler = make(least_gain=0.0, progress_every=4)
-    add(scheduler, "tight", 20, 500, slo=Slo(tbt_s=0.0005))
+    scheduler = make_scheduler(least_gain=0.0, progress_every=4)
+    add_request(scheduler, "tight", 20, 500, slo=Slo(tbt_s=0.0005))
     step(scheduler)
-    add(scheduler, "new", 64, 1)
+    add_request(scheduler, "new", 64, 1)
     iterations = 0
     while "new" in scheduler:
         batch = scheduler.schedule(0.0)
@@ -103,10 +77,10 @@ def test_one_clients_tight_promise_does_not_shut_out_new_prompts() -> None:
 
 
 def test_the_tightest_promise_of_those_that_decode_bounds_the_iteration_and_is_forgotten_with_them() -> None:
-    scheduler = make(least_gain=0.0)
-    add(scheduler, "tight", 20, 10, slo=Slo(tbt_s=0.005))
+    scheduler = make_scheduler(least_gain=0.0)
+    add_request(scheduler, "tight", 20, 10, slo=Slo(tbt_s=0.005))
     step(scheduler)
-    add(scheduler, "big", 1200, 1)
+    add_request(scheduler, "big", 1200, 1)
     assert step(scheduler).predicted_s <= 0.005
     assert step(scheduler, 0.0, "tight").predicted_s <= 0.005
     batch = scheduler.schedule(0.0)
@@ -115,9 +89,9 @@ def test_the_tightest_promise_of_those_that_decode_bounds_the_iteration_and_is_f
 
 
 def test_kv_is_taken_from_the_youngest_and_its_work_is_done_again() -> None:
-    scheduler = make(pool=96)
-    add(scheduler, "old", 47, 40)
-    add(scheduler, "young", 40, 40)
+    scheduler = make_scheduler(pool=96)
+    add_request(scheduler, "old", 47, 40)
+    add_request(scheduler, "young", 40, 40)
     batches, preempted = [], []
     while not preempted:
         batch = scheduler.schedule(0.0)
@@ -131,9 +105,9 @@ def test_kv_is_taken_from_the_youngest_and_its_work_is_done_again() -> None:
 
 def test_a_parked_request_waits_for_its_elders_and_can_be_aborted() -> None:
     """It keeps its KV and steps aside, since nobody younger has any to give; then the elder needs more and takes it."""
-    scheduler = make(pool=96)
-    add(scheduler, "old", 40, 40)
-    add(scheduler, "young", 47, 40)
+    scheduler = make_scheduler(pool=96)
+    add_request(scheduler, "old", 40, 40)
+    add_request(scheduler, "young", 47, 40)
     while not scheduler._parked:
         step(scheduler)
     assert (scheduler.running, list(scheduler._parked)) == (2, ["young"])
@@ -146,9 +120,9 @@ def test_a_parked_request_waits_for_its_elders_and_can_be_aborted() -> None:
 
 
 def test_lost_tells_everything_at_once_and_the_next_batch_starts_from_empty_tables() -> None:
-    scheduler = make()
+    scheduler = make_scheduler()
     for name in ("a", "b", "c"):
-        add(scheduler, name, 40)
+        add_request(scheduler, name, 40)
     step(scheduler)
     scheduler.abort("c", 0.0)
     flying = scheduler.schedule(0.0)
@@ -165,9 +139,9 @@ def test_lost_tells_everything_at_once_and_the_next_batch_starts_from_empty_tabl
 
 
 def test_lost_also_tells_of_preemptions_that_no_batch_came_back_to_tell() -> None:
-    scheduler = make(pool=96)
-    add(scheduler, "old", 47, 40)
-    add(scheduler, "young", 40, 40)
+    scheduler = make_scheduler(pool=96)
+    add_request(scheduler, "old", 47, 40)
+    add_request(scheduler, "young", 40, 40)
     step(scheduler)
     while scheduler.running == 2:
         batch = scheduler.schedule(0.0)
@@ -180,26 +154,26 @@ def test_lost_also_tells_of_preemptions_that_no_batch_came_back_to_tell() -> Non
 
 
 def test_a_long_request_leaves_headroom_for_shorts_unless_it_is_alone() -> None:
-    scheduler = make(pool=640, kv_headroom=0.3, long_tokens=100)
-    add(scheduler, "big", 600, 1)
+    scheduler = make_scheduler(pool=640, kv_headroom=0.3, long_tokens=100)
+    add_request(scheduler, "big", 600, 1)
     assert "big" in {name for name, _, _ in chunks(scheduler.schedule(0.0))}
-    other = make(pool=640, kv_headroom=0.3, long_tokens=100)
-    add(other, "s", 16, 2)
+    other = make_scheduler(pool=640, kv_headroom=0.3, long_tokens=100)
+    add_request(other, "s", 16, 2)
     step(other)
-    add(other, "big", 500, 1)
+    add_request(other, "big", 500, 1)
     assert chunks(step(other)) == []
-    add(other, "s2", 90, 1)
+    add_request(other, "s2", 90, 1)
     assert [name for name, _, _ in chunks(step(other))] == ["s2"]
 
 
 def test_a_request_that_was_skipped_for_long_lets_nobody_in_behind_it() -> None:
-    scheduler = make(pool=160, policy="fcfs", admission_age_s=5.0)
-    add(scheduler, "holder", 90, 60)
+    scheduler = make_scheduler(pool=160, policy="fcfs", admission_age_s=5.0)
+    add_request(scheduler, "holder", 90, 60)
     step(scheduler)
-    add(scheduler, "large", 120, 1)
-    add(scheduler, "small 1", 10, 1)
+    add_request(scheduler, "large", 120, 1)
+    add_request(scheduler, "small 1", 10, 1)
     assert [name for name, _, _ in chunks(step(scheduler, 1.0, "small 1"))] == ["small 1"]
-    add(scheduler, "small 2", 10, 1)
+    add_request(scheduler, "small 2", 10, 1)
     assert chunks(step(scheduler, 7.0)) == []
     step(scheduler, 8.0, "holder")
     assert next(name for name, _, _ in chunks(step(scheduler, 8.0))) == "large"
@@ -207,13 +181,15 @@ def test_a_request_that_was_skipped_for_long_lets_nobody_in_behind_it() -> None:
 
 @pytest.mark.parametrize(("waited", "enter"), [(1.0, 12), (7.0, 5)])
 def test_shorts_pass_a_long_that_was_skipped_for_long_within_its_headroom(waited: float, enter: int) -> None:
-    scheduler = make(pool=1600, policy="fcfs", admission_age_s=5.0, kv_headroom=0.1, long_tokens=100, t_target_s=1.0)
-    add(scheduler, "holder", 1000, 60)
+    scheduler = make_scheduler(
+        pool=1600, policy="fcfs", admission_age_s=5.0, kv_headroom=0.1, long_tokens=100, t_target_s=1.0
+    )
+    add_request(scheduler, "holder", 1000, 60)
     step(scheduler)
-    add(scheduler, "large", 1300, 1)
+    add_request(scheduler, "large", 1300, 1)
     assert chunks(step(scheduler)) == []
     for number in range(12):  # of 32 tokens each: the headroom is 160
-        add(scheduler, f"small {number}", 20, 12)
+        add_request(scheduler, f"small {number}", 20, 12)
     step(scheduler, waited)
     assert len(scheduler.holders) == 1 + enter
     step(scheduler, waited, "holder")
@@ -224,9 +200,11 @@ def test_shorts_pass_a_long_that_was_skipped_for_long_within_its_headroom(waited
 
 def test_equally_urgent_long_requests_do_not_alternate() -> None:
     def switches(quantum: float) -> int:
-        scheduler = make(pool=40_000, model=Linear(row_s=2e-5), long_tokens=100, quantum=quantum, space_sharing=False)
+        scheduler = make_scheduler(
+            pool=40_000, model=Linear(row_s=2e-5), long_tokens=100, quantum=quantum, space_sharing=False
+        )
         for name in ("a", "b"):
-            add(scheduler, name, 15_000, 1)
+            add_request(scheduler, name, 15_000, 1)
         order, now = [], 0.0
         while not scheduler.idle:
             batch = scheduler.schedule(now)
@@ -244,8 +222,8 @@ def test_equally_urgent_long_requests_do_not_alternate() -> None:
 
 @pytest.mark.parametrize("repeats", [0, 2])
 def test_a_batch_that_may_run_once_runs_once(repeats: int) -> None:
-    scheduler = make()
-    add(scheduler, "a", 10)
+    scheduler = make_scheduler()
+    add_request(scheduler, "a", 10)
     batch = scheduler.schedule(0.0)
     assert batch is not None
     with pytest.raises(InvariantError, match=f"may run 1 times, not {repeats}"):
@@ -253,8 +231,8 @@ def test_a_batch_that_may_run_once_runs_once(repeats: int) -> None:
 
 
 def test_check_notices_a_request_that_is_nowhere() -> None:
-    scheduler = make()
-    add(scheduler, "a", 10)
+    scheduler = make_scheduler()
+    add_request(scheduler, "a", 10)
     scheduler._queue.remove(scheduler._sequences["a"])
     with pytest.raises(InvariantError, match="nowhere, or in two places"):
         scheduler.check()
