@@ -20,7 +20,7 @@ from headway.sim.report.gantt import gantt_figure
 from headway.sim.report.sim_plot import sweep_figure
 from headway.sim.result_json import document
 from headway.sim.scenario import parse_scenario
-from headway.sim.sweep import parse_sweep, run_points, with_field
+from headway.sim.sweep import parse_points, parse_sweep, run_points, with_field
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -59,7 +59,7 @@ def main() -> int:
     style.save(compare_figure(runs, "chat"), FIGURES / "cluster-cdf.png")
     jobs, points = os.cpu_count() or 1, []
     for name in PLACEMENTS[:2]:
-        found = run_points(placed(data, name), [parse_sweep(LOADS)], jobs)
+        found = run_points(parse_points(placed(data, name), [parse_sweep(LOADS)]), jobs).points
         points += [{**point, "at": {**point["at"], "cluster.placement": name}} for point in found]
     style.save(sweep_figure(document(data, points)), FIGURES / "cluster-capacity.png")
     return 0

@@ -58,13 +58,13 @@ def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before() -> None:
     from headway.research import medha_setting
 
     found = []
     for jobs in (1, 2):
-        monkeypatch.setattr(medha_setting, "_KNOWN", {})
-        runs = medha_setting.MedhaRuns(RunOptions(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
+        medha_setting.RESULTS.clear()
+        runs = medha_setting.MedhaStudy(RunOptions(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
         runs.need([("Medha", "default"), ("Sarathi-2048", "paper")], [1.75], [0.05])
         found.append([runs.of(system, "paper" if system != "Medha" else "default", 1.75)
                       for system in ("Medha", "Sarathi-2048")])  # fmt: skip

@@ -138,7 +138,7 @@ def test_a_scenario_with_groups() -> None:
     assert spec.exchange.fixed_s > 0 < spec.exchange.row_s
     assert spec.yardstick is not None
     assert spec.yardstick.peak_flops == accelerator("h100-80gb").flops * 64
-    result = run_scenario(scenario, 0)
+    result = run_scenario(scenario, 0).sim
     assert result.use_json()["kv_joins"] == 2
     assert all(record.ok for record in result.records)
     with pytest.raises(ConfigError, match=r"layout\.kvp"):

@@ -12,7 +12,7 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.sim.build import config_of, run_scenario
 from headway.sim.scenario import Scenario, parse_scenario
-from headway.sim.sweep import parse_sweep, run_points, with_field
+from headway.sim.sweep import parse_points, parse_sweep, run_points, with_field
 
 SMALL = {
     "name": "small",
@@ -53,9 +53,11 @@ def test_policy_fields_are_the_schedulers_own() -> None:
 def test_whole_prompts_run_out_of_memory_where_chunks_fit_and_that_is_a_row() -> None:
     long = {"mix": [{"prompt": "fixed:300K", "output": "fixed:5"}], "requests": 1}
     data = {"workload": long, "layout": {"tp": 4}, "cluster": {"accelerator": "a100-80gb"}}
-    points = run_points(data, [parse_sweep("policy.chunking=adaptive,whole")], 1)
+    points = run_points(parse_points(data, [parse_sweep("policy.chunking=adaptive,whole")]), 1).points
     assert [point["feasible"] for point in points] == [True, True]
-    points = run_points({**data, "layout": {"tp": 1}}, [parse_sweep("policy.chunking=adaptive,whole")], 1)
+    points = run_points(
+        parse_points({**data, "layout": {"tp": 1}}, [parse_sweep("policy.chunking=adaptive,whole")]), 1
+    ).points
     assert [point["feasible"] for point in points] == [True, False]
     assert "activations of 300,000 rows" in points[1]["why"]
 
@@ -113,4 +115,4 @@ def test_examples_are_valid_and_run(file: Path) -> None:
     data = with_field(yaml.safe_load(file.read_text()), "run.window_s", 30)
     scenario = parse_scenario(data, str(file))
     assert isinstance(scenario, Scenario)
-    assert run_scenario(scenario, 0).records
+    assert run_scenario(scenario, 0).sim.records

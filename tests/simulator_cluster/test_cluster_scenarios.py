@@ -65,10 +65,10 @@ def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) ->
 
 def test_tetris_alone_waits_for_nobody_and_noise_is_seeded() -> None:
     lone = scenario(workload={"qps": 0.01, "requests": 1, "mix": [{"prompt": "32768", "output": "3"}]})
-    (record,) = run_scenario(parse_scenario(lone), 0).records
+    (record,) = run_scenario(parse_scenario(lone), 0).sim.records
     assert ttft_s(record) == pytest.approx(0.565, rel=0.05)  # SP 16 by Table 1
     noisy = lone | {"run": {"noise": {"kind": "lognormal", "amount": 0.3}}}
-    waits = {seed: ttft_s(run_scenario(parse_scenario(noisy), seed).records[0]) for seed in (0, 0, 1)}
+    waits = {seed: ttft_s(run_scenario(parse_scenario(noisy), seed).sim.records[0]) for seed in (0, 0, 1)}
     assert len(set(waits.values())) == 2
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.sim.result import SimResult
+    from headway.sim.build import RunDetail, ScenarioRun
+    from headway.sim.cluster.result import ClusterResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> dict[str, Any]:
     from headway.cli.options import read_yaml
-    from headway.sim.scenario import parse_scenario
     from headway.sim.sweep import parse_sweep, with_field
 
     data = read_yaml(str(arguments.scenario))
@@ -96,7 +96,6 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
             data = with_field(data, "run.seeds", [int(seed) for seed in arguments.seeds.split(",")])
         except ValueError:
             raise ConfigError(f"--seeds {arguments.seeds!r}: whole numbers, such as 0,1,2") from None
-    parse_scenario(data, str(arguments.scenario))
     return data
 
 
@@ -106,74 +105,89 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     from headway.sim.report.sim_table import simulation_report
     from headway.sim.result_json import document
     from headway.sim.scenario import parse_scenario
-    from headway.sim.sweep import parse_sweep, points_of, run_points
+    from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points
 
+    base = parse_scenario(data, str(arguments.scenario))
     sweeps = [parse_sweep(text) for text in arguments.sweep]
-    points = list(points_of(data, sweeps))
-    total = sum(len(parse_scenario(changed, f"scenario at {at}").run.seeds) for at, changed in points)
+    points = parse_points(data, sweeps) if sweeps else [SweepPoint({}, base)]
+    if arguments.gantt is not None and points[0].scenario.cluster.placement is None:
+        raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
     jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
-    with RunProgress(total) as progress:
-        outcomes = run_points(
-            data, sweeps, jobs, progress.done, stopwatch=time.perf_counter if arguments.timings else None
+    with RunProgress(sum(len(point.scenario.run.seeds) for point in points)) as progress:
+        result = run_points(
+            points,
+            jobs,
+            progress.done,
+            first=_detail(arguments),
+            stopwatch=time.perf_counter if arguments.timings else None,
         )
-    result = document(parse_scenario(data).model_dump(mode="json", by_alias=True), outcomes)
+    outcome = document(base.model_dump(mode="json", by_alias=True), result.points)
     if arguments.json is not None and str(arguments.json) == "-":
-        sys.stdout.buffer.write(_bytes(result))
+        sys.stdout.buffer.write(_bytes(outcome))
     else:
-        show(simulation_report(result))
-    _write(arguments, result, points[0][1])
-    return 0 if any(point["feasible"] for point in outcomes) else 1
+        show(simulation_report(outcome))
+    _write(arguments, outcome)
+    if result.first is not None:
+        _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
+    elif _detail(arguments) is not None:
+        raise ConfigError(result.points[0]["why"])
+    return 0 if any(point["feasible"] for point in result.points) else 1
 
 
-def _write(arguments: argparse.Namespace, result: dict[str, Any], first: dict[str, Any]) -> None:
+def _detail(arguments: argparse.Namespace) -> RunDetail | None:
+    """What the files that show one run need of it; None where none was asked for."""
+    from headway.sim.build import RunDetail
+
+    shown = (arguments.requests, arguments.trace, arguments.plot, arguments.gantt)
+    if all(path is None for path in shown):
+        return None
+    return RunDetail(iterations=arguments.trace is not None, bars=arguments.gantt is not None)
+
+
+def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
+    """Write the files of all points."""
     if arguments.json is not None and str(arguments.json) != "-":
-        _save(arguments.json, _bytes(result))
+        _save(arguments.json, _bytes(outcome))
     if arguments.csv is not None:
         from headway.sim.report.sim_csv import summary_csv
 
-        _save(arguments.csv, summary_csv(result).encode())
-    if arguments.gantt is not None:
-        _gantt(arguments, first)
-    if arguments.requests is None and arguments.trace is None and arguments.plot is None:
-        return
-    from headway.sim.build import run_scenario
-    from headway.sim.scenario import parse_scenario
+        _save(arguments.csv, summary_csv(outcome).encode())
+    if arguments.plot is not None and len(outcome["points"]) > 1:
+        from headway.sim.report import style
+        from headway.sim.report.sim_plot import sweep_figure
 
-    scenario = parse_scenario(first)
-    run_result: SimResult = run_scenario(scenario, scenario.run.seeds[0], keep_iterations=arguments.trace is not None)
+        style.save(sweep_figure(outcome), arguments.plot)
+
+
+def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swept: bool) -> None:
+    """Write the files that show one run: the first point's first seed."""
+    if arguments.gantt is not None and run.cluster is not None:
+        _gantt(arguments, name, run.cluster)
     if arguments.requests is not None:
         from headway.sim.report.sim_csv import requests_csv
 
-        _save(arguments.requests, requests_csv(run_result.records).encode())
+        _save(arguments.requests, requests_csv(run.sim.records).encode())
     if arguments.trace is not None:
         from headway.sim.report.perfetto import trace_events
 
-        _save(arguments.trace, _bytes(trace_events(run_result), compact=True))
-    if arguments.plot is not None:
+        _save(arguments.trace, _bytes(trace_events(run.sim), compact=True))
+    if arguments.plot is not None and not swept:
         from headway.sim.report import style
         from headway.sim.report.load_plot import load_figure
-        from headway.sim.report.sim_plot import sweep_figure
 
-        swept = len(result["points"]) > 1
-        style.save(sweep_figure(result) if swept else load_figure(run_result.records), arguments.plot)
+        style.save(load_figure(run.sim.records), arguments.plot)
 
 
-def _gantt(arguments: argparse.Namespace, first: dict[str, Any]) -> None:
-    from headway.sim.cluster.build import run_cluster
+def _gantt(arguments: argparse.Namespace, name: str, cluster: ClusterResult) -> None:
     from headway.sim.report import style
     from headway.sim.report.gantt import gantt_figure
     from headway.sim.report.gantt_html import gantt_page
-    from headway.sim.scenario import parse_scenario
 
-    scenario = parse_scenario(first)
-    if scenario.cluster.placement is None:
-        raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
-    result = run_cluster(scenario, scenario.run.seeds[0], keep_bars=True)
     if arguments.gantt.suffix == ".html":
-        page = gantt_page(result.bars, result.instances, scenario.name, arguments.until)
+        page = gantt_page(cluster.bars, cluster.instances, name, arguments.until)
         _save(arguments.gantt, page.encode())
     else:
-        style.save(gantt_figure(result.bars, result.instances, scenario.name, arguments.until), arguments.gantt)
+        style.save(gantt_figure(cluster.bars, cluster.instances, name, arguments.until), arguments.gantt)
 
 
 def _bytes(data: Any, compact: bool = False) -> bytes:

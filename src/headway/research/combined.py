@@ -17,7 +17,7 @@ from headway.research.combined_setting import (
     RATES,
     REGIMES,
     SYSTEMS,
-    CombinedRuns,
+    CombinedStudy,
     Setting,
     scenario,
 )
@@ -29,7 +29,7 @@ YIELDS = 1 / (1 - 0.7)
 
 def tetris(options: RunOptions) -> ExperimentReport:
     """Tetris's workloads."""
-    runs = CombinedRuns(options, "tetris")
+    runs = CombinedStudy(options, "tetris")
     return _report(
         runs,
         {
@@ -42,7 +42,7 @@ def tetris(options: RunOptions) -> ExperimentReport:
 
 def azure(options: RunOptions) -> ExperimentReport:
     """PecSched's rewriting of Azure's conversations."""
-    runs = CombinedRuns(options, "azure")
+    runs = CombinedStudy(options, "azure")
     return _report(
         runs,
         {
@@ -54,7 +54,7 @@ def azure(options: RunOptions) -> ExperimentReport:
     )
 
 
-def _report(runs: CombinedRuns, source: dict[str, object]) -> ExperimentReport:
+def _report(runs: CombinedStudy, source: dict[str, object]) -> ExperimentReport:
     rows: list[ClaimRow] = []
     for place in runs.places:
         rows += _rows(runs, place)
@@ -77,7 +77,7 @@ def named(setting: Setting, place: tuple[str, float]) -> str:
     return f"{place[0]}, {place[1]:g} requests/s" if setting == "tetris" else place[0]
 
 
-def _rows(runs: CombinedRuns, place: tuple[str, float]) -> list[ClaimRow]:
+def _rows(runs: CombinedStudy, place: tuple[str, float]) -> list[ClaimRow]:
     where = named(runs.setting, place)
     short, in_time = runs.values(place, "short_p99"), runs.values(place, "in_time")
     shorts, longs = runs.values(place, "short_p50"), runs.values(place, "long_p50")
@@ -121,7 +121,7 @@ def _words(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
 
-def _panel(runs: CombinedRuns, what: str, title: str) -> PlotPanel:
+def _panel(runs: CombinedStudy, what: str, title: str) -> PlotPanel:
     lines = {
         system: [(k, max(1e-3, runs.value(place, system, what))) for k, place in enumerate(runs.places)]
         for system in SYSTEMS

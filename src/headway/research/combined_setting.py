@@ -17,10 +17,8 @@ within max(1 s, 5·w) of arrival, w the prompt's fastest prefill on any group of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
-from multiprocessing import get_context
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +37,7 @@ from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import ttft_s
+from headway.sim.runner import SimulationCache
 from headway.sim.scenario import parse_scenario
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
@@ -221,10 +220,10 @@ def _measured(
     )
 
 
-_KNOWN: dict[CombinedPoint, CombinedResult] = {}
+RESULTS: SimulationCache[CombinedPoint, CombinedResult] = SimulationCache()
 
 
-class CombinedRuns:
+class CombinedStudy:
     """All points of one setting."""
 
     def __init__(self, options: RunOptions, setting: Setting) -> None:
@@ -236,26 +235,18 @@ class CombinedRuns:
             places = ((name, rps) for name, loads in LOADS.items() for rps in loads)
             self.size = 40 if options.quick else REQUESTS
         self.places = list(places)[:1] if options.quick else list(places)
-        points = [
+        points = (
             CombinedPoint(setting, where, rps, system, self.size, seed)
             for where, rps in self.places
             for system in SYSTEMS
             for seed in self.seeds
-        ]
-        missing = [point for point in points if point not in _KNOWN]
-        jobs = min(options.jobs, len(missing))
-        if jobs <= 1:
-            for done, point in enumerate(missing):
-                _KNOWN[point] = run_point(point)
-                options.done(done + 1, len(missing))
-        else:
-            with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-                _KNOWN.update(zip(missing, pool.map(run_point, missing), strict=True))
+        )
+        RESULTS.ensure(points, run_point, options.jobs, options.done)
 
     def value(self, place: tuple[str, float], system: str, what: str) -> float:
         """Mean over seeds of a field of `CombinedResult`."""
         points = (CombinedPoint(self.setting, *place, system, self.size, seed) for seed in self.seeds)
-        return fmean(getattr(_KNOWN[point], what) for point in points)
+        return fmean(getattr(RESULTS[point], what) for point in points)
 
     def values(self, place: tuple[str, float], what: str) -> dict[str, float]:
         """By system."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.medha_setting import LONG_SHARE, MedhaRuns
+from headway.research.medha_setting import LONG_SHARE, MedhaStudy
 from headway.research.verdicts import ascending, at_least, at_most
 
 QPS = 0.75
@@ -22,10 +22,10 @@ SHARES = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05)
 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = MedhaRuns(options)
+    runs = MedhaStudy(options)
     shares = (0.0, 0.01, 0.05) if options.quick else SHARES
     runs.need([("Medha", mode) for mode in MODES] + [("non-preemptive", "default")], [QPS], shares)
-    first = MedhaRuns(replace(options, seeds=runs.seeds[:1]))
+    first = MedhaStudy(replace(options, seeds=runs.seeds[:1]))
     first.need([(system, mode) for system in ("LoongServe", "Medha") for mode in MODES], [QPS], LOONG_SHARES)
 
     def cut(system: str, name: str, share: float, mode: Mode) -> float:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.medha_setting import LONG_SHARE, MedhaRuns, MedhaSetting
+from headway.research.medha_setting import LONG_SHARE, MedhaSetting, MedhaStudy
 from headway.research.verdicts import at_least, band, order
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -66,8 +66,8 @@ SETTING = MedhaSetting(
 )
 
 
-def _runs(options: RunOptions) -> MedhaRuns:
-    runs = MedhaRuns(options, SETTING)
+def _runs(options: RunOptions) -> MedhaStudy:
+    runs = MedhaStudy(options, SETTING)
     runs.need([(system, mode) for system in SYSTEMS for mode in MODES], runs.qps, [LONG_SHARE])
     return runs
 
@@ -151,7 +151,7 @@ def fig12(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "tpot_s", "TPOT"))
 
 
-def _panels(runs: MedhaRuns, metric: str, title: str) -> tuple[PlotPanel, ...]:
+def _panels(runs: MedhaStudy, metric: str, title: str) -> tuple[PlotPanel, ...]:
     return tuple(
         PlotPanel(
             title=f"{title}, {mode} mode",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.medha_setting import MedhaRuns
+from headway.research.medha_setting import MedhaStudy
 from headway.research.verdicts import at_least, at_most, band, both, judge
 
 POLICIES = ("FCFS", "EDF", "LRS", "SRPT", "LARS", "Medha")
@@ -20,7 +20,7 @@ HELD = "LARS alone holds a chat back until it is nearly late: its deadline of a 
 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = MedhaRuns(options)
+    runs = MedhaStudy(options)
     runs.need([(policy, mode) for policy in POLICIES for mode in MODES], runs.qps, [0.05])
     low = runs.qps[0]
     rows = [
@@ -80,13 +80,13 @@ def run(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=panels)
 
 
-def _edf_over(runs: MedhaRuns, under: str, qps: float, mode: Mode) -> float | None:
+def _edf_over(runs: MedhaStudy, under: str, qps: float, mode: Mode) -> float | None:
     return runs.ratio("EDF", under, mode, qps)
 
 
-def _over_medha(runs: MedhaRuns, policy: str, qps: float, mode: Mode) -> float | None:
+def _over_medha(runs: MedhaStudy, policy: str, qps: float, mode: Mode) -> float | None:
     return runs.ratio(policy, "Medha", mode, qps)
 
 
-def _line(runs: MedhaRuns, policy: str, mode: Mode) -> list[tuple[float, float]]:
+def _line(runs: MedhaStudy, policy: str, mode: Mode) -> list[tuple[float, float]]:
     return [(qps, runs.value(policy, mode, qps, "ttft_s", "p50") or 0.0) for qps in runs.qps]

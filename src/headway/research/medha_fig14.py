@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.medha_setting import LONG_SHARE, MedhaRuns, scenario
+from headway.research.medha_setting import LONG_SHARE, MedhaStudy, scenario
 from headway.research.verdicts import at_least, band, order
 
 SYSTEMS = ("LoongServe", "LoongServe+Reserv", "Medha")
@@ -20,8 +20,8 @@ RATES = (0.75, 1.75)
 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    seeds = MedhaRuns(options).seeds[:1]
-    runs = MedhaRuns(replace(options, seeds=seeds))
+    seeds = MedhaStudy(options).seeds[:1]
+    runs = MedhaStudy(replace(options, seeds=seeds))
     runs.need([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
 
     def longs(system: str, qps: float, mode: Mode) -> float:

@@ -13,31 +13,31 @@ from functools import partial
 from typing import Any
 
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.medha_setting import LONG_SHARE, STAGES, TBT_S, MedhaRuns, stage_target_s
+from headway.research.medha_setting import LONG_SHARE, STAGES, TBT_S, MedhaStudy, stage_target_s
 from headway.research.verdicts import at_least, at_most, band, order
 
 SYSTEMS = ("Medha", "FCFS", "Sarathi-512", "Sarathi-2048")
 SHARES = (0.0, LONG_SHARE)
 
 
-def _runs(options: RunOptions) -> MedhaRuns:
+def _runs(options: RunOptions) -> MedhaStudy:
     """Chats alone at the ends of the rates only: nothing there depends on the order."""
-    runs = MedhaRuns(options)
+    runs = MedhaStudy(options)
     systems = [(system, mode) for system in SYSTEMS for mode in MODES]
     runs.need(systems, runs.qps, [LONG_SHARE])
     runs.need(systems, _rates(runs, 0.0), [0.0])
     return runs
 
 
-def _loong(options: RunOptions, runs: MedhaRuns) -> MedhaRuns:
+def _loong(options: RunOptions, runs: MedhaStudy) -> MedhaStudy:
     """LoongServe beside Medha, the first seed's."""
-    first = MedhaRuns(replace(options, seeds=runs.seeds[:1]))
+    first = MedhaStudy(replace(options, seeds=runs.seeds[:1]))
     first.need([("LoongServe", "default")], _rates(runs, 0.0), [0.0])
     first.need([("LoongServe", mode) for mode in MODES], _long_rates(runs), [LONG_SHARE])
     return first
 
 
-def _long_rates(runs: MedhaRuns) -> tuple[float, ...]:
+def _long_rates(runs: MedhaStudy) -> tuple[float, ...]:
     return tuple(qps for qps in runs.qps if qps >= 0.75)
 
 
@@ -46,7 +46,7 @@ def _chats_alone(value: Callable[[], Any]) -> Callable[[Mode], Any]:
     return lambda mode: value() if mode == "default" else None
 
 
-def _rates(runs: MedhaRuns, share: float) -> tuple[float, ...]:
+def _rates(runs: MedhaStudy, share: float) -> tuple[float, ...]:
     return runs.qps if share else (runs.qps[0], runs.qps[-1])
 
 
@@ -211,7 +211,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
     )
 
 
-def _panels(runs: MedhaRuns, metric: str, cut: str, title: str) -> tuple[PlotPanel, ...]:
+def _panels(runs: MedhaStudy, metric: str, cut: str, title: str) -> tuple[PlotPanel, ...]:
     return tuple(
         PlotPanel(
             title=f"{title}, {'5% long' if share else 'chats alone'}, default mode",

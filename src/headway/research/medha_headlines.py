@@ -11,7 +11,7 @@ from statistics import median
 
 from headway.research.arithmetic import machine
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.medha_setting import LONG_SHARE, MedhaRuns
+from headway.research.medha_setting import LONG_SHARE, MedhaStudy
 from headway.research.verdicts import at_least, band, both, judge
 
 BASELINES = ("FCFS", "Sarathi-512", "Sarathi-2048")
@@ -21,7 +21,7 @@ CHUNK, HISTORY = 512, 1_000_000
 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = MedhaRuns(options)
+    runs = MedhaStudy(options)
     systems = ("Medha", *BASELINES)
     runs.need([(system, mode) for system in systems for mode in MODES], runs.qps, [LONG_SHARE])
     runs.need([("non-preemptive", "default")], runs.qps, [LONG_SHARE])

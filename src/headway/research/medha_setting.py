@@ -18,10 +18,8 @@ window. A request that has no first token when the window ends counts with the t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,6 +29,7 @@ from headway.sim.build import run_scenario
 from headway.sim.metrics import definitions
 from headway.sim.metrics.quantiles import percentiles
 from headway.sim.result import SimResult
+from headway.sim.runner import SimulationCache
 from headway.sim.scenario import parse_scenario
 
 WINDOW_S = 1800.0
@@ -187,14 +186,13 @@ THE_ONE = MedhaSetting(
 def run_point(setting: MedhaSetting, point: MedhaPoint) -> MedhaResult:
     """Simulate."""
     data = setting.make(point.system, point.mode, point.qps, point.long_share, point.window_s)
-    return measure(run_scenario(parse_scenario(data), point.seed))
+    return measure(run_scenario(parse_scenario(data), point.seed).sim)
 
 
-_KNOWN: dict[MedhaPoint, MedhaResult] = {}
-"""What this process has simulated: `reproduce all` shares points between figures."""
+RESULTS: SimulationCache[MedhaPoint, MedhaResult] = SimulationCache()
 
 
-class MedhaRuns:
+class MedhaStudy:
     """All points of a figure, by (system, mode, qps, share) and seed."""
 
     def __init__(self, options: RunOptions, setting: MedhaSetting = THE_ONE) -> None:
@@ -207,21 +205,14 @@ class MedhaRuns:
 
     def need(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
         """Simulate what is not there yet, in `jobs` processes."""
-        points = [
+        points = (
             self._point(system, mode, rate, share, seed)
             for system, mode in systems
             for rate in qps
             for share in shares
             for seed in self.seeds
-        ]
-        points = [point for point in dict.fromkeys(points) if point not in _KNOWN]
-        jobs = min(self._options.jobs, len(points))
-        run = partial(run_point, self.setting)
-        if jobs <= 1:
-            _KNOWN.update((point, run(point)) for point in points)
-            return
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            _KNOWN.update(zip(points, pool.map(run, points), strict=True))
+        )
+        RESULTS.ensure(points, partial(run_point, self.setting), self._options.jobs, self._options.done)
 
     def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> MedhaPoint:
         """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
@@ -230,7 +221,7 @@ class MedhaRuns:
 
     def of(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[MedhaResult]:
         """One a seed, in order."""
-        return [_KNOWN[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
+        return [RESULTS[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
 
     def value(
         self, system: str, mode: Mode, qps: float, metric: str, cut: str, share: float = LONG_SHARE

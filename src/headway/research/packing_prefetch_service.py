@@ -13,9 +13,7 @@ answered as the scheduler does it, and fitted to nothing: sizes do not come out,
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,6 +34,7 @@ from headway.research.packing_prefetch_capacity import (
     sarathi,
 )
 from headway.research.verdicts import at_least, band, both, judge, order
+from headway.sim.runner import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.arrivals import arrivals
 from headway.sim.workload.lengths import LogNormalLengths
@@ -73,8 +72,14 @@ class CapacityTask:
     match: float | None = None
 
 
-def solve(task: CapacityTask, count: int, seed: int) -> CapacityResult | float | None:
-    """The task's answer for one seed."""
+Capacity = CapacityResult | float | None
+RESULTS: SimulationCache[tuple[CapacityTask, int, int], Capacity] = SimulationCache()
+"""Answers by (task, number of requests, seed)."""
+
+
+def solve(point: tuple[CapacityTask, int, int]) -> Capacity:
+    """Search the capacity that a task asks for, with so many requests drawn from a seed."""
+    task, count, seed = point
     at = setting(task.mode, task.model)
     limit_s = {"slo": slo_s(task.mode, task.model), "tight": TIGHT_S, "none": None}[task.limit]
     limits = ServiceLimits(tbt_s=limit_s)
@@ -90,30 +95,21 @@ def solve(task: CapacityTask, count: int, seed: int) -> CapacityResult | float |
     return capacity(instance(at, task.schedule, config, kv_tokens), draw, limits)
 
 
-class CapacityRuns:
+class CapacityStudy:
     """Answers, each computed once, over processes and seeds."""
 
     def __init__(self, options: RunOptions) -> None:
         self.count = QUICK_REQUESTS if options.quick else REQUESTS
         self.seeds = options.seeds or (0,)
         self.jobs = options.jobs
-        self._known: dict[tuple[CapacityTask, int], CapacityResult | float | None] = {}
 
     def need(self, tasks: Sequence[CapacityTask]) -> None:
         """Compute what is not known yet."""
-        wanted = [(t, s) for t in dict.fromkeys(tasks) for s in self.seeds if (t, s) not in self._known]
-        arguments = ([t for t, _ in wanted], [self.count] * len(wanted), [s for _, s in wanted])
-        if self.jobs <= 1 or len(wanted) <= 1:
-            found = list(map(solve, *arguments))
-        else:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(self.jobs, len(wanted)), mp_context=context) as pool:
-                found = list(pool.map(solve, *arguments))
-        self._known.update(zip(wanted, found, strict=True))
+        RESULTS.ensure(((task, self.count, seed) for task in tasks for seed in self.seeds), solve, self.jobs)
 
     def answers(self, task: CapacityTask) -> list[Any]:
         self.need([task])
-        return [self._known[task, seed] for seed in self.seeds]
+        return [RESULTS[task, self.count, seed] for seed in self.seeds]
 
     def qps(self, task: CapacityTask) -> float:
         """The mean over seeds."""
@@ -129,7 +125,7 @@ class CapacityRuns:
 
 def case3(options: RunOptions) -> ExperimentReport:
     """Fig. 7."""
-    runs = CapacityRuns(options)
+    runs = CapacityStudy(options)
     modes: tuple[Mode, Mode] = ("paper", "default")
     runs.need([CapacityTask(m, n, d, s) for m in modes for n in MODELS for d in SETS for s in ("packing", "prefetch")])
     best = {m: runs.qps(CapacityTask(m, "llama-3.1-8b", "arxiv", "prefetch")) for m in modes}
@@ -204,7 +200,7 @@ def case3(options: RunOptions) -> ExperimentReport:
 
 def case4(options: RunOptions) -> ExperimentReport:
     """Fig. 8."""
-    runs = CapacityRuns(options)
+    runs = CapacityStudy(options)
     modes: tuple[Mode, Mode] = ("paper", "default")
     runs.need([
         CapacityTask(m, MODELS[0], "arxiv", s, chunk, limit)
@@ -253,7 +249,7 @@ def case4(options: RunOptions) -> ExperimentReport:
     return _report(runs, rows, panels)
 
 
-def _report(runs: CapacityRuns, rows: Sequence[Any], panels: Sequence[PlotPanel]) -> ExperimentReport:
+def _report(runs: CapacityStudy, rows: Sequence[Any], panels: Sequence[PlotPanel]) -> ExperimentReport:
     source: dict[str, Any] = {
         "latency": "the accelerator's timeline as the scheduler's latency model",
         "scenario": f"{runs.count:,} requests, Poisson, Sarathi's policy; P99 of gaps in the limit, of delays in 1 s",

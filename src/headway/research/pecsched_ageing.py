@@ -9,7 +9,7 @@ does not age, and is shown at the highest load.
 from __future__ import annotations
 
 from headway.research.base import ExperimentReport, PlotPanel, RunOptions
-from headway.research.pecsched_setting import SWEEP, PecSchedRuns
+from headway.research.pecsched_setting import SWEEP, PecSchedStudy
 from headway.research.verdicts import judge, order
 
 SHARES = {
@@ -21,7 +21,7 @@ TOP = 1.0
 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = PecSchedRuns(options)
+    runs = PecSchedStudy(options)
     loads = (0.5, TOP) if options.quick else tuple(SWEEP)
     regimes = [SWEEP[load] for load in loads]
     runs.need([("PecSched", "default")], regimes)

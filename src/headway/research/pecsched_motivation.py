@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.research.base import ExperimentReport, RunOptions
-from headway.research.pecsched_setting import PecSchedRuns, Regime
+from headway.research.pecsched_setting import PecSchedStudy, Regime
 from headway.research.verdicts import ascending, at_least, band, both, judge, order
 from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
@@ -64,7 +64,7 @@ def _beside(
     options: RunOptions, system: str, peer: str, words: str, paper: tuple[dict[str, float], dict[str, float]], why: str
 ) -> ExperimentReport:
     """Queueing and throughput of short requests under a system, over those under its peer."""
-    runs = PecSchedRuns(options)
+    runs = PecSchedStudy(options)
     runs.need([(system, "default"), (peer, "default")], REGIMES)
     rows = []
     for regime in REGIMES:
@@ -88,7 +88,7 @@ def _beside(
 
 def table1(options: RunOptions) -> ExperimentReport:
     """How much of the cluster is idle under FIFO and under reservation."""
-    runs = PecSchedRuns(options)
+    runs = PecSchedStudy(options)
     runs.need([("FIFO", "default"), ("Reservation", "default")], REGIMES)
     rows = []
     for regime in REGIMES:
@@ -112,7 +112,7 @@ def table1(options: RunOptions) -> ExperimentReport:
 
 def table3(options: RunOptions) -> ExperimentReport:
     """How often long prefills are preempted where sequence parallelism is plain ring attention (/FSP)."""
-    runs = PecSchedRuns(options)
+    runs = PecSchedStudy(options)
     runs.need([("/FSP", "default")], REGIMES)
     rows = [
         judge(
@@ -127,14 +127,14 @@ def table3(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def _each(runs: PecSchedRuns, regime: Regime) -> dict[str, float]:
+def _each(runs: PecSchedStudy, regime: Regime) -> dict[str, float]:
     pauses, longs = (runs.values("/FSP", "default", regime, metric) for metric in ("pauses", "longs"))
     return {name: pauses[name] / longs[name] for name in pauses if longs.get(name)}
 
 
 def table2(options: RunOptions) -> ExperimentReport:
     """Long requests that never run under priority."""
-    runs = PecSchedRuns(options)
+    runs = PecSchedStudy(options)
     runs.need([("Priority", "default"), ("PecSched", "default"), ("PecSched", "paper")], REGIMES)
     rows = [
         judge(

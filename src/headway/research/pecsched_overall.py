@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.pecsched_setting import ABLATIONS, CUTS, PEERS, PecSchedRuns, Regime
+from headway.research.pecsched_setting import ABLATIONS, CUTS, PEERS, PecSchedStudy, Regime
 from headway.research.verdicts import VerdictRule, both, judge, order
 
 REGIMES: tuple[Regime, ...] = ("unsaturated", "busy", "trace")
@@ -23,7 +23,7 @@ def _all(words: str, low: float = 0.0, high: float = float("inf")) -> VerdictRul
     return order(words, lambda found: bool(found) and low <= min(found.values()) and max(found.values()) <= high)
 
 
-def _against(runs: PecSchedRuns, peer: str, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
+def _against(runs: PecSchedStudy, peer: str, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
     return runs.ratios("PecSched", peer, mode, regime, metric)
 
 
@@ -31,9 +31,9 @@ def _default(found: dict[str, float]) -> dict[Mode, dict[str, float] | None]:
     return {"paper": None, "default": found}
 
 
-def _prepared(options: RunOptions, systems: tuple[str, ...]) -> PecSchedRuns:
+def _prepared(options: RunOptions, systems: tuple[str, ...]) -> PecSchedStudy:
     """Parts are taken from the default mode only."""
-    runs = PecSchedRuns(options)
+    runs = PecSchedStudy(options)
     modes: dict[str, tuple[Mode, ...]] = dict.fromkeys(ABLATIONS, ("default",))
     runs.need([(system, mode) for system in systems for mode in modes.get(system, MODES)], REGIMES)
     return runs
@@ -107,7 +107,7 @@ def _left_out(names: Sequence[str], found: Mapping[str, float]) -> str:
     return f"Nothing about {missing}: no long request came in the first half of the window." if missing else ""
 
 
-def _without(runs: PecSchedRuns, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
+def _without(runs: PecSchedStudy, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
     """Without each part over PecSched, averaged over models."""
     found = {}
     for part in ABLATIONS:
@@ -186,7 +186,7 @@ def fig14(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def _part(runs: PecSchedRuns, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
+def _part(runs: PecSchedStudy, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
     return runs.ratios(part, "PecSched", mode, regime, "long_jct_s")
 
 
@@ -216,11 +216,11 @@ def table6(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(REGIMES), rows=tuple(rows))
 
 
-def _suspended(runs: PecSchedRuns, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
+def _suspended(runs: PecSchedStudy, part: str, regime: Regime, mode: Mode) -> dict[str, float]:
     return runs.ratios(part, "PecSched", mode, regime, "pauses")
 
 
-def _panels(runs: PecSchedRuns, systems: tuple[str, ...]) -> tuple[PlotPanel, ...]:
+def _panels(runs: PecSchedStudy, systems: tuple[str, ...]) -> tuple[PlotPanel, ...]:
     return tuple(
         PlotPanel(
             title=f"Queueing of short requests, {name}, {regime}",
@@ -234,6 +234,6 @@ def _panels(runs: PecSchedRuns, systems: tuple[str, ...]) -> tuple[PlotPanel, ..
     )
 
 
-def _delay_s(runs: PecSchedRuns, name: str, system: str, regime: Regime, cut: int) -> float:
+def _delay_s(runs: PecSchedStudy, name: str, system: str, regime: Regime, cut: int) -> float:
     """At least 0.1 ms, for a logarithmic axis."""
     return max(1e-4, runs.value(name, system, "default", regime, "delay_s", f"p{cut}") or 0.0)

@@ -24,10 +24,8 @@ that have not ended are unfinished. Starved: never begun, of those that came in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import get_context
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +36,7 @@ from headway.perf.latency.groups import GroupShape
 from headway.research.base import Mode, RunOptions
 from headway.sim.cluster.build import cluster_of, run_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.runner import SimulationCache
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.arrivals import ConstantArrivals
@@ -223,11 +222,10 @@ def run_point(point: PecSchedPoint) -> PecSchedResult:
     return measure(run_cluster(parse_scenario(data), point.seed))
 
 
-_KNOWN: dict[PecSchedPoint, PecSchedResult] = {}
-"""What this process has simulated: `reproduce all` shares points between figures."""
+RESULTS: SimulationCache[PecSchedPoint, PecSchedResult] = SimulationCache()
 
 
-class PecSchedRuns:
+class PecSchedStudy:
     """All points of a figure."""
 
     def __init__(self, options: RunOptions, names: Sequence[str] = tuple(MODELS)) -> None:
@@ -247,31 +245,23 @@ class PecSchedRuns:
     def need(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
         """Simulate what is not there yet, in `jobs` processes."""
         kinds, loads = list(systems), list(regimes)
-        points = [
+        points = (
             self._point(name, system, mode, regime, seed)
             for name in self.names
             for system, mode in kinds
             for regime in loads
             for seed in self.seeds
-        ]
-        points = [point for point in dict.fromkeys(points) if point not in _KNOWN]
-        jobs = min(self._options.jobs, len(points))
-        if jobs <= 1:
-            for i, point in enumerate(points):
-                _KNOWN[point] = run_point(point)
-                self._options.done(i + 1, len(points))
-            return
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            _KNOWN.update(zip(points, pool.map(run_point, points), strict=True))
+        )
+        RESULTS.ensure(points, run_point, self._options.jobs, self._options.done)
 
     def value(self, name: str, system: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99") -> float | None:
         """Mean over seeds; None where no seed has it. delay_s: of a percentile."""
         found = []
         for seed in self.seeds:
             point = self._point(name, system, mode, regime, seed)
-            if point not in _KNOWN:
+            if point not in RESULTS:
                 raise ConfigError(f"{system} in {regime} was not simulated")
-            value = getattr(_KNOWN[point], metric)
+            value = getattr(RESULTS[point], metric)
             value = value[cut] if isinstance(value, dict) else value
             if value is not None:
                 found.append(float(value))

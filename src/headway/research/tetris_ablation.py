@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from headway.research.base import ExperimentReport, PlotPanel, RunOptions
-from headway.research.tetris_setting import TetrisRuns
+from headway.research.tetris_setting import TetrisStudy
 from headway.research.verdicts import at_least, at_most, judge_same, order
 
 FIXED = (0.1, 0.3, 0.5, 0.7)
@@ -24,7 +24,7 @@ def fig12(options: RunOptions) -> ExperimentReport:
 
 
 def _rates(options: RunOptions, cluster: str) -> ExperimentReport:
-    runs = TetrisRuns(options, cluster)
+    runs = TetrisStudy(options, cluster)
     fixed = [f"Tetris, rate {rate}" for rate in FIXED]
     runs.need(["Tetris", *fixed])
     rows, panels = [], []
@@ -70,7 +70,7 @@ def fig13(options: RunOptions) -> ExperimentReport:
     rows, panels = [], []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
-        runs = TetrisRuns(options, cluster)
+        runs = TetrisStudy(options, cluster)
         runs.need(["Tetris", "Tetris, single chunk"])
         source = source or runs.source()
         p50, p99 = ("2.33-4.17×", "2.64-3.58×") if cluster == "8b" else ("2.71-4.77×", "2.43-3.23×")
@@ -109,7 +109,7 @@ def fig13(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 
-def _limit(runs: TetrisRuns, workload: str) -> float:
+def _limit(runs: TetrisStudy, workload: str) -> float:
     return 25 * runs.light(workload, "p50")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
-from headway.research.tetris_setting import TetrisRuns
+from headway.research.tetris_setting import TetrisStudy
 from headway.research.verdicts import band, judge_same, order
 from headway.sim.build import run_scenario
 from headway.sim.metrics import definitions
@@ -41,7 +41,7 @@ def fig8(options: RunOptions) -> ExperimentReport:
     panels: list[PlotPanel] = []
     sources = {}
     for cluster in ("8b", "70b"):
-        runs, names = TetrisRuns(options, cluster), systems(cluster)
+        runs, names = TetrisStudy(options, cluster), systems(cluster)
         runs.need(names)
         sources[cluster] = runs.source()
         for workload in runs.workloads:
@@ -52,7 +52,7 @@ def fig8(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 
-def _capacity(runs: TetrisRuns, names: list[str], cluster: str, workload: str, times: float) -> list[ClaimRow]:
+def _capacity(runs: TetrisStudy, names: list[str], cluster: str, workload: str, times: float) -> list[ClaimRow]:
     at = {name: runs.crossing(name, workload, times) for name in names}
     found = {name: rps for name, rps in at.items() if rps is not None}
     what = f"{cluster.upper()}, {workload}"
@@ -82,7 +82,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
     rows: list[ClaimRow] = []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
-        runs, names = TetrisRuns(options, cluster), systems(cluster)
+        runs, names = TetrisStudy(options, cluster), systems(cluster)
         runs.need(names)
         source = source or runs.source()
         p50, p99 = ("1.64-2.78×", "1.52-3.13×") if cluster == "8b" else ("2.86-4.17×", "2.27-4.35×")
@@ -111,7 +111,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
     rows: list[ClaimRow] = []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
-        runs, names = TetrisRuns(options, cluster), systems(cluster)
+        runs, names = TetrisStudy(options, cluster), systems(cluster)
         runs.need(names)
         source = source or runs.source()
         claim = "1.24-3.38×" if cluster == "8b" else "1.15-1.81×"
@@ -126,7 +126,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
 
 def noise(options: RunOptions) -> ExperimentReport:
     """30% execution noise: what anchoring the time line at every completion is worth, and a profiler that knows it."""
-    runs, rows = TetrisRuns(options, "8b"), []
+    runs, rows = TetrisStudy(options, "8b"), []
     loads = {workload: NOISY_LOADS[workload] for workload in runs.workloads}
     knowing = "Tetris, rates under noise"
     names = ["Fixed-SP8", "Tetris", "Tetris, open loop", knowing]
@@ -155,7 +155,7 @@ def noise(options: RunOptions) -> ExperimentReport:
 
 def loongserve(options: RunOptions) -> ExperimentReport:
     """LoongServe three ways beside fixed sizes and Tetris; and the one whose instances decode too."""
-    runs, rows = TetrisRuns(options, "8b", VARIANT_REQUESTS, every=2), []
+    runs, rows = TetrisStudy(options, "8b", VARIANT_REQUESTS, every=2), []
     runs.seeds = runs.seeds[:1]
     runs.need(VARIANTS)
     for workload in runs.workloads:
@@ -200,7 +200,7 @@ def unified(which: str, requests: int = 300) -> dict[str, Any]:
 def _unified(options: RunOptions) -> list[ClaimRow]:
     found: dict[str, tuple[float, float]] = {}
     for which in ("pool", "apart"):
-        records = run_scenario(parse_scenario(unified(which, 30 if options.quick else 300)), 0).records
+        records = run_scenario(parse_scenario(unified(which, 30 if options.quick else 300)), 0).sim.records
         records = records[len(records) // 10 :]
         ttft = percentiles(definitions.ttft_s(record) for record in records)["p50"]
         tpot = percentiles(definitions.tpot_s(record) for record in records)["p50"]
@@ -224,20 +224,20 @@ def _unified(options: RunOptions) -> list[ClaimRow]:
     ]
 
 
-def _critical(runs: TetrisRuns, workload: str) -> float:
+def _critical(runs: TetrisStudy, workload: str) -> float:
     """The highest load of the grid at which Fixed-SP8 stays within 5× of light load."""
     limit = 5 * runs.light(workload, "p50")
     within = [rps for rps in runs.loads(workload) if runs.value("Fixed-SP8", workload, rps, "p50") <= limit]
     return max(within, default=runs.loads(workload)[0])
 
 
-def _throughput(runs: TetrisRuns, system: str, workload: str) -> float | None:
+def _throughput(runs: TetrisStudy, system: str, workload: str) -> float | None:
     limit = 5 * runs.light(workload, "p50")
     within = [rps for rps in runs.loads(workload) if runs.value(system, workload, rps, "p50") <= limit]
     return runs.value(system, workload, max(within), "tokens_per_s") if within else None
 
 
-def _panel(runs: TetrisRuns, names: list[str], cluster: str, workload: str) -> PlotPanel:
+def _panel(runs: TetrisStudy, names: list[str], cluster: str, workload: str) -> PlotPanel:
     loads = runs.loads(workload)
     knees = {name: runs.crossing(name, workload, 5.0) for name in names}
     lines = {name: [(rps, runs.value(name, workload, rps, "p50")) for rps in loads] for name in names}

@@ -61,6 +61,6 @@ def scenario_ttft_s(data: Mapping[str, Any], load_rps: float, rate: float, count
     for field, value in (("qps", load_rps), ("arrivals", "poisson"), ("requests", count), ("max_output", 1)):
         changed = with_field(changed, f"workload.{field}", value)
     changed = with_field(changed, "run", {"seeds": [seed]})
-    records = run_scenario(parse_scenario(changed), seed).records
+    records = run_scenario(parse_scenario(changed), seed).sim.records
     found = [wait for record in records[count // 10 :] if (wait := ttft_s(record)) is not None]
     return sum(found) / len(found)

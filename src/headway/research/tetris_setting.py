@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import pairwise
-from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -39,6 +37,7 @@ from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.noise import NoiseSpec
+from headway.sim.runner import SimulationCache
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.arrivals import PoissonArrivals
@@ -164,24 +163,17 @@ def run_point(point: TetrisPoint) -> TetrisResult:
     )
 
 
-_KNOWN: dict[TetrisPoint, TetrisResult] = {}
-"""What this process has simulated: figures share points."""
+RESULTS: SimulationCache[TetrisPoint, TetrisResult] = SimulationCache()
 
 
 def measured(points: Iterable[TetrisPoint], jobs: int) -> dict[TetrisPoint, TetrisResult]:
-    """All of these, in `jobs` processes."""
+    """Return the result of each distinct point, simulated in `jobs` processes where it is not there yet."""
     wanted = list(dict.fromkeys(points))
-    missing = [point for point in wanted if point not in _KNOWN]
-    if min(jobs, len(missing)) <= 1:
-        _KNOWN.update((point, run_point(point)) for point in missing)
-    else:
-        with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn")) as pool:
-            chunk = max(1, len(missing) // (8 * jobs))
-            _KNOWN.update(zip(missing, pool.map(run_point, missing, chunksize=chunk), strict=True))
-    return {point: _KNOWN[point] for point in wanted}
+    RESULTS.ensure(wanted, run_point, jobs)
+    return {point: RESULTS[point] for point in wanted}
 
 
-class TetrisRuns:
+class TetrisStudy:
     """Points of the setting, medians over seeds."""
 
     def __init__(self, options: RunOptions, cluster: str, requests: int = REQUESTS, every: int = 1) -> None:

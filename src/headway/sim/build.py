@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.shard_exchange import ShardExchangeCost, between_groups
 from headway.perf.latency.tables import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.event_loop import Told, simulate
+from headway.sim.event_loop import OnProgress, simulate
 from headway.sim.memory import plan_memory
 from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
@@ -32,23 +33,46 @@ from headway.sim.scenario import LatencySection, ModelSection, Scenario
 from headway.sim.spec import InstanceSpec, RunSpec, UtilisationBase
 from headway.sim.workload import TraceRequest
 
+if TYPE_CHECKING:
+    from headway.sim.cluster.result import ClusterResult
+
+
+class RunDetail(NamedTuple):
+    """What a run keeps beside its figures, for traces and pictures."""
+
+    iterations: bool = False
+    """One row an iteration (not of clusters)."""
+    bars: bool = False
+    """Bars of a cluster's instances over time."""
+
+
+@dataclass(frozen=True)
+class ScenarioRun:
+    """One simulated seed of a scenario."""
+
+    sim: SimResult
+    cluster: ClusterResult | None = None
+    """The cluster's part of it, where the scenario has a placement."""
+
 
 def run_scenario(
     scenario: Scenario,
     seed: int,
     *,
-    keep_iterations: bool = False,
-    told: Told | None = None,
+    detail: RunDetail = RunDetail(),  # noqa: B008 - immutable
+    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
-) -> SimResult:
-    """One seed of a scenario."""
+) -> ScenarioRun:
+    """Simulate one seed of a scenario."""
     if scenario.cluster.placement is not None:
         from headway.sim.cluster.build import run_cluster
 
-        return run_cluster(scenario, seed, told=told, stopwatch=stopwatch).sim
+        cluster = run_cluster(scenario, seed, keep_bars=detail.bars, on_progress=on_progress, stopwatch=stopwatch)
+        return ScenarioRun(cluster.sim, cluster)
     requests = requests_of(scenario.workload, scenario.run.window_s, seed)
-    run = run_of(scenario, seed, keep_iterations)
-    return simulate(instance_of(scenario, requests), requests, run, told=told, stopwatch=stopwatch)
+    run = run_of(scenario, seed, detail.iterations)
+    spec = instance_of(scenario, requests)
+    return ScenarioRun(simulate(spec, requests, run, on_progress=on_progress, stopwatch=stopwatch))
 
 
 def config_of(scenario: Scenario) -> SchedulerConfig:

@@ -25,7 +25,7 @@ from headway.sim.workload import TraceRequest
 COMPLETE, STAGE_FREE, LEAVE, ARRIVE = range(4)
 NEVER = float("inf")
 
-Told = Callable[[float, int], None]
+OnProgress = Callable[[float, int], None]
 """Told now and then how far a run is: (virtual seconds, requests ended)."""
 
 
@@ -34,7 +34,7 @@ def simulate(
     workload: Iterable[TraceRequest],
     run: RunSpec = RunSpec(),  # noqa: B008 - frozen
     *,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
 ) -> SimResult:
     """Run a workload to its end, or to the end of the window. Deterministic.
@@ -42,7 +42,7 @@ def simulate(
     `stopwatch` (such as time.perf_counter) is read around every decision, for `ReplicaUse.scheduling_s`; it changes
     nothing else.
     """
-    return _EventLoop(instance, sorted(workload, key=lambda r: r.arrival_s), run, told, stopwatch).run()
+    return _EventLoop(instance, sorted(workload, key=lambda r: r.arrival_s), run, on_progress, stopwatch).run()
 
 
 class _EventLoop:
@@ -53,10 +53,10 @@ class _EventLoop:
         instance: InstanceSpec,
         workload: Sequence[TraceRequest],
         spec: RunSpec,
-        told: Told | None,
+        on_progress: OnProgress | None,
         stopwatch: Callable[[], float] | None,
     ) -> None:
-        self.instance, self.spec, self.told = instance, spec, told
+        self.instance, self.spec, self.on_progress = instance, spec, on_progress
         self.rows: list[IterationRecord] | None = [] if spec.keep_iterations else None
         self.replicas = [
             SimulatedEngine(
@@ -104,8 +104,8 @@ class _EventLoop:
             touched.clear()
             self.last_s = now
             beats += 1
-            if self.told is not None and not beats & 0x3FF:
-                self.told(now, sum(track.ended_s is not None for track in self.tracks))
+            if self.on_progress is not None and not beats & 0x3FF:
+                self.on_progress(now, sum(track.ended_s is not None for track in self.tracks))
         return self._result()
 
     # -- what comes from outside ------------------------------------------------------------------------------------

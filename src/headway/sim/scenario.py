@@ -283,6 +283,7 @@ def _policy_section() -> type[ScenarioSection]:
 
 
 PolicySection: Any = _policy_section()
+PolicySection.__module__ = __name__  # where pickle finds it, so that scenarios can be sent to other processes
 
 
 class Scenario(ScenarioSection):
@@ -318,7 +319,7 @@ def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
 
 
 def _fault(item: dict[str, Any], root: type[ScenarioSection]) -> str:
-    path = [str(part) for part in item["loc"] if str(part) not in ("Shape", "str")]
+    path = [str(part) for part in item["loc"] if str(part) not in (ModelSection.__name__, "str")]
     name = ".".join(path) or "the file"
     if item["type"] == "extra_forbidden":
         return f"{name} is not a field; allowed here: {', '.join(_allowed(path[:-1], root))}"

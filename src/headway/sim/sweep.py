@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import copy
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
+from headway.sim.build import RunDetail, ScenarioRun, run_scenario
 from headway.sim.memory import InfeasibleError
 from headway.sim.result_json import point_json, run_json
-from headway.sim.scenario import parse_scenario
+from headway.sim.runner import run_in_processes
+from headway.sim.scenario import Scenario, parse_scenario
 
 Values = tuple[str, list[Any]]
 Stopwatch = Callable[[], float] | None
-Task = tuple[int, dict[str, Any], int, Stopwatch]
+RunOutcome = dict[str, Any] | str
+"""A run's JSON, or why it cannot be."""
+
+
+class Task(NamedTuple):
+    """One seed of one point."""
+
+    scenario: Scenario
+    seed: int
+    stopwatch: Stopwatch
 
 
 def parse_sweep(text: str) -> Values:
@@ -68,49 +78,79 @@ def points_of(data: Mapping[str, Any], sweeps: Sequence[Values]) -> Iterator[tup
         yield at, changed
 
 
-def run_points(
-    data: Mapping[str, Any],
-    sweeps: Sequence[Values],
-    jobs: int,
-    done: Callable[[], None] = lambda: None,
-    *,
-    stopwatch: Stopwatch = None,
-) -> list[dict[str, Any]]:
-    """One JSON point for each combination, in order. Every point is validated before the first one runs."""
-    points = list(points_of(data, sweeps))
-    seeds = [parse_scenario(changed, f"scenario at {at}" if at else "scenario").run.seeds for at, changed in points]
-    tasks = [(i, changed, seed, stopwatch) for i, (_, changed) in enumerate(points) for seed in seeds[i]]
-    outcomes: list[list[dict[str, Any] | str]] = [[] for _ in points]
-    for (i, *_), outcome in zip(tasks, _outcomes(tasks, jobs), strict=True):
-        outcomes[i].append(outcome)
-        done()
+@dataclass(frozen=True)
+class SweepPoint:
+    """One combination of the swept values, validated."""
+
+    at: Mapping[str, Any]
+    """The swept fields and their values; empty without a sweep."""
+    scenario: Scenario
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep leaves."""
+
+    points: list[dict[str, Any]]
+    """The JSON of each point, in order (`result_json.point_json`)."""
+    first: ScenarioRun | None = None
+    """The first point's first seed, where it was asked for and is feasible."""
+
+
+def parse_points(data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario") -> list[SweepPoint]:
+    """Parse a scenario once for every combination of the swept values. ConfigError before any simulation runs."""
     return [
-        point_json(
-            at,
-            [outcome for outcome in outcomes[i] if not isinstance(outcome, str)],
-            next((outcome for outcome in outcomes[i] if isinstance(outcome, str)), None),
-        )
-        for i, (at, _) in enumerate(points)
+        SweepPoint(at, parse_scenario(changed, f"{name} at {at}" if at else name))
+        for at, changed in points_of(data, sweeps)
     ]
 
 
-def _outcomes(tasks: Sequence[Task], jobs: int) -> Iterator[dict[str, Any] | str]:
-    if jobs <= 1 or len(tasks) == 1:
-        yield from (_one(*task) for task in tasks)
-        return
-    # spawn: a child that inherits nothing gives the same bytes whatever its parent had imported or opened
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        futures: list[Future[dict[str, Any] | str]] = [pool.submit(_one, *task) for task in tasks]
-        for future in futures:
-            yield future.result()
+def run_points(
+    points: Sequence[SweepPoint],
+    jobs: int,
+    on_run: Callable[[], None] = lambda: None,
+    *,
+    first: RunDetail | None = None,
+    stopwatch: Stopwatch = None,
+) -> SweepResult:
+    """Simulate every seed of every point, each once, in `jobs` processes.
+
+    first: what to keep of the first point's first seed, which is then simulated in this process. on_run: called after
+    each simulation.
+    """
+    tasks = [Task(point.scenario, seed, stopwatch) for point in points for seed in point.scenario.run.seeds]
+    kept: ScenarioRun | str | None = None
+    outcomes: list[RunOutcome] = []
+    if first is not None:
+        kept = _simulate(tasks[0], first)
+        outcomes.append(_outcome(kept, tasks[0].seed))
+        on_run()
+    for outcome in run_in_processes(_run_task, tasks[len(outcomes) :], jobs):
+        outcomes.append(outcome)
+        on_run()
+    following = iter(outcomes)
+    return SweepResult(
+        points=[_point(point.at, [next(following) for _ in point.scenario.run.seeds]) for point in points],
+        first=None if isinstance(kept, str) else kept,
+    )
 
 
-def _one(point: int, data: dict[str, Any], seed: int, stopwatch: Stopwatch) -> dict[str, Any] | str:
-    """A run's JSON, or why it cannot be."""
-    from headway.sim.build import run_scenario
+def _point(at: Mapping[str, Any], outcomes: Sequence[RunOutcome]) -> dict[str, Any]:
+    runs = [outcome for outcome in outcomes if not isinstance(outcome, str)]
+    return point_json(at, runs, next((outcome for outcome in outcomes if isinstance(outcome, str)), None))
 
+
+def _simulate(task: Task, detail: RunDetail) -> ScenarioRun | str:
+    """Simulate one seed; the reason where memory does not allow the layout."""
     try:
-        return run_json(run_scenario(parse_scenario(data), seed, stopwatch=stopwatch), seed)
+        return run_scenario(task.scenario, task.seed, detail=detail, stopwatch=task.stopwatch)
     except InfeasibleError as error:
         return str(error)
+
+
+def _outcome(run: ScenarioRun | str, seed: int) -> RunOutcome:
+    return run if isinstance(run, str) else run_json(run.sim, seed)
+
+
+def _run_task(task: Task) -> RunOutcome:
+    return _outcome(_simulate(task, RunDetail()), task.seed)

@@ -25,7 +25,7 @@ from headway.sim.build import config_of, latency_of, named, run_of
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.event_loop import Told
+from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory
 from headway.sim.requests import requests_of
 from headway.sim.scenario import PoolSection, Scenario
@@ -38,7 +38,7 @@ def run_cluster(
     seed: int,
     *,
     keep_bars: bool = False,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
 ) -> ClusterResult:
     """One seed of a scenario with a placement."""
@@ -46,7 +46,13 @@ def run_cluster(
     spec = cluster_of(scenario, requests)
     placement = placement_of(scenario, spec)
     return simulate_cluster(
-        spec, placement, requests, run_of(scenario, seed), keep_bars=keep_bars, told=told, stopwatch=stopwatch
+        spec,
+        placement,
+        requests,
+        run_of(scenario, seed),
+        keep_bars=keep_bars,
+        on_progress=on_progress,
+        stopwatch=stopwatch,
     )
 
 

@@ -28,7 +28,7 @@ from headway.sim.cluster.request import SimRequest
 from headway.sim.cluster.result import BarKind, ClusterResult, GanttBar
 from headway.sim.cluster.spans import SimulatedSpan
 from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.event_loop import Told
+from headway.sim.event_loop import OnProgress
 from headway.sim.metrics import NO_TARGETS
 from headway.sim.result import ReplicaUse, SimResult
 from headway.sim.spec import RunSpec
@@ -45,7 +45,7 @@ def simulate_cluster(
     run: RunSpec = RunSpec(),  # noqa: B008 - frozen
     *,
     keep_bars: bool = False,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
     record: Sink | None = None,
 ) -> ClusterResult:
@@ -56,7 +56,7 @@ def simulate_cluster(
     world = ClusterWorld(
         spec, placement, sorted(workload, key=lambda r: r.arrival_s), run, keep_bars, stopwatch, record
     )
-    return world.run(told)
+    return world.run(on_progress)
 
 
 class ClusterWorld:
@@ -102,7 +102,7 @@ class ClusterWorld:
         self._serial += 1
         heapq.heappush(self._heap, (at_s, kind, self._serial, what))
 
-    def run(self, told: Told | None = None) -> ClusterResult:
+    def run(self, on_progress: OnProgress | None = None) -> ClusterResult:
         heap, following, count, beats, tell = self._heap, 0, len(self.arrivals), 0, self.machine.tell
         while True:
             arrival_s = self.arrivals[following].arrival_s if following < count else NEVER
@@ -121,8 +121,8 @@ class ClusterWorld:
                 arrival_s = self.arrivals[following].arrival_s if following < count else NEVER
             self._settle()
             beats += 1
-            if told is not None and not beats & 0x3FF:
-                told(now, sum(trip.ended_s is not None for trip in self.trips))
+            if on_progress is not None and not beats & 0x3FF:
+                on_progress(now, sum(trip.ended_s is not None for trip in self.trips))
         return self._result()
 
     def _happen(self, kind: int, what: Any) -> None:
