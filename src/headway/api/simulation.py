@@ -66,11 +66,12 @@ def simulate(
     `{"workload.qps": 2}`, as `--set` does on the command line. `keep_iterations` keeps every batch of a scenario
     without `cluster.placement`. Raises ConfigError on a faulty scenario, InfeasibleError when it does not fit.
     """
-    from headway.sim.build import run_scenario
+    from headway.sim.build import RunDetail, run_scenario
 
     parsed = load_scenario(scenario, fields)
     chosen = parsed.run.seeds[0] if seed is None else seed
-    return SimulationResult(parsed, chosen, run_scenario(parsed, chosen, keep_iterations=keep_iterations))
+    run = run_scenario(parsed, chosen, detail=RunDetail(iterations=keep_iterations))
+    return SimulationResult(parsed, chosen, run.sim)
 
 
 def load_scenario(
