@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import FatalError, IterationOutputs
 
 MODULE = "tests.helpers.odd_engine_process"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), before))))
 
 
 def last_words(folder: Path, model: str, **fields: object) -> FatalError:

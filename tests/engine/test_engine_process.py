@@ -25,13 +25,6 @@ from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-
 
 def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
     return ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import signal
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
 import pytest
 from tests.helpers.fake_executor import answer
@@ -21,13 +20,6 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.cumulative_counters import carried
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequest
-
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
 
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], model: str = "fake", **fields: float) -> None:

@@ -46,13 +46,7 @@ from headway.runtime.launcher.remote_engine import RemoteEngine
 from headway.runtime.launcher.secret import guard_client, peers_secret
 from headway.serving.load.server_process import free_port
 
-HERE = Path(__file__).parent
 HOST_OF = {0: 0, 1: 1, 2: 2, 3: 2}
-
-
-@pytest.fixture(autouse=True)
-def _modules_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
 
 
 class Cluster:
@@ -239,7 +233,7 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
     async def test() -> None:
         with hosts(patience_s=1.5) as cluster:
             agent = cluster.agent(1)
-            launch = host_launcher(1, HERE, cluster.meeting, peers_secret(TOKEN))
+            launch = host_launcher(1, Path(__file__).parent, cluster.meeting, peers_secret(TOKEN))
             instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
             life = asyncio.create_task(instance.look_after(Told()))
             await until(lambda: instance.state == "ready")

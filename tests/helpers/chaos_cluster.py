@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.helpers import chaos_router
 from tests.helpers.chaos_links import processes
 from tests.helpers.cluster_probe import instances, pid_of, rank_pids, until
 from tests.helpers.http_probe import model_of
@@ -63,7 +62,9 @@ class Cluster:
         self._control = control
         self.logs.append(log)
         arguments = [self.file, "--journal", str(self.folder / "journal"), "--event-log", str(log)]
-        self._running = ServerProcess(arguments, command=(sys.executable, chaos_router.__file__, str(control)))
+        self._running = ServerProcess(
+            arguments, command=(sys.executable, "-m", "tests.helpers.chaos_router", str(control))
+        )
         try:
             self._running.__enter__()
         except BaseException:

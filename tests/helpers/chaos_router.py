@@ -1,4 +1,6 @@
-"""`headway cluster` with links between its instances that can be hurt: `chaos_router.py CONTROL cluster.yaml ...`.
+"""`headway cluster` with links between its instances that can be hurt.
+
+usage: python -m tests.helpers.chaos_router CONTROL cluster.yaml ...
 
 At the socket CONTROL: one line of JSON a connection, `{"cut": [[pids], [pids]]}` or `{"slow": seconds}`, and one as
 answer.

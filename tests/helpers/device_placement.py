@@ -3,7 +3,7 @@
 Asked of torch's fake tensors, which have a device, refuse operations over two of them, and hold no numbers. The device
 is one that torch lets Python make up; where the product asks for "cuda" by name, it is told that this is it.
 
-usage: python device_placement.py FOLDER FOLDER
+usage: python -m tests.helpers.device_placement FOLDER FOLDER
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import gloo_links as gloo
 from headway.runtime.executor import worker as worker_module
 from headway.runtime.executor.gloo_links import GlooLinks
-from headway.runtime.executor.group_attention import GroupAttention, RemoteRows
-from headway.runtime.executor.group_attention import RemoteQuery as Asked
+from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.rank_layout import place_of
 from headway.runtime.executor.single_process import SingleProcessExecutor
@@ -103,7 +102,7 @@ def rows_that_others_attend(folder: str) -> None:
     segments = [BatchSegment(0, 1, 7, ((0, 8),)), BatchSegment(1, 1, 3, ((8, 8),)), BatchSegment(2, 5, 9, ((16, 16),))]
     visits = [RemoteRows(2, 3, [(40, 9), (60, 2)]), RemoteRows(2, 1, [(80, 4)])]
     with torch.inference_mode():
-        plan = backend.share(segments, pool, [Asked(1, (segments[0], segments[2]))], visits)
+        plan = backend.share(segments, pool, [RemoteQuery(1, (segments[0], segments[2]))], visits)
         for layer in range(pool.layers):
             q, k, v = (
                 torch.empty(7, heads, config.head_dim, device=DEVICE)

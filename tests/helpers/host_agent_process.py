@@ -1,6 +1,6 @@
 """A host of a cluster that runs fake engines, as a process: `headway cluster --node-rank R` without a checkpoint.
 
-usage: python -m host_agent PORT NODE MODEL FOLDER
+usage: python -m tests.helpers.host_agent_process PORT NODE MODEL FOLDER
 """
 
 from __future__ import annotations

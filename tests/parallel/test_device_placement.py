@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.child_processes import python_path
 
 
 def test_every_tensor_is_where_it_has_to_be(tmp_path: Path) -> None:
@@ -17,14 +18,12 @@ def test_every_tensor_is_where_it_has_to_be(tmp_path: Path) -> None:
 
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch cannot make up a device in Python")
-    here = Path(__file__).parent
     folders = [str(make_tiny(family, tmp_path / family, num_hidden_layers=2)) for family in ("llama", "qwen3")]
-    paths = os.pathsep.join((str(here), str(here.parent), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, str(here / "device_placement.py"), *folders],
+        [sys.executable, "-m", "tests.helpers.device_placement", *folders],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": python_path()},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr

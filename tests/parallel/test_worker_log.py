@@ -12,7 +12,7 @@ PROGRAM = """
 from headway.core.errors import ConfigError
 from headway.runtime.embedded import model_path
 from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_processes import ProcessWire
+from headway.runtime.executor.rank_processes import ProcessTransport
 
 if __name__ == "__main__":
     config = RankConfig(
@@ -20,7 +20,7 @@ if __name__ == "__main__":
         block_tokens=8, eos=(), tp=1, stages=2, kvp=1, host="256.1.1.1", log_format="json", instance=2,
     )
     try:
-        ProcessWire(config).start()
+        ProcessTransport(config).start()
     except ConfigError as error:
         print(error)
 """

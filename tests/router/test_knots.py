@@ -135,7 +135,7 @@ class Crossing:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.live_controller.EVERY_S", 0.03)
     monkeypatch.setattr("headway.runtime.cluster.deadlock._SURE_S", 0.25)
-    monkeypatch.setattr("routers.make_placement", lambda *given: Crossing())
+    monkeypatch.setattr("tests.helpers.cluster_clients.make_placement", lambda *given: Crossing())
 
 
 @pytest.mark.parametrize("count", [2, 6])

@@ -122,7 +122,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
         machines[-1].note("renew")
         return renew(policies)
 
-    monkeypatch.setattr("headway.runtime.cluster.live_controller.Machine", recorded)
+    monkeypatch.setattr("headway.runtime.cluster.live_controller.ClusterController", recorded)
     monkeypatch.setattr(PlacementChain, "renew", renewed)
     found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.kv_transfer.connector import SaveKv
@@ -29,15 +30,15 @@ SENDS = """
 import sys, threading, numpy as np
 from pathlib import Path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End
-from headway.runtime.kv_transfer.connector import Save
-from headway.runtime.kv_transfer.peers import Peer
+from headway.runtime.kv_transfer.connector import SaveKv
+from headway.runtime.kv_transfer.peers import PeerAddress
 folder = Path(sys.argv[1])
 end = End(1, folder, connector="nixl")
 end.cache = np.full((LAYERS, 2, 2, SLOTS, 8192), 7, dtype=np.uint8)
-end.peers.meet([Peer(n, 0, f"unix:{folder}/{n}") for n in (0, 1)])
+end.peers.meet([PeerAddress(n, 0, f"unix:{folder}/{n}") for n in (0, 1)])
 positions = np.arange(SLOTS)
-end.save(Save("a", 1, 0), end.part(positions, positions))
-end.connector.save_kv_layer(Save("b", 2, 0), 0, end.part(positions, positions))
+end.save(SaveKv("a", 1, 0), end.part(positions, positions))
+end.connector.save_kv_layer(SaveKv("b", 2, 0), 0, end.part(positions, positions))
 print("up", flush=True)
 threading.Event().wait()
 """
@@ -100,14 +101,13 @@ def test_slots_may_change_and_what_was_forgotten_is_not_written(make: Make) -> N
 def test_a_sender_that_is_killed_is_told_and_another_life_is_read(tmp_path: Path) -> None:
     end = End(0, tmp_path, connector="nixl")
     end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     for life in range(2):
         for name in "ab":
             end.open(name, SLOTS, ((0, SLOTS),))
         (tmp_path / "1").unlink(missing_ok=True)
         child = subprocess.Popen(
             [sys.executable, "-c", SENDS, str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=subprocess.DEVNULL,
         )
         try:

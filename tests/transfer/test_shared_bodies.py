@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.kv_transfer import connection
@@ -32,11 +33,11 @@ HANGS = """
 import sys, threading
 from pathlib import Path
 from tests.helpers.kv_ends import End
-from headway.runtime.kv_transfer.peers import Peer
+from headway.runtime.kv_transfer.peers import PeerAddress
 number, folder = int(sys.argv[1]), Path(sys.argv[2])
 end = End(number, folder)
 end.peers.handle(lambda *_: print("got", flush=True) or threading.Event().wait())
-end.peers.meet([Peer(n, 0, f"unix:{folder}/{n}") for n in (0, 1)])
+end.peers.meet([PeerAddress(n, 0, f"unix:{folder}/{n}") for n in (0, 1)])
 print("up", flush=True)
 threading.Event().wait()
 """
@@ -298,10 +299,9 @@ class Child:
     """Another process with an end, which hangs in what comes. Killed with the test."""
 
     def __init__(self, number: int, folder: Path) -> None:
-        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
         self.process = subprocess.Popen(
             [sys.executable, "-c", HANGS, str(number), str(folder)],
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=subprocess.PIPE,
             text=True,
         )
