@@ -1,6 +1,6 @@
 """What the embedded model's circuit is made of: the residual stream's fields, its tokens and its scales.
 
-``embedded_circuit.py`` builds the blocks out of these; ``src/headway/embedded/README.md`` explains the whole.
+``embedded_circuit.py`` builds the blocks out of these; ``src/headway/runtime/embedded/README.md`` explains the whole.
 """
 
 from __future__ import annotations

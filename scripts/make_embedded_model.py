@@ -1,6 +1,6 @@
 """Write Headway's embedded model: a Llama checkpoint whose weights are constructed, not trained.
 
-Run it to rebuild ``src/headway/embedded`` (or ``--out DIR``); the same bytes come out every time. The BPE merges are
+Run it to rebuild ``src/headway/runtime/embedded`` (or ``--out DIR``); the same bytes come out every time. The BPE merges are
 read from the committed ``tokenizer.json``; ``--train-tokenizer`` learns them anew from the standard library's sources.
 The weights themselves are in ``embedded_circuit.py`` and ``embedded_layout.py``.
 """
@@ -19,7 +19,7 @@ import embedded_layout as layout
 import numpy as np
 import numpy.typing as npt
 
-EMBEDDED = Path(__file__).resolve().parents[1] / "src" / "headway" / "embedded"
+EMBEDDED = Path(__file__).resolve().parents[1] / "src" / "headway" / "runtime" / "embedded"
 CONTEXT = 1 << 20
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
