@@ -215,12 +215,12 @@ def test_requests_of_another_model_are_not_mistaken_for_this_ones(tmp_path: Path
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from headway.serving.journal import Journal
-from headway.runtime.engine.protocol import Delta
-journal = Journal(Path(sys.argv[1]))
+from headway.serving.journal import RequestJournal
+from headway.runtime.engine.protocol import OutputDelta
+journal = RequestJournal(Path(sys.argv[1]))
 number = journal.accept("one", b"job", [b"\\x01\\x00\\x00\\x00"])
 for token in range(100):
-    journal.told(number, 0, Delta(id="x", tokens=(token,)))
+    journal.told(number, 0, OutputDelta(id="x", tokens=(token,)))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

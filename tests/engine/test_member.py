@@ -148,7 +148,7 @@ def test_runs_are_done_in_the_order_in_which_they_come(world: tuple[Computing, T
     for name in ("a", "b", "c"):
         admit(loop, name, 30)
         compute(loop, name, 30)
-    assert loop.work() == ["RunDone a", "RunDone b", "RunDone c"]
+    assert loop.work() == ["SpanTaskDone a", "SpanTaskDone b", "SpanTaskDone c"]
     first = loop.said[0]
     assert isinstance(first, SpanTaskDone)
     assert first.delta is not None
@@ -166,17 +166,17 @@ def test_a_paused_run_lets_others_pass(world: tuple[Computing, Turning]) -> None
     compute(loop, "a", preemptible=True)
     compute(loop, "b")
     computing.at["a", 1] = lambda: loop.member.take(PauseSpan("a"), None)
-    assert loop.work() == ["RunPaused a", "RunDone b"]
+    assert loop.work() == ["SpanTaskPaused a", "SpanTaskDone b"]
     paused = loop.said[0]
     assert isinstance(paused, SpanTaskPaused)
     assert (paused.layer, paused.kv_bytes, paused.activation_bytes) == (2, 1, 2)
     loop.member.take(ResumeSpan("a"), None)
-    assert loop.work()[2:] == ["RunDone a"]
+    assert loop.work()[2:] == ["SpanTaskDone a"]
     assert computing.done == [("a", 1), ("a", 2), *(("b", n) for n in (1, 2, 3, 4)), ("a", 3), ("a", 4)]
     computing.at.clear()
     loop.member.take(PauseSpan("a"), None)  # too late: it is no word about a later run
     compute(loop, "a", index=1, preemptible=True)
-    assert loop.work()[3:] == ["RunDone a"]
+    assert loop.work()[3:] == ["SpanTaskDone a"]
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -210,14 +210,14 @@ def test_a_run_that_fails_is_lost_and_no_more(world: tuple[Computing, Turning], 
     admit(loop, "a")
     compute(loop, "a")
     computing.at["a", 1] = fail
-    assert loop.work() == ["RunLost a"]
+    assert loop.work() == ["SpanTaskLost a"]
     word = loop.said[0]
     assert isinstance(word, SpanTaskLost)
     assert str(error) in word.why
     assert used(loop) == 0
     admit(loop, "b")
     compute(loop, "b")
-    assert loop.work()[1:] == ["RunDone b"]
+    assert loop.work()[1:] == ["SpanTaskDone b"]
 
 
 def test_room_is_waited_for_while_the_scheduler_goes_on(world: tuple[Computing, Turning]) -> None:
@@ -225,17 +225,17 @@ def test_room_is_waited_for_while_the_scheduler_goes_on(world: tuple[Computing, 
     for name in ("a", "b"):
         admit(loop, name, 100)
     compute(loop, "a", 100)
-    assert loop.work() == ["RunDone a"]
+    assert loop.work() == ["SpanTaskDone a"]
     compute(loop, "b", 100)
-    assert loop.work()[1:] == ["RunLost b"]  # a second has passed
+    assert loop.work()[1:] == ["SpanTaskLost b"]  # a second has passed
     assert loop.steps > 100
     admit(loop, "c", 100)
     compute(loop, "c", 100)
     loop.soon.append(lambda: loop.soon.append(lambda: loop.member.take(ForgetRequest("a"), None)))
-    assert loop.work()[2:] == ["RunDone c"]
+    assert loop.work()[2:] == ["SpanTaskDone c"]
     admit(loop, "d", 1000)
     compute(loop, "d", 1000)
-    assert loop.work()[3:] == ["RunLost d"]  # never
+    assert loop.work()[3:] == ["SpanTaskLost d"]  # never
 
 
 def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) -> None:
@@ -269,12 +269,12 @@ def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tup
     admit(loop, "a")
     run = SpanTask(staged.tokens, staged.tokens + 1, (0,), in_place=True)
     loop.member.take(ComputeSpan(id="a", index=1, run=run, home=0), None)
-    assert loop.work() == ["RunDone a"]
+    assert loop.work() == ["SpanTaskDone a"]
     assert lease.request == runs_of("a"), "its KV is where it was"
     loop.member.take(
         ComputeSpan(id="a", index=2, run=SpanTask(staged.tokens + 1, staged.tokens + 2, (0,)), home=0), None
     )
-    assert loop.work()[1:] == ["RunLost a"], "there is nothing to take up any more"
+    assert loop.work()[1:] == ["SpanTaskLost a"], "there is nothing to take up any more"
     assert used(loop) == 0
 
 

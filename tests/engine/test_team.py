@@ -11,7 +11,7 @@ from headway.core.cpu_affinity import CORES
 SCRIPT = """
 import os, threading
 from headway.core.cpu_affinity import CORES
-from headway.runtime.executor.thread_pinning import PAUSE_S, Team
+from headway.runtime.executor.thread_pinning import PAUSE_S, ThreadPinning
 import torch
 
 def cores(): return {int(t): tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
@@ -19,7 +19,7 @@ def cores(): return {int(t): tuple(sorted(os.sched_getaffinity(int(t)))) for t i
 torch.set_num_threads(2)
 stranger = threading.Event(); threading.Thread(target=stranger.wait, daemon=True).start()
 before = set(cores())
-team = Team(2)
+team = ThreadPinning(2)
 work = torch.zeros(1 << 20)
 seen = []
 for now in (PAUSE_S, PAUSE_S * 3 / 2, PAUSE_S * 3):

@@ -233,7 +233,7 @@ class FakeProcess:
             case ReserveKv(id=name, tokens=tokens, serial=serial):
                 known = self.requests.get(name)
                 if known is None:
-                    self._complain(f"Reserve for {name}, which was not admitted")
+                    self._complain(f"ReserveKv for {name}, which was not admitted")
                 else:
                     self.line[name] = tokens
                     self.serials[name] = serial
@@ -333,7 +333,7 @@ class FakeProcess:
 
     def _compute(self, message: ComputeSpan) -> None:
         if message.id not in self.requests:
-            self._complain(f"Compute of {message.id}, which was not admitted")
+            self._complain(f"ComputeSpan of {message.id}, which was not admitted")
         computing = [name for name, run in self.runs.items() if not run.run.in_place and name not in self.stopped]
         if not message.run.in_place and computing:
             self._complain(f"two runs at once: {message.id} and {computing[0]}")

@@ -140,9 +140,9 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     assert replay.run() is None
     assert replay.decisions > 4 * len(PROMPTS)
     log = b"".join(lines)
-    assert b'"Commit"' in log
+    assert b'"CommitSpans"' in log
     if placement == "pecsched" and kill is None:
-        assert b'"Preempt"' in log
+        assert b'"PreemptRequest"' in log
         paused = [line for line in map(msgspec.json.decode, lines) if line.get("do") == "span_paused"]
         assert paused
         if rows:
