@@ -1,7 +1,7 @@
 """The weights of Headway's embedded model, written down: one function per block of the circuit.
 
-``scripts/make_embedded_model.py`` calls ``weights`` and stores the result; ``src/headway/runtime/embedded/README.md`` explains
-the circuit as a whole. Everything is Python and elementwise NumPy, rounded to eight significant bits at the end, so
+``scripts/make_embedded_model.py`` calls ``weights`` and stores the result; ``src/headway/runtime/embedded/README.md``
+explains the circuit as a whole. Everything is Python and elementwise NumPy, rounded to eight significant bits at the end, so
 the bytes do not depend on the platform and a bfloat16 copy loses nothing.
 """
 
