@@ -1,8 +1,8 @@
 """The weights of Headway's embedded model, written down: one function per block of the circuit.
 
 ``scripts/make_embedded_model.py`` calls ``weights`` and stores the result; ``src/headway/runtime/embedded/README.md``
-explains the circuit as a whole. Everything is Python and elementwise NumPy, rounded to eight significant bits at the end, so
-the bytes do not depend on the platform and a bfloat16 copy loses nothing.
+explains the circuit as a whole. Everything is Python and elementwise NumPy, rounded to eight significant bits at
+the end, so the bytes do not depend on the platform and a bfloat16 copy loses nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write Headway's embedded model: a Llama checkpoint whose weights are constructed, not trained.
 
-Run it to rebuild ``src/headway/runtime/embedded`` (or ``--out DIR``); the same bytes come out every time. The BPE merges
-are read from the committed ``tokenizer.json``; ``--train-tokenizer`` learns them anew from the standard library's sources.
+Run it to rebuild ``src/headway/runtime/embedded`` (or ``--out DIR``); the same bytes come out every time. The BPE
+merges are read from the committed ``tokenizer.json``; ``--train-tokenizer`` learns them anew from the standard
+library's sources.
 The weights themselves are in ``embedded_circuit.py`` and ``embedded_layout.py``.
 """
 

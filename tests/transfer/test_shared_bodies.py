@@ -69,7 +69,7 @@ def up(end: End, to: int) -> PeerConnection:
 
 def say(by: PeerConnection, frame: bytes) -> None:
     """A frame's head, whatever it says."""
-    by._leave(connection._OutgoingFrame("r", [memoryview(frame)], connection.Ticket(), None))
+    by._leave(connection._OutgoingFrame("r", [memoryview(frame)], connection.Completion(), None))
 
 
 def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) -> None:
