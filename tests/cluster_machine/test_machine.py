@@ -139,7 +139,7 @@ def test_a_closed_instance_ends_what_it_has_and_takes_nothing_new(quiet: Quiet) 
     chaos.stays.clear()
     machine.stayed(machine.journeys["a"], 1, False, 0.0)
     act(TransferKv("b", 0))
-    assert told.last(ActionRefused).verb == "transfer"
+    assert told.last(ActionRefused).action == "transfer"
     act(EnqueueRequest("a", (0,), "decode"))
     assert machine.journeys["a"].staying, "its KV is there"
     machine.stayed(machine.journeys["a"], 3, True, 0.0)

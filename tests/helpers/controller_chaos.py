@@ -79,7 +79,7 @@ class Restless:
             known = [name for name in names if name in self.requests]
             if not there:
                 return [a for name in known for a in self.later(name, view)]
-            return [EnqueueRequest(name, (self.rng.choice(there),), "all", beside=True) for name in known]
+            return [EnqueueRequest(name, (self.rng.choice(there),), "all", concurrent=True) for name in known]
         if isinstance(event, HoldGranted):
             self.held.add(event.holder)
             return self.spans(self.requests[event.holder], view, event.group)

@@ -49,7 +49,7 @@ def timed_cluster(file: Path, folder: Path) -> ClusterClient:
 
     def rules(infos: Sequence[EngineInfo]) -> ClusterRules:
         return ClusterRules(
-            policy=lambda: make_placement(name, spec.surroundings, scenario.cluster.options),
+            policy=lambda: make_placement(name, spec.policy_context, scenario.cluster.options),
             latency=spec.spans,
             shape=spec.shape,
             rows=spec.rows,

@@ -13,15 +13,16 @@ from headway.perf.latency import eq1
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_literal import ChunkAllocation, LiteralPlanner
+from headway.policy.placement.cdsp_literal import LiteralPlanner
 from headway.policy.placement.cdsp_native import native_search
+from headway.policy.placement.cdsp_plan import ChunkAllocation
 
 TABLE = eq1.extended(eq1.tetris_table1(), 128)
-STATES = 5_000
+STATE_COUNT = 5_000
 HAVE_NATIVE = native_search([[0]], [(1, TABLE.sizes[1])], True) is not None
 
 
-class State:
+class PlannerState:
     """A pool, a request, and a rate."""
 
     def __init__(self, rng: random.Random, most: int = 32) -> None:
@@ -44,32 +45,32 @@ class State:
         return planner.plan(self.tokens, self.queue_s, self.rate, self.cached)
 
 
-WAYS = [
+SEARCHES = [
     pytest.param(False, id="python"),
     pytest.param(True, id="compiled", marks=pytest.mark.skipif(not HAVE_NATIVE, reason="no C++ compiler")),
 ]
 
 
-@pytest.mark.parametrize("native", WAYS)
-def test_fast_plans_are_the_literal_ones(native: bool) -> None:
+@pytest.mark.parametrize("native", SEARCHES)
+def test_fast_plans_equal_literal_plans(native: bool) -> None:
     rng, chunked = random.Random(20250101), 0
-    for _ in range(STATES):
-        state = State(rng)
+    for _ in range(STATE_COUNT):
+        state = PlannerState(rng)
         fast, literal = state.fast(native), state.literal()
         assert fast.ttft_s == pytest.approx(literal.ttft_s, rel=1e-9, abs=1e-9)
         assert [len(chunk.group) for chunk in fast.chunks] == [len(chunk.group) for chunk in literal.chunks]
         assert [chunk.tokens for chunk in fast.chunks] == pytest.approx([c.tokens for c in literal.chunks], abs=1)
         chunked += len(fast.chunks) > 1
-    assert chunked > STATES / 10
+    assert chunked > STATE_COUNT / 10
 
 
-def test_fast_plans_are_the_literal_ones_where_nothing_can_be_pruned() -> None:
+def test_fast_plans_equal_literal_plans_without_pruning() -> None:
     odd = Eq1Latency(
         {s: Eq1Coefficients(c.a, c.b, c.d, c.d * (1.3 if s == 4 else 1.0)) for s, c in TABLE.sizes.items()}
     )
     rng = random.Random(3)
     for _ in range(300):
-        state = State(rng, 16)
+        state = PlannerState(rng, 16)
         literal = state.literal(odd)
         for native in (False, True) if HAVE_NATIVE else (False,):
             assert state.fast(native, odd).ttft_s == pytest.approx(literal.ttft_s, rel=1e-9)
@@ -77,8 +78,8 @@ def test_fast_plans_are_the_literal_ones_where_nothing_can_be_pruned() -> None:
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_plans_keep_their_promises(seed: int) -> None:
-    state = State(random.Random(seed), 64)
+def test_chunks_cover_the_prompt_on_growing_groups_within_the_estimated_time(seed: int) -> None:
+    state = PlannerState(random.Random(seed), 64)
     plan = state.fast(HAVE_NATIVE)
     assert sum(chunk.tokens for chunk in plan.chunks) == state.tokens
     assert all(chunk.tokens > 0 for chunk in plan.chunks)
@@ -98,7 +99,7 @@ def test_plans_keep_their_promises(seed: int) -> None:
     assert len(idle.chunks) == 1, "no queues, no gaps to fill"
 
 
-def test_groups_keep_to_nodes() -> None:
+def test_groups_stay_inside_nodes_where_possible() -> None:
     planner = LiteralPlanner(TABLE, [2, 4, 8, 16], [i // 8 for i in range(24)], 0.0)
     pool = {i: float(i % 8) for i in range(24)} | {9: 0.5, 10: 0.5}
     assert planner.get_group(pool, (), 3) == (8, 9, 10)  # the node whose third queue is shortest
@@ -107,12 +108,12 @@ def test_groups_keep_to_nodes() -> None:
     assert planner.get_group(pool, (), 24) == tuple(range(24))
 
 
-def test_unknown_sizes_are_refused() -> None:
+def test_sizes_without_coefficients_are_refused() -> None:
     with pytest.raises(ConfigError, match="SP sizes"):
         CdspPlanner(eq1.tetris_table1(), [3], [0] * 8)
 
 
-def test_the_improvement_rate_keeps_groups_small() -> None:
+def test_higher_improvement_rates_give_smaller_groups() -> None:
     sizes, nodes = [1, 2, 4, 8, 16], [i // 8 for i in range(16)]
     planner = CdspPlanner(TABLE, sizes, nodes)
     groups = [len(planner.plan(32_768, [0.0] * 16, rate).chunks[0].group) for rate in (0.0, 0.2, 0.4, 0.7)]

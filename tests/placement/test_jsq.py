@@ -28,7 +28,7 @@ def chosen(state: ClusterState, queue: str) -> int:
     request = Request(id="r0", arrival_s=5.0, prompt_tokens=1000, max_output_tokens=5)
     (action,) = policy.on_event(RequestArrived(request), ClusterSnapshot(state, 5.0))
     assert isinstance(action, EnqueueRequest)
-    assert (action.phase, action.beside, len(action.group)) == ("all", False, 1)
+    assert (action.phase, action.concurrent, len(action.group)) == ("all", False, 1)
     return action.group[0]
 
 

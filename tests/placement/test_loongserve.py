@@ -44,7 +44,7 @@ DEFAULT = RunSpec()
 WAIT = {"wait_steps": 1, "decode_step_s": 0.01}
 
 
-class Ring:
+class LinearGroupLatency:
     """0.1 ms a token, over the group's size, and 5 ms an instance."""
 
     source = "test"
@@ -73,10 +73,10 @@ class Watched(Scripted):
             assert len(flat) == len(set(flat)), "an instance works for two batches"
             assert set(flat) <= set(pool.ids)
             names = [r.id for r in pool.pending]
-            names += [name for p in pool.prefills for name in p.open]
+            names += [name for p in pool.prefills for name in p.unfinished]
             names += [name for b in pool.decodes for name in b.members]
             assert len(names) == len(set(names)), "a request is in two places"
-            busy = pool.prefills or pool.decodes or any(b.moving for b in pool.decodes)
+            busy = pool.prefills or pool.decodes or any(b.migrating for b in pool.decodes)
             assert busy or not pool.pending, "prompts wait and nothing runs"
         return actions
 
@@ -88,7 +88,7 @@ class Watched(Scripted):
 
 
 def world(count: int = 4, **more: Any) -> ClusterSpec:
-    return replace(cluster(count), spans=Ring(), **more)
+    return replace(cluster(count), spans=LinearGroupLatency(), **more)
 
 
 def run(
@@ -119,12 +119,12 @@ def test_a_round_is_split_by_length_and_its_gaps_are_filled() -> None:
     first, *rest = policy.of(CommitSpans)
     assert (first.request, len(first.spans[0].group)) == ("r0", 4)
     long = next(c for c in rest if c.request == "r9")
-    assert not long.along  # nobody shares the long one's batch
-    assert any(c.along for c in rest)
+    assert not long.batched_with  # nobody shares the long one's batch
+    assert any(c.batched_with for c in rest)
     begun = [c.request for _, c in policy.done if isinstance(c, CommitSpans)]
     assert len({at for at, c in policy.done if isinstance(c, CommitSpans)}) == 2, begun
     single, _ = run(world(), work, prefill="single")
-    assert not any(c.along for c in single.of(CommitSpans))
+    assert not any(c.batched_with for c in single.of(CommitSpans))
 
 
 def test_a_round_that_lasts_lets_short_prompts_in() -> None:
@@ -210,9 +210,11 @@ def test_a_reserved_pool_keeps_short_prompts_from_long_ones() -> None:
 
 @pytest.mark.parametrize("prefill", ["batched", "single", "greedy"])
 def test_disaggregated_decodes_go_to_decode_instances(prefill: str) -> None:
-    spec = replace(cluster(4, decode=2), spans=Ring())
+    spec = replace(cluster(4, decode=2), spans=LinearGroupLatency())
     heard = Scripted(lambda event, view: inner.on_event(event, view))
-    inner = make_placement("loongserve", PolicyContext(latency=Ring(), shape=spec.shape), {"prefill": prefill})
+    inner = make_placement(
+        "loongserve", PolicyContext(latency=LinearGroupLatency(), shape=spec.shape), {"prefill": prefill}
+    )
     work = [TraceRequest(0.05 * k, 3000 + 500 * k, 5) for k in range(12)]
     result = simulate_cluster(spec, heard, work)
     assert [len(r.token_s) for r in result.sim.records] == [5] * 12
@@ -293,6 +295,8 @@ def test_clusters_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="must leave one of 4"):
         run(world(), [TraceRequest(0.0, 10, 1)], reserved=4)
     spec = world()
-    policy = make_placement("loongserve", PolicyContext(latency=Ring(), shape=spec.shape), {"prefill": "greedy"})
+    policy = make_placement(
+        "loongserve", PolicyContext(latency=LinearGroupLatency(), shape=spec.shape), {"prefill": "greedy"}
+    )
     with pytest.raises(ConfigError, match="needs a cluster of prefill"):
         simulate_cluster(spec, policy, [TraceRequest(0.0, 10, 1)])

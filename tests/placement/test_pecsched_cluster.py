@@ -77,7 +77,7 @@ PEERS: list[tuple[str, dict[str, Any]]] = [
     ("reservation", {}),
     ("reservation", {"borrow": True}),
     ("priority", {}),
-    ("priority", {"beside": True}),
+    ("priority", {"concurrent": True}),
 ]
 
 

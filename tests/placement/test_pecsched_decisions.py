@@ -27,9 +27,10 @@ SETTINGS = st.fixed_dictionaries(
 
 
 @given(SETTINGS, st.integers(0, 10**6), st.sampled_from([8, 13]), st.sampled_from([0.004, 0.02, 0.2]))
-def test_indexed_decisions_are_the_literal_ones(settings, seed: int, replicas: int, gap_s: float) -> None:  # type: ignore[no-untyped-def]
+def test_indexed_decisions_equal_literal_decisions(settings, seed: int, replicas: int, gap_s: float) -> None:  # type: ignore[no-untyped-def]
     """Same actions at the same times. Along the way the drill checks that replicas have one long request at most, that
-    a ring runs on all of its replicas or on none, never beside a short prefill, and that no token comes twice."""
+    a group runs on all of its replicas or on none, never together with a short prefill, and that no token comes
+    twice."""
     work = requests(random.Random(seed), 60, gap_s)
     fast, slow = (drilled(policy(literal, **settings), work, replicas, 40.0) for literal in (False, True))
     assert fast.actions == slow.actions
@@ -37,7 +38,7 @@ def test_indexed_decisions_are_the_literal_ones(settings, seed: int, replicas: i
 
 
 @given(SETTINGS, st.integers(0, 10**6), st.sampled_from([0.02, 0.2]))
-def test_everything_ends_and_pauses_lose_no_work(settings, seed: int, gap_s: float) -> None:  # type: ignore[no-untyped-def]
+def test_every_request_ends_and_pauses_lose_no_work(settings, seed: int, gap_s: float) -> None:  # type: ignore[no-untyped-def]
     """The drill raises where a long prefill ends with more or less work done than it has."""
     work = requests(random.Random(seed), 60, gap_s)
     out = drilled(policy(**settings), work, 8)
@@ -61,11 +62,11 @@ def places(actions) -> dict[str, list[tuple[int, bool]]]:  # type: ignore[no-unt
     found = defaultdict(list)
     for _, action in actions:
         if isinstance(action, EnqueueRequest) and action.phase == "prefill":
-            found[action.request].append((action.group[0], action.beside))
+            found[action.request].append((action.group[0], action.concurrent))
     return found
 
 
-def test_idle_then_beside_then_instead() -> None:
+def test_short_prefill_is_placed_idle_then_colocated_then_preempting() -> None:
     """Four replicas, a long request on three. The first short finds the idle one, the second preempts (nothing decodes
     yet), and while the long request decodes shorts share its replicas."""
     work = [long("l", 0.0, output=100), short("a", 0.1), short("b", 0.1001), short("c", 2.3), short("d", 2.3001)]
@@ -82,7 +83,7 @@ def test_idle_then_beside_then_instead() -> None:
 
 
 @pytest.mark.parametrize(("mode", "place"), [("default", 3), ("paper", 0)])
-def test_no_pause_for_a_short_that_a_free_replica_serves_sooner(mode: str, place: int) -> None:
+def test_long_prefill_is_not_paused_when_a_free_replica_is_sooner(mode: str, place: int) -> None:
     """A layer of the long prefill takes 0.6 s, the queue of the free replica 0.1 s. The paper preempts."""
     work = [long("l", 0.0, 600_000), short("a", 0.1), short("b", 0.1001)]
     out = drilled(policy(mode=mode), work, 4)
@@ -91,7 +92,7 @@ def test_no_pause_for_a_short_that_a_free_replica_serves_sooner(mode: str, place
     assert any(isinstance(action, PreemptRequest) for _, action in out.actions) == (mode == "paper")
 
 
-def test_a_ring_pauses_at_a_layer_edge_and_goes_on_when_the_last_short_has_ended() -> None:
+def test_group_pauses_at_a_layer_edge_and_resumes_after_the_last_short() -> None:
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-4) for i in range(4))]
     out = drilled(policy(fast_sp=False), work, 3)
     layer_s = 60_000 * 1e-4 / 3 * 1.3 / 8
@@ -101,7 +102,7 @@ def test_a_ring_pauses_at_a_layer_edge_and_goes_on_when_the_last_short_has_ended
     assert out.prefilled_s["l"] == pytest.approx(8 * layer_s + 0.2)
 
 
-def test_batches_are_as_long_on_every_replica_of_a_ring() -> None:
+def test_short_batches_are_balanced_over_the_replicas_of_a_group() -> None:
     lengths = (900, 100, 500, 400, 300, 300)
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-5, tokens) for i, tokens in enumerate(lengths))]
     out = drilled(policy(queue="tokens"), work, 3)
@@ -111,7 +112,7 @@ def test_batches_are_as_long_on_every_replica_of_a_ring() -> None:
     assert dict(load) == {0: 900, 1: 800, 2: 800}
 
 
-def test_a_paused_ring_takes_no_more_than_the_threshold_a_replica() -> None:
+def test_paused_group_takes_at_most_the_threshold_on_each_replica() -> None:
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-5, 1000) for i in range(9))]
     out = drilled(policy(batch_tokens=2000, queue="tokens"), work, 3)
     at_once = sum(isinstance(action, EnqueueRequest) for at_s, action in out.actions if at_s < 0.31)
@@ -123,7 +124,7 @@ def stream(gap_s: float, count: int) -> list[Request]:
     return [short(f"s{i}", 0.05 + i * gap_s, 1000) for i in range(count)]
 
 
-def test_without_ageing_a_steady_stream_keeps_a_long_request_away_and_with_it_it_does_not() -> None:
+def test_ageing_prevents_starvation_by_a_steady_stream_of_short_requests() -> None:
     """Three replicas, 0.1 s a short prompt: one every 25 ms is 0.83 of what they can do."""
     work = [long("l", 0.0), *stream(0.025, 4000)]
     literal = drilled(policy(mode="paper"), work, 3, 100.0)
@@ -133,7 +134,7 @@ def test_without_ageing_a_steady_stream_keeps_a_long_request_away_and_with_it_it
     assert aged.prefilled_s["l"] < 3 * alone_s
 
 
-def test_short_requests_wait_for_a_slice_not_for_the_rest_of_a_prefill() -> None:
+def test_short_requests_wait_for_a_slice_not_for_the_rest_of_a_long_prefill() -> None:
     work = [long("l", 0.0, 300_000), *stream(0.07, 200)]  # 10 s of three replicas, and half of them in short requests
     out = drilled(policy(fast_sp=True), work, 3)
     waits = [out.prefilled_s[request.id] - request.arrival_s for request in work[1:]]
@@ -141,7 +142,7 @@ def test_short_requests_wait_for_a_slice_not_for_the_rest_of_a_prefill() -> None
 
 
 @given(st.floats(0.0, 3.0), st.integers(0, 10**6), st.floats(0.02, 0.1))
-def test_suspension_is_bounded_by_ageing(ageing: float, seed: int, gap_s: float) -> None:
+def test_ageing_bounds_suspension(ageing: float, seed: int, gap_s: float) -> None:
     """At most `ageing` times the prefill and the slice, and the batch that is there when the time is up."""
     work = [long("l", 0.0), *stream(gap_s, 400)]
     out = drilled(policy(ageing=ageing, batch_tokens=1000), work, 3)
@@ -149,7 +150,7 @@ def test_suspension_is_bounded_by_ageing(ageing: float, seed: int, gap_s: float)
     assert out.prefilled_s["l"] <= alone_s + ageing * (alone_s + 1.0) + 0.3 + alone_s / 8
 
 
-def test_long_requests_keep_their_order_and_wait_for_replicas() -> None:
+def test_long_requests_keep_their_order() -> None:
     work = [long("l0", 0.0), long("l1", 0.01), long("l2", 0.02, 20_000)]
     out = drilled(policy(), work, 5)
     begun = [action.request for _, action in out.actions if isinstance(action, CommitSpans)]
@@ -158,19 +159,19 @@ def test_long_requests_keep_their_order_and_wait_for_replicas() -> None:
 
 
 def test_fast_sp_is_chosen_where_it_is_faster() -> None:
-    for fast, form in ((True, "ulysses"), (False, "ring")):
+    for fast, attn in ((True, "ulysses"), (False, "ring")):
         out = drilled(policy(fast_sp=fast), [long("l", 0.0)], 4)
         commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))
-        assert commit.spans[0].strategy.attn == form
+        assert commit.spans[0].strategy.attn == attn
 
 
-def test_sufficient_replicas_by_latency_are_the_fewest_that_keep_the_target() -> None:
+def test_latency_rule_takes_the_fewest_replicas_that_keep_the_target() -> None:
     out = drilled(policy(long_replicas="latency", long_target_s=1.5), [long("l", 0.0, 60_000)], 8)
     commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))
     assert len(commit.spans[0].group) == 5  # 6 s on one; 1.2 s on five, and lengths count in steps of 1,024
 
 
-def test_options_are_checked() -> None:
+def test_bad_options_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="long_replicas"):
         check_options("pecsched", {"long_replicas": "all"})
     with pytest.raises(ConfigError, match="batch_tokens"):

@@ -15,14 +15,14 @@ from headway.perf.hardware.links import LINKS
 from headway.perf.hardware.models import model
 from headway.perf.latency import eq1
 from headway.policy.placement.base import CommitSpans, RequestArrived, TransferKv
-from headway.policy.placement.decode import DecodeSide
+from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.tetris import TetrisPlacement
 from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
-SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 
 
 def book(prefill: int = 16, decode: int = 2) -> ClusterState:
@@ -35,24 +35,24 @@ def request(tokens: int, name: str = "r0", output: int = 10) -> Request:
     return Request(id=name, arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=output)
 
 
-def test_a_plan_becomes_nested_spans_and_their_transfers() -> None:
+def test_plan_becomes_nested_spans_with_transfers() -> None:
     state = book()
     for i in range(8, 16):  # the gap of §2.4's last example, wider
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=9.0))
-    policy = make_placement("tetris", SURROUNDINGS, {"rate": 0.05})
+    policy = make_placement("tetris", CONTEXT, {"rate": 0.05})
     commit, *transfers = policy.on_event(RequestArrived(request(131_072)), ClusterSnapshot(state, 8.0))
     assert isinstance(commit, CommitSpans)
     assert len(commit.spans) > 1
     assert (commit.spans[0].start, commit.spans[-1].end) == (0, 131_072)
     assert all(a.end == b.start and set(a.group) < set(b.group) for a, b in pairwise(commit.spans))
     assert transfers == [TransferKv("r0", 16, index) for index in range(len(commit.spans))]
-    single = make_placement("tetris", SURROUNDINGS, {"rate": 0.05, "single_chunk": True})
+    single = make_placement("tetris", CONTEXT, {"rate": 0.05, "single_chunk": True})
     alone = single.on_event(RequestArrived(request(131_072, output=1)), ClusterSnapshot(state, 8.0))
     assert [len(action.spans) for action in alone if isinstance(action, CommitSpans)] == [1]
     assert len(alone) == 1
 
 
-def test_rates_follow_the_load_and_can_be_replaced() -> None:
+def test_improvement_rate_follows_the_load_and_can_be_replaced() -> None:
     state = book()
     control = RateControl(RateTable(points=((0.5, 0.1), (1.0, 0.3), (1.5, 0.6))), window_s=30.0, refresh_s=30.0)
     rates = []
@@ -78,7 +78,7 @@ def test_rates_follow_the_load_and_can_be_replaced() -> None:
         ({"mode": "quick"}, "default or paper"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_named_in_the_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options("tetris", options)
 
@@ -92,24 +92,24 @@ def test_bad_rate_files_are_refused(tmp_path: Path) -> None:
         load_rates(file)
 
 
-def test_decodes_go_where_slots_per_running_request_are_most() -> None:
-    state, side = book(), DecodeSide()
+def test_decode_instance_has_most_free_slots_per_running_request() -> None:
+    state, decodes = book(), DecodePlacement()
     view = ClusterSnapshot(state, 0.0)
-    assert side.choose(view) == 16
-    side.place(request(60_000), [(0,)], view)
-    assert side.choose(view) == 17  # what is on its way counts
+    assert decodes.choose(view) == 16
+    decodes.place(request(60_000), [(0,)], view)
+    assert decodes.choose(view) == 17  # KV on its way counts as used
     state.put(msgspec.structs.replace(state.instances[17], used=50_000, running=4))
-    assert side.choose(ClusterSnapshot(state, 0.0)) == 16  # 40,000 free for nobody beside 50,000 for four
-    side.withdraw("r0")
-    assert side.freeness(view, 16) == 100_000
+    assert decodes.choose(ClusterSnapshot(state, 0.0)) == 16  # 40,000 for no running request, 50,000 for four
+    decodes.withdraw("r0")
+    assert decodes.freeness(view, 16) == 100_000
 
 
-def test_policies_may_be_asked_before_anything_has_happened() -> None:
+def test_policies_place_the_first_request() -> None:
     for name in ("fifo", "fixed-sp", "context-parallel", "tetris"):
-        policy = make_placement(name, SURROUNDINGS)
+        policy = make_placement(name, CONTEXT)
         actions = policy.on_event(RequestArrived(request(5_000)), ClusterSnapshot(book(), 3.0))
         assert actions
         assert policy.next_wakeup(3.0) is None
-    assert isinstance(make_placement("tetris", SURROUNDINGS), TetrisPlacement)
+    assert isinstance(make_placement("tetris", CONTEXT), TetrisPlacement)
     with pytest.raises(ConfigError, match="unknown placement 'tetra'; known are"):
-        make_placement("tetra", SURROUNDINGS)
+        make_placement("tetra", CONTEXT)

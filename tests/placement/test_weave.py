@@ -1,4 +1,4 @@
-"""Weave: where a prompt goes, what rings yield and what they do not, and that runs lose nothing."""
+"""Weave: where a prompt goes, how much groups yield to short prompts, and that runs lose nothing."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def book_of(spec: ClusterSpec) -> ClusterState:
     return ClusterState(spec.instances, spec.links)
 
 
-def with_a_ring(options: dict[str, Any] | None = None) -> tuple[Any, ClusterState]:
-    """A ring over all four instances since 0, which has five more seconds to go at 1."""
+def with_running_group(options: dict[str, Any] | None = None) -> tuple[Any, ClusterState]:
+    """A group of all four instances that runs since 0 and has five more seconds to go at 1."""
     policy, book = made(options), book_of(cluster(4, decode=1, per_node=4))
     (commit,) = ask(policy, book, RequestArrived(request("long", 20_000)), 0.0)
     assert isinstance(commit, CommitSpans)
@@ -68,37 +68,37 @@ def with_a_ring(options: dict[str, Any] | None = None) -> tuple[Any, ClusterStat
     return policy, book
 
 
-def test_long_prompts_are_rings_and_short_ones_go_to_schedulers() -> None:
+def test_long_prompts_are_committed_to_groups_and_short_ones_enqueued() -> None:
     policy, book = made(), book_of(cluster(4, decode=1, per_node=4))
     (commit,) = ask(policy, book, RequestArrived(request("long", 20_000)), 0.0)
     assert isinstance(commit, CommitSpans)
     assert commit.spans[-1].group == (0, 1, 2, 3)
-    assert not commit.beside
+    assert not commit.concurrent
     calm = made()
     (enqueue,) = ask(calm, book, RequestArrived(request("short", 4)), 0.0)
-    assert enqueue == EnqueueRequest("short", (0,), "all", beside=False)
+    assert enqueue == EnqueueRequest("short", (0,), "all", concurrent=False)
 
 
-def test_a_running_ring_is_paused_at_once_and_goes_on_behind_what_enters() -> None:
-    policy, book = with_a_ring()
+def test_running_group_is_paused_for_a_short_prompt_and_resumed_after_it() -> None:
+    policy, book = with_running_group()
     first = ask(policy, book, RequestArrived(request("a", 100)), 1.0)
-    assert first == [EnqueueRequest("a", (0,), "all", beside=True), PreemptRequest("long")]
+    assert first == [EnqueueRequest("a", (0,), "all", concurrent=True), PreemptRequest("long")]
     second = ask(policy, book, RequestArrived(request("b", 100)), 1.0)
-    assert second[0] in [EnqueueRequest("b", (i,), "all", beside=True) for i in range(4)]
-    assert len(second) == 1, "it is on its way to a pause already"
+    assert second[0] in [EnqueueRequest("b", (i,), "all", concurrent=True) for i in range(4)]
+    assert len(second) == 1, "the group is on its way to a pause already"
     assert ask(policy, book, SpanPaused("long", 0, SpanProgress(0, 7)), 1.1) == [ResumeRequest("long", 0.0)]
 
 
-def test_only_much_shorter_prompts_get_by_and_only_for_the_rings_share() -> None:
+def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
     def entered(options: dict[str, Any], tokens: int, count: int = 1) -> int:
-        (policy, book), inside = with_a_ring(options), 0
+        (policy, book), inside = with_running_group(options), 0
         for k in range(count):
             actions = ask(policy, book, RequestArrived(request(f"s{k}", tokens)), 1.0)
-            inside += any(isinstance(action, EnqueueRequest) and action.beside for action in actions)
+            inside += any(isinstance(action, EnqueueRequest) and action.concurrent for action in actions)
         return inside
 
     assert entered({}, 1000) == 1
-    assert entered({}, 3000) == 0, "more than a quarter of what the ring takes"
+    assert entered({}, 3000) == 0, "more than a quarter of the group's time"
     assert entered({"yields_to": 1.0}, 3000) == 1
     assert entered({"yields_to": 0.0}, 10) == 0
     given = [entered({"rho_min": share, "rho_max": share}, 1000, 60) for share in (0.1, 0.3, 0.6)]
@@ -106,28 +106,28 @@ def test_only_much_shorter_prompts_get_by_and_only_for_the_rings_share() -> None
     assert given[-1] < 60
 
 
-def test_relative_slack_sets_the_share_and_lateness_leaves_the_least() -> None:
-    ring = PlacedGroup("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
-    assert ring.slack(0.0) == 4.0
-    assert ring.left_to_give_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
-    assert ring.left_to_give_s(49.0, 0.2, 0.7) == pytest.approx(10 * 0.2 / 0.8)
-    ring.delay(2.0)
-    assert (ring.end_s, ring.starts_s, ring.slack(0.0)) == (12.0, [2.0], 3.8)
-    assert ring.left_to_give_s(49.0, 0.2, 0.7) == pytest.approx(0.5)
+def test_share_of_yielding_follows_relative_slack_down_to_the_least() -> None:
+    placed = PlacedGroup("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
+    assert placed.slack(0.0) == 4.0
+    assert placed.yieldable_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
+    assert placed.yieldable_s(49.0, 0.2, 0.7) == pytest.approx(10 * 0.2 / 0.8)
+    placed.delay(2.0)
+    assert (placed.end_s, placed.starts_s, placed.slack(0.0)) == (12.0, [2.0], 3.8)
+    assert placed.yieldable_s(49.0, 0.2, 0.7) == pytest.approx(0.5)
 
 
-def test_refusals_are_taken_up() -> None:
-    policy, book = with_a_ring()
+def test_refused_commitment_is_placed_again() -> None:
+    policy, book = with_running_group()
     again = ask(policy, book, ActionRefused("long", "commit", "stale"), 0.0)
     assert [type(action) for action in again] == [CommitSpans]
-    assert len(policy.rings) == 1
+    assert len(policy.groups) == 1
     ask(policy, book, RequestArrived(request("a", 100)), 1.0)
     assert ask(policy, book, ActionRefused("long", "preempt", "it is in its last layer"), 1.0) == []
     assert PreemptRequest("long") in ask(policy, book, RequestArrived(request("b", 100)), 1.5)
 
 
 @pytest.mark.parametrize("name", ["tetris", "fixed-sp"])
-def test_peers_commit_anew_when_they_are_refused(name: str) -> None:
+def test_other_policies_place_a_refused_commitment_again(name: str) -> None:
     spec = cluster(4, decode=1, per_node=4)
     policy = make_placement(
         name, PolicyContext(latency=LATENCY, shape=spec.shape), {"sp": 4} if name != "tetris" else {}
@@ -145,12 +145,12 @@ def test_peers_commit_anew_when_they_are_refused(name: str) -> None:
         ({"speed": 1}, "its options: mode, sizes"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_named_in_the_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options("weave", options)
 
 
-def test_it_needs_somewhere_to_decode() -> None:
+def test_cluster_without_decode_instances_is_refused() -> None:
     spec = cluster(4)
     with pytest.raises(ConfigError, match="role decode"):
         simulate_cluster(spec, made(spec=spec), [TraceRequest(0.0, 100, 5)])
@@ -175,7 +175,7 @@ WORK = st.lists(st.tuples(st.floats(0.0, 0.4), st.booleans(), st.integers(0, 300
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(WORK, st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.25, 5.0]))
-def test_every_run_ends_with_all_tokens_and_rings_compute_each_layer_once(
+def test_every_request_gets_all_tokens_and_groups_compute_each_layer_once(
     requests: list[TraceRequest], noise: float, yields_to: float
 ) -> None:
     result = run(requests, {"yields_to": yields_to}, noise)
@@ -189,7 +189,7 @@ def test_every_run_ends_with_all_tokens_and_rings_compute_each_layer_once(
 
 
 def exclusive(result: ClusterResult) -> None:
-    """No ring computes while anything else does on its instances."""
+    """No group computes while anything else does on its instances."""
     for i in range(4):
         bars = sorted((b.start_s, b.end_s) for b in result.bars if b.instance == i and b.kind in ("span", "batch"))
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(bars))
@@ -208,7 +208,7 @@ def computed(result: ClusterResult) -> None:
         assert found == pytest.approx((end - start) * 1e-3 / len(group), rel=1e-6)
 
 
-def test_shorts_gain_what_rings_give_and_no_ring_gives_more_than_its_share() -> None:
+def test_short_prompts_gain_from_yielding_and_long_ones_lose_at_most_their_share() -> None:
     longs = [TraceRequest(4.0 * k, 16_000, 1, klass="long") for k in range(6)]
     shorts = [TraceRequest(0.05 + 0.1 * k, 100, 1, klass="short") for k in range(240)]
     requests = sorted([*longs, *shorts], key=lambda r: r.arrival_s)
@@ -227,7 +227,7 @@ def test_shorts_gain_what_rings_give_and_no_ring_gives_more_than_its_share() -> 
     assert mean_s(within, "short") < mean_s(least, "short")
 
 
-def test_long_prompts_on_one_instance_are_rings_of_one_and_may_be_paused() -> None:
+def test_long_prompt_on_one_instance_is_a_group_of_one_that_can_be_paused() -> None:
     state = book_of(cluster(4, decode=1, per_node=4))
     for i in range(1, 4):
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=50.0))

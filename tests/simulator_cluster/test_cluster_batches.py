@@ -37,7 +37,7 @@ from headway.sim.workload import TraceRequest
 
 def together(requests: Sequence[Request], view: ClusterSnapshot, group: tuple[int, ...]) -> CommitSpans:
     spans = [Span(request=r, start=0, end=r.prompt_tokens, group=group) for r in requests]
-    return CommitSpans(requests[0].id, (spans[0],), view.version, along=tuple(spans[1:]))
+    return CommitSpans(requests[0].id, (spans[0],), view.version, batched_with=tuple(spans[1:]))
 
 
 def collecting(count: int, more: Sequence[Action] = ()) -> Scripted:
@@ -94,7 +94,7 @@ def test_a_batch_is_refused_whole_and_cannot_be_preempted() -> None:
             there[0].id,
             (Span(request=there[0], start=0, end=100, group=(0,)),),
             view.version,
-            along=(Span(request=there[1], start=0, end=100, group=(1,)),),
+            batched_with=(Span(request=there[1], start=0, end=100, group=(1,)),),
         )
         return [twice, apart, together(there, view, (0, 1)), together(there, view, (0, 1)), PreemptRequest("r1")]
 
@@ -102,7 +102,7 @@ def test_a_batch_is_refused_whole_and_cannot_be_preempted() -> None:
     result = simulate_cluster(cluster(), policy, [TraceRequest(0.0, 100, 1), TraceRequest(0.0, 100, 1)])
     refused = [event for _, event in policy.heard if isinstance(event, ActionRefused)]
     assert len(refused) == 4
-    assert refused[-1].verb == "preempt"
+    assert refused[-1].action == "preempt"
     assert len([1 for _, event in policy.heard if isinstance(event, RequestFinished)]) == 2
     assert result.refused == 4
 

@@ -74,7 +74,7 @@ def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first(
         if isinstance(event, RequestArrived) and event.request.id == "r0":
             return [whole(event, view, (0, 1))]
         if isinstance(event, RequestArrived):
-            return [PreemptRequest("r0"), EnqueueRequest(event.request.id, (0,), "prefill", beside=False)]
+            return [PreemptRequest("r0"), EnqueueRequest(event.request.id, (0,), "prefill", concurrent=False)]
         if isinstance(event, RequestFinished) and event.request == "r1":
             return [ResumeRequest("r0")]
         return []
@@ -158,7 +158,7 @@ def test_holds_are_granted_whole_and_refused_commits_change_nothing() -> None:
     )
     assert policy.times(HoldGranted) == pytest.approx([1.0])
     (refused,) = [event for _, event in policy.heard if isinstance(event, ActionRefused)]
-    assert (refused.request, refused.verb) == ("r1", "commit")
+    assert (refused.request, refused.action) == ("r1", "commit")
     assert "changed since version 0" in refused.why
     assert result.sim.records[1].scheduled_s == pytest.approx(3.0)
     assert {(bar.instance, bar.start_s, bar.end_s) for bar in result.bars if bar.kind == "hold"} == {
@@ -185,8 +185,8 @@ def test_fast_forward_changes_nothing_but_time() -> None:
     spec = cluster()
     runs = []
     for fast in (True, False):
-        surroundings = PolicyContext(latency=PerToken(), shape=spec.shape)
-        policy = make_placement("fifo", surroundings, {"long_tokens": 900, "long_sp": 2})
+        context = PolicyContext(latency=PerToken(), shape=spec.shape)
+        policy = make_placement("fifo", context, {"long_tokens": 900, "long_sp": 2})
         runs.append(simulate_cluster(spec, policy, requests, RunSpec(fast_forward=fast)).sim)
     assert all(record.ok for record in runs[0].records)
     for one, other in zip(runs[0].records, runs[1].records, strict=True):

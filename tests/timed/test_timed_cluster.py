@@ -109,7 +109,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     options = OPTIONS[placement]
     file = written(tmp_path, placement, options, rows)
     spec = spec_of(scenario_of(file))
-    surroundings = spec.surroundings
+    context = spec.policy_context
     machines: list[RecordingController] = []
 
     def recorded(*given: Any, **named: Any) -> RecordingController:
@@ -133,7 +133,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
         def may(name: str, number: int) -> bool:
             return number not in replay.machine.state.gone
 
-        policies.append(PlacementChain(lambda: make_placement(placement, surroundings, options), may))
+        policies.append(PlacementChain(lambda: make_placement(placement, context, options), may))
         return policies[-1]
 
     replay = ReplayResult(lines, make, lambda word: (word == "renew") and policies[-1].renew())

@@ -98,30 +98,30 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
     from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.cluster.live_controller import DecisionLog
 
-    def surroundings(info: EngineInfo) -> PolicyContext:
-        return surroundings_of(file, model, {"latency": info.latency, "layout": info.layout})
+    def context(info: EngineInfo) -> PolicyContext:
+        return context_of(file, model, {"latency": info.latency, "layout": info.layout})
 
     lead = infos[next(first for pool, first in zip(file.pools, first_of(file), strict=True) if pool.role != "decode")]
     about = {"placement": file.placement, "options": file.options, "latency": lead.latency, "layout": lead.layout}
-    told = surroundings(lead)
+    told = context(lead)
     return ClusterRules(
         policy=policies_of(file, told),
         latency=told.latency,
-        latency_of=lambda info: told.latency if info is None or info.latency is None else surroundings(info).latency,
+        latency_of=lambda info: told.latency if info is None or info.latency is None else context(info).latency,
         shape=told.shape,
         rows=file.span_rows,
         log=None if log is None else DecisionLog(sink(log), about),
     )
 
 
-def policies_of(file: ClusterFile, surroundings: PolicyContext) -> Callable[[], PlacementPolicy]:
+def policies_of(file: ClusterFile, context: PolicyContext) -> Callable[[], PlacementPolicy]:
     """Makes the policy, as often as instances come or go."""
     from headway.policy.placement.registry import make_placement
 
-    return lambda: make_placement(file.placement, surroundings, file.options)
+    return lambda: make_placement(file.placement, context, file.options)
 
 
-def surroundings_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> PolicyContext:
+def context_of(file: ClusterFile, model: str, about: Mapping[str, Any]) -> PolicyContext:
     """What policies are told of the model, of one instance's latencies and layout, and of what connects instances."""
     from headway.perf.latency.layout import ParallelLayout
     from headway.perf.latency.recorded import restore
@@ -145,7 +145,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> int:
         about = replay.about or {}
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"it is of placement {about.get('placement')!r} with options {about.get('options')}")
-        made.append(PlacementChain(policies_of(file, surroundings_of(file, model, about)), may_of(replay.machine)))
+        made.append(PlacementChain(policies_of(file, context_of(file, model, about)), may_of(replay.machine)))
         return made[0]
 
     def noted(word: str) -> None:

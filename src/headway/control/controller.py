@@ -264,7 +264,7 @@ class ClusterController:
         except ActionImpossible as why:
             self.refused += 1
             name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
-            self._news.append(ActionRefused(name, type(action).__name__.lower(), str(why)))
+            self._news.append(ActionRefused(name, action.name, str(why)))
 
     def _preempt(self, action: PreemptRequest) -> None:
         journey = self.state.journey(action.request)

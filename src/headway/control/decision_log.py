@@ -23,7 +23,7 @@ from headway.core.span import Phase, Span
 from headway.policy.placement.base import Action, Event, PlacementPolicy
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 
-SCHEMA = "headway.cluster.log/1"
+SCHEMA = "headway.cluster.log/2"
 Sink = Callable[[bytes], object]
 """Takes one line, with its end: a file's `write`."""
 
@@ -262,7 +262,7 @@ class RecordingBackend(InstanceBackend):
 def plain(said: Event | Action) -> list[Any]:
     """An event or an action as JSON has it: its name and fields, requests in spans by their names."""
     fields = msgspec.to_builtins(said)
-    for key in ("spans", "along"):
+    for key in ("spans", "batched_with"):
         for span in fields.get(key, ()):
             span["request"] = span["request"]["id"]
     return [type(said).__name__, fields]

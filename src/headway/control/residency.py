@@ -27,7 +27,7 @@ class SchedulerResidency:
         if journey.door is not None:
             raise ActionImpossible(f"{action.request} waits for its turn already")
         self.leave(journey, "moved")
-        if not action.beside and any(state.lanes.blocked(i, action.request) for i in group):
+        if not action.concurrent and any(state.lanes.blocked(i, action.request) for i in group):
             tokens, seconds = (1, 0.0) if action.phase == "decode" else state.hands.stay_s(journey.request, group)
             door = journey.door = SchedulerEntry(journey, group, action.phase, tokens, seconds)
             state.lanes.append(door)

@@ -20,7 +20,7 @@ class SpanDispatcher:
     # -- verbs --------------------------------------------------------------------------------------------------------
 
     def commit(self, action: CommitSpans) -> None:
-        if action.along:
+        if action.batched_with:
             self._commit_batch(action)
             return
         state = self._state
@@ -31,7 +31,7 @@ class SpanDispatcher:
         before = journey.entries[-1] if journey.entries else None
         for span, group in zip(action.spans, groups, strict=True):
             seconds = state.hands.span_s((span,), self._nodes(group), before.group if before is not None else ())
-            entry = SpanEntry(journey, span, len(journey.entries), group, seconds, before, action.beside)
+            entry = SpanEntry(journey, span, len(journey.entries), group, seconds, before, action.concurrent)
             journey.entries.append(entry)
             state.lanes.append(entry)
             state.hands.committed(entry, state.now)
@@ -65,7 +65,7 @@ class SpanDispatcher:
     def _commit_batch(self, action: CommitSpans) -> None:
         """One entry on the lanes for all; each request has an entry of its own to be found by."""
         state = self._state
-        spans = (*action.spans, *action.along)
+        spans = (*action.spans, *action.batched_with)
         journeys = [state.journey(span.request.id) for span in spans]
         group = state.group(spans[0].group, journeys[0])
         self._check_fresh(group, action.version)
@@ -81,7 +81,7 @@ class SpanDispatcher:
                 raise ActionImpossible(f"tokens {span.start} to {span.end} are not in {span.request.id}'s prompt")
         seconds = state.hands.span_s(spans, self._nodes(group), ())
         entries = [
-            SpanEntry(journey, span, 0, group, seconds, None, action.beside)
+            SpanEntry(journey, span, 0, group, seconds, None, action.concurrent)
             for span, journey in zip(spans, journeys, strict=True)
         ]
         for entry in entries:

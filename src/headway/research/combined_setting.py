@@ -122,7 +122,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
     )
     placement = make_placement(
         PLACEMENTS[point.system],
-        spec.surroundings,
+        spec.policy_context,
         _options(point.system, {"rates": RATES}, 8),
     )
     workload = tetris_setting.requests_of(point.where, point.rps, int(point.size), point.seed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.cdsp_literal import ChunkAllocation, LiteralPlanner
+from headway.policy.placement.cdsp_literal import LiteralPlanner
+from headway.policy.placement.cdsp_plan import ChunkAllocation
 from headway.research.base import ExperimentReport, PlotPanel, RunOptions
 from headway.research.verdicts import at_most, band, exact, judge_same, order
 

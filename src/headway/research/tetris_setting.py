@@ -147,7 +147,7 @@ def simulate_point(point: TetrisPoint) -> ClusterResult:
     options = dict(system.options) | ({"rates": point.rates} if point.rates else {})
     noise = NoiseSpec("lognormal", point.noise) if point.noise else NoiseSpec()
     workload = requests_of(point.workload, point.rps, point.requests, point.seed)
-    placement = make_placement(system.policy, spec.surroundings, options)
+    placement = make_placement(system.policy, spec.policy_context, options)
     return simulate_cluster(spec, placement, workload, RunSpec(seed=point.seed, noise=noise))
 
 

@@ -107,7 +107,7 @@ class TimedSpanExecutor:
             tuple(pieces), lambda a, b: times.run_s(structs.replace(run, start=a, end=b), ()), times.layers
         )
         whole_s = times.run_s(run, before)
-        inner = [whole_s * edges.over(start, layer) for start, _ in pieces for layer in range(times.layers)]
+        inner = [whole_s * edges.elapsed_share(start, layer) for start, _ in pieces for layer in range(times.layers)]
         return [*inner, whole_s]
 
     def go(

@@ -1,15 +1,17 @@
-"""The contract of a cluster policy: events and a view of the cluster in, actions out.
+"""The contract of a cluster policy: events and a snapshot of the cluster in, actions out.
 
-A placement decides *where, and which span*; an instance's scheduler decides how many tokens an iteration takes. It is
-a deterministic state machine: no clock, no randomness without a seed, nothing of a simulator. Whoever drives it (the
-cluster simulator, a live router) calls `on_event` once an event, in order of time, carries out the actions in order,
-and tells what became of them as later events.
+A placement policy decides where a span or a request goes and which goes first; an instance's scheduler decides how many
+tokens an iteration computes. A policy is a deterministic state machine: no clock, no randomness without a seed, nothing
+of the simulator. The driver (`control.controller.ClusterController`, for the simulator and the live cluster alike)
+calls
+`on_event` once for each event, in order of time, carries out the returned actions in order, and reports their outcome
+as later events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,41 +20,48 @@ from headway.core.span import Phase as Phase
 from headway.core.span import Span
 from headway.policy.placement.view import ClusterSnapshot
 
+ActionName = Literal["commit", "hold", "release", "enqueue", "preempt", "resume", "transfer", "reject"]
+
 
 class SpanProgress(NamedTuple):
-    """How far a span that was paused has come: its tokens before `tokens` are complete in all layers, and its rest in
-    the first `layer` layers (PecSched §5.1). `layer` 0 is a chunk edge."""
+    """How much of a paused span is computed (PecSched §5.1)."""
 
     tokens: int
+    """Prompt tokens before this position are complete in all layers."""
     layer: int
+    """The tokens after it are complete in the first `layer` layers; 0: the pause is at a chunk's edge."""
 
 
 # -- what has happened -------------------------------------------------------------------------------------------------
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
-    """A request is there. Exactly one of Commit, Enqueue and Reject must follow some time, or it waits for ever."""
+    """A new request. The policy must answer, now or later, with CommitSpans, EnqueueRequest or RejectRequest; without
+    an answer the request waits for ever."""
 
     request: Request
 
 
 class SpanDone(msgspec.Struct, frozen=True):
-    """A committed span is complete on its group. `last`: it was the prompt's last one, so the first token is there."""
+    """A committed span is complete on its whole group."""
 
     request: str
     index: int
+    """Place of the span among the request's committed spans."""
     last: bool
+    """The span was the prompt's last: the first output token exists."""
 
 
 class RequestPrefilled(msgspec.Struct, frozen=True):
-    """A request that was enqueued for prefill only has its first token; its KV lies on `group`."""
+    """A request that was enqueued with phase "prefill" has its first token."""
 
     request: str
     group: tuple[int, ...]
+    """Instances that hold its KV."""
 
 
 class SpanPaused(msgspec.Struct, frozen=True):
-    """A preempted request has let go of its group, with its state kept there."""
+    """A preempted request has stopped; its group keeps its state and may compute other work."""
 
     request: str
     index: int
@@ -60,49 +69,50 @@ class SpanPaused(msgspec.Struct, frozen=True):
 
 
 class KvReady(msgspec.Struct, frozen=True):
-    """All KV that was to be transferred to an instance is there."""
+    """All KV of a request that was to be transferred to an instance has arrived there."""
 
     request: str
     instance: int
 
 
 class HoldGranted(msgspec.Struct, frozen=True):
-    """A hold has been granted, on the whole group at once."""
+    """A hold was granted on its whole group at once."""
 
     holder: str
     group: tuple[int, ...]
 
 
 class RequestFinished(msgspec.Struct, frozen=True):
-    """A request has all of its output. What it held is free."""
+    """A request has all of its output; everything that it held is free."""
 
     request: str
 
 
 class RequestDropped(msgspec.Struct, frozen=True):
-    """A request has ended without all of its output: its client left, or an instance refused it. `why` says."""
+    """A request has ended without all of its output: the client left, an instance refused it or was lost."""
 
     request: str
     why: str
 
 
 class ActionRefused(msgspec.Struct, frozen=True):
-    """An action was not carried out, and nothing of it was: the view that it was made from had gone stale, or it was
-    impossible. The policy may try again with the view that it is given now."""
+    """An action was not carried out, not even in part: it was made from a stale snapshot, or is impossible. The policy
+    may try again with the snapshot that comes with this event."""
 
     request: str
-    verb: str
+    """The action's request, or the holder of a HoldGroup or ReleaseGroup."""
+    action: ActionName
     why: str
 
 
 class InstanceLost(msgspec.Struct, frozen=True):
-    """An instance is gone, and with it the KV on it. (The simulator loses none yet.)"""
+    """An instance is gone, with all KV on it. Requests that had KV or spans there have been dropped."""
 
     instance: int
 
 
 class WakeupDue(msgspec.Struct, frozen=True):
-    """The time that `next_wakeup` asked for has come."""
+    """The time that `next_wakeup` returned has come, or an instance was added."""
 
 
 Event = (
@@ -124,86 +134,100 @@ Event = (
 
 
 class CommitSpans(msgspec.Struct, frozen=True):
-    """Compute these spans of a request, in order, each on its group as one ring that starts together.
+    """Compute these spans of a request in order, each on its group in lockstep.
 
-    Spans take their turn on every instance of their group in the order in which they were committed. Checked against
-    `version`: refused whole when an instance of a group has changed since. beside: they need not wait until requests
-    that run on their instances by way of `EnqueueRequest` have ended, and these go on beside them.
-
-    along: spans of other requests that are computed with this one's only span as one batch, on the same group: they
-    begin and end together, and SpanDone comes for each. A batch cannot be preempted.
+    On every instance, spans run in the order in which they were committed. The action is refused whole when an instance
+    of a group has changed since `version`.
     """
 
+    name: ClassVar[ActionName] = "commit"
     request: str
     spans: tuple[Span, ...]
     version: int
-    beside: bool = False
-    along: tuple[Span, ...] = ()
+    """`ClusterSnapshot.version` of the decision."""
+    concurrent: bool = False
+    """Run together with the requests in the instances' schedulers, instead of waiting until these have none."""
+    batched_with: tuple[Span, ...] = ()
+    """Spans of other requests to compute as one batch with this request's only span, on the same group. They begin and
+    end together, SpanDone comes for each, and the batch cannot be preempted."""
 
 
 class HoldGroup(msgspec.Struct, frozen=True):
-    """Keep a group for one holder (a request's id, or any name): others' spans and requests wait until Release.
+    """Reserve a group for one holder: spans and requests of others wait until ReleaseGroup.
 
-    Granted on all instances at once, when it is its turn on each; acquired in order of (node, id). A holder's spans
-    must lie within what it holds. A holder may extend what it has only by instances that are free at once."""
+    Granted on all instances at once, when its turn has come on each; instances are acquired in order of (node, id).
+    Spans of a holder must lie within what it holds. A holder may extend its group only by instances that are free now.
+    """
 
+    name: ClassVar[ActionName] = "hold"
     holder: str
+    """A request's id, or any other name."""
     group: tuple[int, ...]
 
 
 class ReleaseGroup(msgspec.Struct, frozen=True):
-    """Give up some instances, or all (`group` empty), that a holder holds or waits for."""
+    """Free instances that a holder holds or waits for."""
 
+    name: ClassVar[ActionName] = "release"
     holder: str
     group: tuple[int, ...] = ()
+    """Empty: all of the holder's."""
 
 
 class EnqueueRequest(msgspec.Struct, frozen=True):
-    """Give a request to the scheduler of an instance, or of a group of instances that work as one, which batches it
-    with others.
+    """Give a request to the scheduler of an instance, or of a group that works as one; it is batched with others there.
 
-    phase: all of it; its prefill only (`RequestPrefilled` follows); its decode only (its KV must be there). Waits
-    behind spans
-    that were committed to the instance before, unless beside.
+    It waits behind spans that were committed to the instance before, unless `concurrent`.
     """
 
+    name: ClassVar[ActionName] = "enqueue"
     request: str
     group: tuple[int, ...]
     phase: Phase = "all"
-    beside: bool = False
+    """"prefill": RequestPrefilled follows; "decode": the request's KV must be on the group."""
+    concurrent: bool = False
+    """Run together with the spans on these instances, instead of behind them."""
 
 
 class PreemptRequest(msgspec.Struct, frozen=True):
-    """Pause a request's running span at the next layer edge; its later spans leave the queues. `SpanPaused` follows.
+    """Pause a request. A running span stops at the next layer edge and the request's later spans leave the queues; a
+    decode stops after its running iteration. `SpanPaused` follows. A paused decode goes on when it is enqueued again,
+    a paused span with ResumeRequest."""
 
-    A decode is paused after its running iteration, and goes on when it is enqueued again."""
-
+    name: ClassVar[ActionName] = "preempt"
     request: str
 
 
 class ResumeRequest(msgspec.Struct, frozen=True):
-    """Go on with a paused request, before all that waits on its instances. `lost_s`: seconds to restore its state."""
+    """Continue a paused request before everything that waits on its instances."""
 
+    name: ClassVar[ActionName] = "resume"
     request: str
     lost_s: float = 0.0
+    """Seconds to restore its state."""
 
 
 class TransferKv(msgspec.Struct, frozen=True):
-    """Move KV to an instance: of one committed span (begun with its handshake when the span begins, and carried layer
-    by layer as it is computed), or of all the KV of a request, now (`index` None; `overlapped`: all but the last layer
-    has been sent while it was computed). `KvReady` comes once, when nothing of the request is under way any more."""
+    """Move a request's KV to an instance. `KvReady` comes once, when no transfer of the request is under way."""
 
+    name: ClassVar[ActionName] = "transfer"
     request: str
     to: int
+    """The receiving instance."""
     index: int | None = None
+    """One committed span: sent layer by layer while it is computed, after a handshake at its start. None: all KV, now.
+    """
     overlapped: bool = False
+    """All layers but the last were sent while they were computed."""
 
 
 class RejectRequest(msgspec.Struct, frozen=True):
-    """The request cannot be served; `why` is for its client."""
+    """End a request that cannot be served."""
 
+    name: ClassVar[ActionName] = "reject"
     request: str
     why: str
+    """Shown to the client."""
 
 
 Action = (
@@ -222,7 +246,8 @@ class PlacementPolicy(Protocol):
     """A cluster policy. Made by `policy.placement.registry.make_placement`."""
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """What to do now. `view` holds until the call returns; keep numbers, not the view."""
+        """Return what to do now. `view` is valid until the call returns: keep numbers, not the view."""
 
     def next_wakeup(self, now: float) -> float | None:
-        """When to be told `WakeupDue`, if nothing else happens before; None: no need. Asked after every event."""
+        """Return when `WakeupDue` is needed if no other event comes first; None: never. Asked after every event."""
+        return None

@@ -1,4 +1,4 @@
-"""Tetris's planner (Algorithms 1-3) as it is used: the same plans as `cdsp_literal`, in microseconds.
+"""Tetris's planner (CDSP, Algorithms 1-3) as it is used: the same plans as `cdsp_literal`, in microseconds.
 
 Four observations make it fast. Eq. (2) is an absolute time line: a chunk starts at the later of the previous chunk's
 end and its group's latest free time, so pools are never copied. On a node, groups are always the first so many by free
@@ -15,19 +15,21 @@ from typing import NamedTuple
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
-from headway.policy.placement.cdsp_literal import ChunkAllocation, ChunkPlan
 from headway.policy.placement.cdsp_native import NativeSearch, native_search
+from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 
 Counts = tuple[int, ...]
-"""A group: how many instances of each node, those that are free first."""
+"""A group as the number of instances of each node, in order of when they are free."""
 
 
 class SpSize(NamedTuple):
-    """An SP size and Eq. (1) for it; `smaller`: the coefficients of the next smaller size."""
+    """A candidate size of a sequence-parallel group."""
 
     sp: int
-    at: Eq1Coefficients
+    coefficients: Eq1Coefficients
+    """Eq. (1) for this size."""
     smaller: Eq1Coefficients | None
+    """Eq. (1) for the next smaller candidate."""
 
 
 class CdspPlanner:
@@ -36,7 +38,8 @@ class CdspPlanner:
     def __init__(
         self, latency: Eq1Latency, sizes: Sequence[int], node_of: Sequence[int], *, native: bool | None = None
     ) -> None:
-        """node_of: node of each instance. native: None: where it can be had; True: ConfigError where it cannot."""
+        """node_of: node of each instance. native: use the compiled search; None: if it can be built; True: ConfigError
+        if it cannot. Raises ConfigError for sizes without Eq. (1) coefficients."""
         given = sorted(s for s in set(sizes) if s <= len(node_of))
         unknown = [s for s in given if s not in latency.sizes]
         if unknown or not given:
@@ -47,6 +50,7 @@ class CdspPlanner:
         self.sizes = tuple(
             SpSize(s, at, before) for s, at, before in zip(given, found, [None, *found[:-1]], strict=True)
         )
+        # larger sizes have larger constants and smaller slopes: then a lower bound of the rest is valid for all splits
         self._prune = all(
             x.a >= 0 and x.b >= y.b and x.c >= y.c and x.d >= y.d and y.c >= 2 * y.d * (1 - 1e-12)
             for x, y in pairwise(found)
@@ -57,19 +61,21 @@ class CdspPlanner:
         self._members = [ids for _, ids in sorted(nodes.items())]
         self._native: NativeSearch | None = None
         if native is not False:
-            self._native = native_search(self._members, [(s.sp, s.at) for s in self.sizes], self._prune)
+            self._native = native_search(self._members, [(s.sp, s.coefficients) for s in self.sizes], self._prune)
             if native and self._native is None:
                 raise ConfigError("the compiled planner needs a C++ compiler")
 
     @property
     def is_native(self) -> bool:
+        """Whether plans come from the compiled search."""
         return self._native is not None
 
     def plan(
         self, tokens: int, queue_s: Sequence[float], rate: float, cached: int = 0, *, single: bool = False
     ) -> ChunkAllocation:
-        """The chunks of a new request of `tokens` uncached tokens. queue_s: seconds until each instance is free, at
-        least 0. rate: the improvement that a larger size must bring. single: the single-chunk plan (Algorithm 2)."""
+        """Return the allocation of a new request of `tokens` uncached tokens. queue_s: seconds until each instance is
+        free, at least 0. rate: the improvement that a larger size must bring. single: the single-chunk plan
+        (Algorithm 2)."""
         if self._native is not None:
             return self._native.plan(tokens, queue_s, rate, cached, single)
         return _CdspSearch(self, queue_s, rate, single).plan(tokens, cached)
@@ -108,34 +114,36 @@ class _CdspSearch:
         sizes: Sequence[SpSize],
         pool: Counts,
     ) -> None:
-        """Algorithm 1 from `now` on; better plans replace the best."""
+        """Search Algorithm 1's plans that begin with `chunks`, which end at `now`; keep the best in `_best`."""
+        # Algorithm 2: everything that is left as one chunk
         limit, group, most = float("inf"), initial, 0
-        for k, (sp, at, _) in enumerate(sizes):
+        for k, (sp, eq1, _) in enumerate(sizes):
             counts, free_s = self._group(pool, initial, sp, now)
             wait_s = free_s - now if free_s > now else 0.0
-            ttft_s = wait_s + at.a + left * (at.b + at.c * past + at.d * left)
+            ttft_s = wait_s + eq1.a + left * (eq1.b + eq1.c * past + eq1.d * left)
             if ttft_s < limit * self._keep:
                 limit, group, most = ttft_s, counts, k
         if now + limit < self._best_s:
             self._best_s, self._best = now + limit, (*chunks, (left, group))
+        # Algorithm 3: a chunk on a smaller group until more instances are free, then the rest
         for i in range(most if self._chunks else 0):
-            sp, at, smaller = sizes[i]
+            sp, eq1, smaller = sizes[i]
             mine, mine_s = self._group(group, initial, sp, now)
             begin_s = max(now, mine_s)
             for j in range(i + 1, most + 1):
                 other_s = self._group(group, mine, sizes[j].sp, now)[1]
-                rest_s = other_s - begin_s - at.a
+                rest_s = other_s - begin_s - eq1.a
                 if rest_s <= 0.0:
                     continue
-                linear = at.b + at.c * past
-                root = linear + math.sqrt(linear * linear + 4.0 * at.d * rest_s)
-                n = min(left, int(2.0 * rest_s / root)) if root > 0 else left
+                linear = eq1.b + eq1.c * past
+                root = linear + math.sqrt(linear * linear + 4.0 * eq1.d * rest_s)
+                n = min(left, int(2.0 * rest_s / root)) if root > 0 else left  # Eq. (1) solved for tokens
                 if n <= 0:
                     continue
-                mine_t = at.a + n * (at.b + at.c * past + at.d * n)
-                if smaller is not None and mine_t >= smaller.a + n * (smaller.b + smaller.c * past + smaller.d * n):
+                chunk_s = eq1.a + n * (eq1.b + eq1.c * past + eq1.d * n)
+                if smaller is not None and chunk_s >= smaller.a + n * (smaller.b + smaller.c * past + smaller.d * n):
                     continue
-                end_s = begin_s + mine_t
+                end_s = begin_s + chunk_s
                 if n == left:
                     if end_s < self._best_s:
                         self._best_s, self._best = end_s, (*chunks, (n, mine))
@@ -146,17 +154,17 @@ class _CdspSearch:
 
     @staticmethod
     def _least(past: int, left: int, sizes: Sequence[SpSize], first: int, last: int) -> float:
-        """What the rest takes at least, whatever is waited for."""
+        """Return a lower bound of the seconds for the rest: the fastest size, without waiting."""
         least = float("inf")
         for k in range(first, last + 1):
-            at = sizes[k].at
-            seconds = at.a + left * (at.b + at.c * past + at.d * left)
+            eq1 = sizes[k].coefficients
+            seconds = eq1.a + left * (eq1.b + eq1.c * past + eq1.d * left)
             if seconds < least:
                 least = seconds
         return least
 
     def _group(self, pool: Counts, initial: Counts, size: int, now: float) -> tuple[Counts, float]:
-        """GetGroup: counts, and when all are free."""
+        """GetGroup: return `initial` extended to `size` instances, and the time at which all are free."""
         free = self._free
         if self._one_node:
             return (size,), free[0][size - 1]
@@ -178,7 +186,8 @@ class _CdspSearch:
         return tuple(counts), max([free[n][k - 1] for n, k in enumerate(counts) if k])
 
     def _spread(self, pool: Counts, counts: list[int], need: int, now: float) -> None:
-        """Over nodes that hold nothing yet: whole ones, then one for the rest, else the shortest queues anywhere."""
+        """Add `need` instances of nodes without any: whole nodes, then one for the rest, else the shortest queues of
+        all."""
         free = self._free
         others = [n for n, k in enumerate(counts) if not k and pool[n]]
         whole = max(pool[n] for n in others)

@@ -1,4 +1,4 @@
-"""Tetris §5.1, Algorithms 1-3 as they are printed: the reference that the fast planner is held against.
+"""Tetris §5.1, Algorithms 1-3 as they are printed: the reference for the fast planner in `cdsp`.
 
 Queues are relative times, pools are copied and updated by Eq. (2), and every size pair is tried. Where the paper is
 silent: SP sizes ascend; the improvement rate compares with the best so far; a chunk that takes the whole rest is a
@@ -10,37 +10,26 @@ remainder alone, the shortest queues anywhere are taken; ties go to lower ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from headway.perf.latency.groups import GroupLatency, GroupShape
+from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 
 Pool = Mapping[int, float]
-"""Queuing seconds T_i of each instance."""
-
-
-class ChunkPlan(NamedTuple):
-    """Tokens of one chunk, and the instances that compute it, in order of id."""
-
-    tokens: int
-    group: tuple[int, ...]
-
-
-class ChunkAllocation(NamedTuple):
-    """Chunks in order, and the time to the first token that they are estimated to give."""
-
-    chunks: tuple[ChunkPlan, ...]
-    ttft_s: float
+"""Queuing seconds T_i of each instance, by id."""
 
 
 class LiteralPlanner:
-    """Algorithms 1-3. `node_of`: each instance's node; `sizes`: SP size candidates."""
+    """Tetris's Algorithms 1-3 for one pool of instances."""
 
     def __init__(self, latency: GroupLatency, sizes: Sequence[int], node_of: Sequence[int], rate: float) -> None:
+        """sizes: SP size candidates. node_of: each instance's node. rate: the improvement that a larger size must
+        bring;
+        may be changed between plans."""
         self._latency, self._nodes, self.rate = latency, list(node_of), rate
         self.sizes = tuple(sorted(s for s in sizes if s <= len(self._nodes)))
 
     def plan(self, tokens: int, pool: Pool, cached: int = 0) -> ChunkAllocation:
-        """The allocation of a new request; `cached` tokens of it need no work."""
+        """Return the allocation of a new request with `tokens` uncached tokens after `cached` ones."""
         return self._schedule(tokens, (), 0.0, cached, self.sizes, pool)
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
@@ -48,7 +37,8 @@ class LiteralPlanner:
     def _schedule(
         self, left: int, before: tuple[ChunkPlan, ...], elapsed_s: float, past: int, sizes: Sequence[int], pool: Pool
     ) -> ChunkAllocation:
-        """`elapsed_s` and `past` are what A's chunks sum to."""
+        """Return the best plan that begins with the chunks `before`; `elapsed_s` and `past` are their time and
+        tokens."""
         group, alone_s = self._single_chunk(left, before, past, sizes, pool)
         best = ChunkAllocation((*before, ChunkPlan(left, group)), elapsed_s + alone_s)
         smaller = [s for s in sizes if s <= len(group)]
@@ -71,6 +61,7 @@ class LiteralPlanner:
         return best
 
     def _illegal(self, tokens: int, past: int, size: int) -> bool:
+        """Return whether a chunk is empty, or no faster than on the next smaller size."""
         if tokens <= 0:
             return True
         at = self.sizes.index(size)
@@ -83,6 +74,7 @@ class LiteralPlanner:
     def _single_chunk(
         self, left: int, before: tuple[ChunkPlan, ...], past: int, sizes: Sequence[int], pool: Pool
     ) -> tuple[tuple[int, ...], float]:
+        """Return the group for all that is left as one chunk, and its time to first token."""
         initial = before[-1].group if before else ()
         best_s, best = float("inf"), initial
         for size in sizes:
@@ -97,6 +89,8 @@ class LiteralPlanner:
     def _chunk_plan(
         self, left: int, before: tuple[ChunkPlan, ...], past: int, current: int, following: int, pool: Pool
     ) -> tuple[int, tuple[int, ...], float]:
+        """Return (tokens, group, queuing seconds) of a chunk on `current` instances that ends when `following` ones are
+        free."""
         initial = before[-1].group if before else ()
         mine = self.get_group(pool, initial, current)
         others = self.get_group(pool, mine, following)
@@ -108,7 +102,8 @@ class LiteralPlanner:
     # -- GetGroup ---------------------------------------------------------------------------------------------------
 
     def get_group(self, pool: Pool, initial: Sequence[int], size: int) -> tuple[int, ...]:
-        """`initial` extended to `size` instances of the pool."""
+        """Return `initial` extended to `size` instances of the pool: first inside its nodes, then by whole nodes, then
+        inside one more node."""
         chosen = list(initial)
         held = {self._nodes[i] for i in initial}
         inside = sorted((i for i in pool if self._nodes[i] in held and i not in chosen), key=lambda i: (pool[i], i))

@@ -1,4 +1,4 @@
-"""The compiled search of `cdsp.py`, called through preallocated buffers: some microseconds a plan."""
+"""The compiled search of `cdsp.CdspPlanner`, called through preallocated buffers: some microseconds a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.core.native_build import compiled
 from headway.perf.latency.eq1 import Eq1Coefficients
-from headway.policy.placement.cdsp_literal import ChunkAllocation, ChunkPlan
+from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 
 MOST_NODES, MOST_SIZES, MOST_CHUNKS, MOST_INSTANCES = 128, 12, 12, 8192
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -31,7 +31,7 @@ def _library() -> Any:
 
 
 class NativeSearch:
-    """Buffers for one pool. Not thread-safe."""
+    """The compiled search with its buffers, for one pool. Not thread-safe."""
 
     def __init__(
         self, members: Sequence[Sequence[int]], sizes: Sequence[tuple[int, Eq1Coefficients]], prune: bool
@@ -75,6 +75,6 @@ class NativeSearch:
 def native_search(
     members: Sequence[Sequence[int]], sizes: Sequence[tuple[int, Eq1Coefficients]], prune: bool
 ) -> NativeSearch | None:
-    """None where it cannot be built, or the pool is larger than it was written for."""
+    """Return the compiled search; None if it cannot be built, or the pool exceeds its fixed limits."""
     fits = len(members) <= MOST_NODES and len(sizes) <= MOST_SIZES and sum(map(len, members)) <= MOST_INSTANCES
     return NativeSearch(members, sizes, prune) if fits and _library() is not None else None

@@ -1,26 +1,26 @@
 """Unchunked context parallelism: every prompt over all prefill instances as one ring, one after another.
 
-`partition: striped` interleaves tokens, so that all instances compute the same; `contiguous` is the plain ring, whose
-last instance has nearly twice the mean of causal attention. Nothing is cut and nothing is preempted: a long prompt
-holds the whole pool (the baseline of Medha Fig. 5b and Mnemosyne Fig. 14, at cluster level).
+Prompts are neither chunked nor preempted: a long one holds the whole pool (the baseline of Medha Fig. 5b and Mnemosyne
+Fig. 14, at cluster level).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from headway.policy.placement import fixed_sp
-from headway.policy.placement.fixed_sp import FixedSp
+from headway.policy.placement.fixed_sp import FixedSp, FixedSpOptions
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 
 
 class ContextParallelOptions(PolicyOptions, frozen=True, kw_only=True):
-    """See the module."""
+    """Settings of `context-parallel`."""
 
     partition: Literal["striped", "contiguous"] = "striped"
+    """`striped` interleaves tokens, so that all instances compute the same; `contiguous` is the plain ring, whose last
+    instance has nearly twice the mean of causal attention."""
 
 
-def context_parallel(surroundings: PolicyContext, options: ContextParallelOptions) -> FixedSp:
-    """A fixed group of everything."""
+def context_parallel(context: PolicyContext, options: ContextParallelOptions) -> FixedSp:
+    """Return fixed-SP scheduling with one group of all prefill instances."""
     attn: Literal["striped", "ring"] = "striped" if options.partition == "striped" else "ring"
-    return FixedSp(surroundings, fixed_sp.FixedSpOptions(mode=options.mode, sp=0), attn, "context-parallel")
+    return FixedSp(context, FixedSpOptions(mode=options.mode, sp=0), attn, "context-parallel")

@@ -1,8 +1,8 @@
 """FIFO, as vLLM behind one queue: requests are placed strictly in order of arrival, and none overtakes on an instance.
 
 A short request joins the instance whose queue is free first. A long one takes `long_sp` instances as one ring, node
-first, when all of them are free: what arrives behind it on these instances waits, which is the head-of-line blocking
-that PecSched §3.2 measures. Its decode goes on on the same group.
+first, when all of them are free: later arrivals on these instances wait, which is the head-of-line blocking that
+PecSched §3.2 measures. It decodes on the same group.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.core.request import Request
-from headway.policy.placement.base import Action, EnqueueRequest, Event, RequestArrived, SpanDone
-from headway.policy.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
+from headway.policy.placement.base import (
+    Action,
+    EnqueueRequest,
+    Event,
+    PlacementPolicy,
+    RequestArrived,
+    SpanDone,
+)
+from headway.policy.placement.groups import commit_as_ring, first_free_group, least_loaded, prefill_instances
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
 class FifoOptions(PolicyOptions, frozen=True, kw_only=True):
-    """long_tokens: prompts above this are long; long_sp: instances that a long one takes."""
+    """Settings of `fifo`."""
 
     long_tokens: int = 32_768
+    """Prompts above this are long."""
     long_sp: int = 4
+    """Instances of a long prompt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -28,12 +37,12 @@ class FifoOptions(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError("`long_sp` must be at least 1 and `long_tokens` at least 0")
 
 
-class FifoPlacement:
+class FifoPlacement(PlacementPolicy):
     """See the module."""
 
-    def __init__(self, surroundings: PolicyContext, options: FifoOptions) -> None:
+    def __init__(self, context: PolicyContext, options: FifoOptions) -> None:
         self._options = options
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self._groups: dict[str, tuple[int, ...]] = {}  # of long requests, until they decode
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
@@ -42,13 +51,10 @@ class FifoPlacement:
             return [EnqueueRequest(event.request, self._groups.pop(event.request), "decode")]
         return []
 
-    def next_wakeup(self, now: float) -> float | None:
-        return None
-
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
-        able = prefilling(view, "fifo")
+        candidates = prefill_instances(view, "fifo")
         if request.prompt_tokens <= self._options.long_tokens:
-            return [EnqueueRequest(request.id, (least_loaded(view, able),))]
-        group = first_free_group(view, able, min(self._options.long_sp, len(able)))
+            return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
+        group = first_free_group(view, candidates, min(self._options.long_sp, len(candidates)))
         self._groups[request.id] = group
-        return [ring_commit(request, group, view)]
+        return [commit_as_ring(request, group, view)]

@@ -14,20 +14,22 @@ from headway.policy.placement.base import (
     ActionRefused,
     CommitSpans,
     Event,
+    PlacementPolicy,
     RequestArrived,
     RequestDropped,
     RequestFinished,
 )
-from headway.policy.placement.decode import DecodeSide
-from headway.policy.placement.groups import prefilling
+from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.groups import prefill_instances
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
 class FixedSpOptions(PolicyOptions, frozen=True, kw_only=True):
-    """sp: instances of a group; 0: all of them."""
+    """Settings of `fixed-sp`."""
 
     sp: int = 8
+    """Instances of a group; 0: all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,19 +37,19 @@ class FixedSpOptions(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError(f"`sp` must be at least 1, or 0 for all instances, not {self.sp}")
 
 
-class FixedSp:
+class FixedSp(PlacementPolicy):
     """See the module."""
 
     def __init__(
         self,
-        surroundings: PolicyContext,
+        context: PolicyContext,
         options: FixedSpOptions,
         attn: AttentionStrategy = "striped",
         name: str = "fixed-sp",
     ) -> None:
-        """name: what errors call it."""
+        """attn: of groups of several instances. name: of the policy, in errors."""
         self._sp, self._attn, self._name = options.sp, attn, name
-        self._decodes = DecodeSide()
+        self._decodes = DecodePlacement()
         self._groups: tuple[tuple[int, ...], ...] = ()
         self._requests: dict[str, Request] = {}
 
@@ -55,20 +57,17 @@ class FixedSp:
         if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             return self._place(event.request, view)
-        if isinstance(event, ActionRefused) and event.verb == "commit":
+        if isinstance(event, ActionRefused) and event.action == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
         if isinstance(event, RequestFinished | RequestDropped):
             self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
 
-    def next_wakeup(self, now: float) -> float | None:
-        return None
-
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
-        groups = self._groups or self._cut(view)
-        free = [max(view.now_s, *(view.instances[i].free_at_s for i in group)) for group in groups]
-        group = groups[min(range(len(groups)), key=free.__getitem__)]
+        groups = self._groups or self._make_groups(view)
+        free_s = [max(view.now_s, *(view.instances[i].free_at_s for i in group)) for group in groups]
+        group = groups[min(range(len(groups)), key=free_s.__getitem__)]
         attn = self._attn if len(group) > 1 else "local"
         span = Span(
             request=request,
@@ -79,9 +78,9 @@ class FixedSp:
         )
         return [CommitSpans(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
 
-    def _cut(self, view: ClusterSnapshot) -> tuple[tuple[int, ...], ...]:
-        """Consecutive instances, node by node; what is left over makes no group unless nothing else does."""
-        able = view.ordered(prefilling(view, self._name))
-        sp = min(self._sp or len(able), len(able))
-        self._groups = tuple(able[i : i + sp] for i in range(0, len(able) - sp + 1, sp))
+    def _make_groups(self, view: ClusterSnapshot) -> tuple[tuple[int, ...], ...]:
+        """Cut the instances into consecutive groups, node by node; a remainder stays unused unless it is everything."""
+        instances = view.ordered(prefill_instances(view, self._name))
+        sp = min(self._sp or len(instances), len(instances))
+        self._groups = tuple(instances[i : i + sp] for i in range(0, len(instances) - sp + 1, sp))
         return self._groups

@@ -1,9 +1,7 @@
 """Join the shortest queue: independent replicas, each with its own scheduler (Medha's replicas, in its evaluation).
 
-A request goes whole to one replica when it arrives, and stays: what it waits for there, and in which chunks it is
-computed, is the replica's scheduler's business (LARS and adaptive chunks unless the scenario says otherwise). A queue's
-length is the predicted seconds of the prefills in it; or their tokens, which do not know that attention is quadratic;
-or the number of requests, decodes included (what routers do that know nothing).
+A request goes whole to one replica when it arrives, and stays there; the replica's scheduler decides its order and its
+chunks (LARS and adaptive chunks unless the scenario says otherwise).
 """
 
 from __future__ import annotations
@@ -12,39 +10,38 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headway.core.errors import ConfigError
-from headway.policy.placement.base import Action, EnqueueRequest, Event, RequestArrived
+from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
 class JsqOptions(PolicyOptions, frozen=True, kw_only=True):
-    """queue: what its length is counted in."""
+    """Settings of `jsq`."""
 
     queue: Literal["seconds", "tokens", "requests"] = "seconds"
+    """A queue's length: the predicted seconds of its prefills; their tokens, which leave out that attention is
+    quadratic; or the number of requests with decodes, as a router does that has no predictions."""
 
 
-class JoinShortestQueue:
-    """See the module. Of equal queues that with fewer requests, then the lower id."""
+class JoinShortestQueue(PlacementPolicy):
+    """See the module. Ties go to the replica with fewer requests, then to the lower id."""
 
-    def __init__(self, surroundings: PolicyContext, options: JsqOptions) -> None:
+    def __init__(self, context: PolicyContext, options: JsqOptions) -> None:
         self._queue = options.queue
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """See Placement."""
         if not isinstance(event, RequestArrived):
             return []
-        able = view.with_role("mixed")
-        if not able:
+        replicas = view.with_role("mixed")
+        if not replicas:
             raise ConfigError("jsq needs instances of role mixed: replicas that prefill and decode")
-        return [EnqueueRequest(event.request.id, (min(able, key=lambda i: (self._length(view, i), i)),))]
+        shortest = min(replicas, key=lambda i: (self._queue_length(view, i), i))
+        return [EnqueueRequest(event.request.id, (shortest,))]
 
-    def next_wakeup(self, now: float) -> float | None:
-        """See Placement."""
-        return None
-
-    def _length(self, view: ClusterSnapshot, i: int) -> tuple[float, int]:
-        at = view.instances[i]
+    def _queue_length(self, view: ClusterSnapshot, replica: int) -> tuple[float, int]:
+        """(length in the chosen unit, what decides between equal lengths)."""
+        instance = view.instances[replica]
         if self._queue == "requests":
-            return at.running, at.queued
-        waiting = max(0.0, at.free_at_s - view.now_s) if self._queue == "seconds" else at.queued
-        return waiting, at.running
+            return instance.running, instance.queued
+        wait_s = max(0.0, instance.free_at_s - view.now_s)
+        return wait_s if self._queue == "seconds" else instance.queued, instance.running

@@ -1,39 +1,44 @@
-"""Priority, as PecSched §6.2 sets Past-Future up: short requests first, long ones when no short one waits for them.
+"""Priority, as PecSched §6.2 sets Past-Future up: short requests first, long ones on instances without work.
 
-Short requests join the instance whose queue is free first. A long request waits in a queue of its own, in order, until
-`long_sp` instances at once have nothing to do; once it runs it is not preempted. Under a steady stream of short
-requests that moment never comes: long requests starve (§3.2, Table 2). With `beside` it is kinder than the paper: no
-prompt may wait or run there, but decodes may, and go on beside the long prefill.
+Short requests join the instance whose queue is free first. Long requests wait in one queue, in order of arrival, until
+`long_sp` instances are without work at the same time; a running one is not preempted. Under a steady stream of short
+requests that moment never comes: long requests starve (§3.2, Table 2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from headway.core.request import Request
 from headway.policy.placement.base import (
     Action,
     EnqueueRequest,
     Event,
+    PlacementPolicy,
     RequestArrived,
     RequestDropped,
     RequestFinished,
     RequestPrefilled,
     SpanDone,
 )
-from headway.policy.placement.groups import first_free_group, least_loaded, prefilling, ring_commit
+from headway.policy.placement.groups import commit_as_ring, first_free_group, least_loaded, prefill_instances
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
 class PriorityOptions(PolicyOptions, frozen=True, kw_only=True):
-    """long_tokens: prompts above this are long; long_sp: instances that a long one takes; beside: decodes may be there;
-    retry_s: how often a waiting one looks again, besides at every end of a request."""
+    """Settings of `priority`."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"beside": "concurrent"}
     long_tokens: int = 32_768
+    """Prompts above this are long."""
     long_sp: int = 4
-    beside: bool = False
+    """Instances of a long prompt."""
+    concurrent: bool = False
+    """Kinder than the paper: a long prompt may begin on instances that only decode, and runs together with these."""
     retry_s: float = 0.1
+    """How often a waiting long prompt is tried, besides at the end of each request."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,58 +46,56 @@ class PriorityOptions(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError("`long_sp` must be at least 1, `long_tokens` at least 0 and `retry_s` above 0 seconds")
 
 
-class PriorityPlacement:
+class PriorityPlacement(PlacementPolicy):
     """See the module."""
 
-    def __init__(self, surroundings: PolicyContext, options: PriorityOptions) -> None:
+    def __init__(self, context: PolicyContext, options: PriorityOptions) -> None:
         self._options = options
-        self._longs: dict[str, Request] = {}
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self._long_queue: dict[str, Request] = {}
+        self._groups: dict[str, tuple[int, ...]] = {}  # of long requests that have begun
         self._wake_s = 0.0
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """See Placement."""
         actions: list[Action] = []
         if isinstance(event, RequestArrived):
-            request, able = event.request, prefilling(view, "priority")
+            request, candidates = event.request, prefill_instances(view, "priority")
             if request.prompt_tokens <= self._options.long_tokens:
-                return [EnqueueRequest(request.id, (least_loaded(view, able),))]
-            self._longs[request.id] = request
+                return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
+            self._long_queue[request.id] = request
         elif isinstance(event, SpanDone) and event.last:
             group = self._groups[event.request]
-            actions.append(EnqueueRequest(event.request, group, "decode", beside=True))
+            actions.append(EnqueueRequest(event.request, group, "decode", concurrent=True))
         elif isinstance(event, RequestFinished | RequestDropped):
             self._groups.pop(event.request, None)
-            self._longs.pop(event.request, None)
+            self._long_queue.pop(event.request, None)
         elif isinstance(event, RequestPrefilled):
             return []
-        if self._longs:
-            actions += self._begin(view)
+        if self._long_queue:
+            actions += self._start_first_long(view)
         return actions
 
     def next_wakeup(self, now: float) -> float | None:
-        """See Placement."""
-        if not self._longs:
+        if not self._long_queue:
             return None
         if self._wake_s <= now:
             self._wake_s = now + self._options.retry_s
         return self._wake_s
 
-    def _begin(self, view: ClusterSnapshot) -> list[Action]:
-        """The first of the long requests, if it can begin at this very moment."""
+    def _start_first_long(self, view: ClusterSnapshot) -> list[Action]:
+        """Commit the first waiting long request if enough instances are without work now."""
         taken = {i for group in self._groups.values() for i in group}
-        able = view.with_role("mixed", "prefill")
-        idle = [i for i in able if i not in taken and self._idle(i, view)]
-        size = min(self._options.long_sp, len(able))
-        if not able or len(idle) < size:
+        candidates = view.with_role("mixed", "prefill")
+        idle = [i for i in candidates if i not in taken and self._is_idle(i, view)]
+        size = min(self._options.long_sp, len(candidates))
+        if not candidates or len(idle) < size:
             return []
-        request = self._longs.pop(next(iter(self._longs)))
+        request = self._long_queue.pop(next(iter(self._long_queue)))
         group = first_free_group(view, idle, size)
         self._groups[request.id] = group
-        return [ring_commit(request, group, view, beside=self._options.beside)]
+        return [commit_as_ring(request, group, view, concurrent=self._options.concurrent)]
 
-    def _idle(self, instance: int, view: ClusterSnapshot) -> bool:
-        at = view.instances[instance]
-        if at.queued or at.free_at_s > view.now_s:
+    def _is_idle(self, instance: int, view: ClusterSnapshot) -> bool:
+        known = view.instances[instance]
+        if known.queued or known.free_at_s > view.now_s:
             return False
-        return self._options.beside or not at.running
+        return self._options.concurrent or not known.running

@@ -1,14 +1,14 @@
-"""Policies by name. A new one is a file, and a line here.
+"""Placement policies by name. A new one is a file, and a line here.
 
-A policy's class takes (surroundings, options); `Options`, a msgspec struct in the same module, names its settings with
-their defaults, and a scenario's `cluster.options` are checked against it.
+A policy's class or factory takes (context, options). Its options are a msgspec struct in the same module that names its
+settings with their defaults; a scenario's `cluster.options` are checked against it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -16,7 +16,7 @@ from headway.core.decode_errors import allowed
 from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.perf.latency.pause_points import edges_of
+from headway.perf.latency.pause_points import pause_points_of
 from headway.policy.placement.base import PlacementPolicy
 
 POLICIES: dict[str, tuple[str, str]] = {
@@ -43,7 +43,7 @@ POLICIES: dict[str, tuple[str, str]] = {
     ),
     "weave": (
         "weave:WeavePlacement:WeaveOptions",
-        "Tetris's groups for long prompts; short ones in instances' own iterations, which rings yield to",
+        "Tetris's groups for long prompts, which yield to short ones in the instances' own iterations",
     ),
     "reservation": (
         "reservation:ReservationPlacement:ReservationOptions",
@@ -59,29 +59,35 @@ POLICIES: dict[str, tuple[str, str]] = {
     ),
     "pecsched": (
         "pecsched.policy:PecSched:PecSchedOptions",
-        "short prefills where nobody is, beside long decodes, or in place of long prefills",
+        "short prefills on idle replicas, together with long decodes, or in place of long prefills",
     ),
 }
 
 
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know besides the view: predicted prefill times, the model's shape (for KV bytes), and how many
-    rows of a span an instance computes at once (0: all), which says where it can be paused."""
+    """What a policy may know besides the cluster snapshot."""
 
     latency: GroupLatency
+    """Predicted prefill times on groups of instances."""
     shape: ModelShape
+    """The model, for the bytes of its KV."""
     rows: int = 0
+    """Rows of a span that an instance computes at once (0: all): they decide where a span can be paused."""
 
-    def edge_s(self, start: int, end: int, group: GroupShape, seconds: float) -> float:
-        """How long a span of tokens [start, end), which takes so many seconds, computes between two places where it can
-        be paused, at most."""
-        return seconds * edges_of(self.latency, start, end, group, self.rows, self.shape.layers).widest
+    def pause_interval_s(self, start: int, end: int, group: GroupShape, seconds: float) -> float:
+        """Return the longest time between two points where a span of tokens [start, end), which takes `seconds`, can be
+        paused."""
+        points = pause_points_of(self.latency, start, end, group, self.rows, self.shape.layers)
+        return seconds * points.widest_gap
 
 
 class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all `Options`. mode: `paper` takes the paper literally; `default` has our rulings."""
+    """Base of all policies' options."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Options of earlier versions, and their names now."""
     mode: str = "default"
+    """`paper` takes the paper literally; `default` has our rulings."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("default", "paper"):
@@ -89,30 +95,30 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def names() -> list[str]:
-    """All policies."""
+    """Return the names of all policies."""
     return list(POLICIES)
 
 
-def make_placement(name: str, surroundings: PolicyContext, options: Mapping[str, Any] | None = None) -> PlacementPolicy:
-    """A new policy; ConfigError names what is allowed."""
-    kind, chosen = _load(name, 1), _options(name, options or {})
-    made: PlacementPolicy = kind(surroundings, chosen)
-    return made
+def make_placement(name: str, context: PolicyContext, options: Mapping[str, Any] | None = None) -> PlacementPolicy:
+    """Make a policy. Raises ConfigError, which names what is allowed."""
+    factory, checked = _load(name, 1), _options(name, options or {})
+    policy: PlacementPolicy = factory(context, checked)
+    return policy
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless these are options of that policy."""
+    """Raise ConfigError unless these are options of the named policy."""
     _options(name, options)
 
 
 def options_of(name: str) -> type[PolicyOptions]:
-    """The policy's settings, with their defaults."""
+    """Return the type of a policy's options, with their defaults."""
     kind: type[PolicyOptions] = _load(name, 2)
     return kind
 
 
 def _load(name: str, part: int) -> Any:
-    """The policy's class or factory (part 1), or its options (part 2)."""
+    """Return the policy's class or factory (part 1), or its options' type (part 2)."""
     if name not in POLICIES:
         raise ConfigError(f"unknown placement {name!r}; known are {', '.join(POLICIES)}")
     parts = POLICIES[name][0].split(":")
@@ -121,6 +127,9 @@ def _load(name: str, part: int) -> Any:
 
 def _options(name: str, options: Mapping[str, Any]) -> Any:
     kind = options_of(name)
+    for old, new in kind.renamed.items():
+        if old in options:
+            raise ConfigError(f"options of {name}: `{old}` is now called `{new}`")
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:

@@ -19,36 +19,42 @@ from headway.policy.placement.base import (
     ActionRefused,
     CommitSpans,
     Event,
+    PlacementPolicy,
     RequestArrived,
     RequestDropped,
     RequestFinished,
 )
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_literal import ChunkAllocation, ChunkPlan, LiteralPlanner
-from headway.policy.placement.decode import DecodeSide
-from headway.policy.placement.groups import prefilling
+from headway.policy.placement.cdsp_literal import LiteralPlanner
+from headway.policy.placement.cdsp_plan import ChunkAllocation
+from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.groups import prefill_instances
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
 from headway.policy.placement.view import ClusterSnapshot
 
 
 class TetrisOptions(PolicyOptions, frozen=True, kw_only=True):
-    """sizes: SP size candidates (empty: powers of two). rate: a fixed improvement rate; or rates: pairs of (requests a
-    second, rate), or rates_file: a table; without any of them 0.3. window_s, refresh_s: how the load is observed.
-
-    single_chunk: Algorithm 1 without lines 5-21. literal: plan by the printed algorithms (slow). anchored: False keeps
-    to the plan's own time line and never learns when things really ended (to show what that costs).
-    """
+    """Settings of `tetris`. At most one of `rate`, `rates` and `rates_file`; without them the rate is 0.3."""
 
     sizes: tuple[int, ...] = ()
+    """SP size candidates; empty: powers of two."""
     rate: float | None = None
+    """A fixed improvement rate."""
     rates: tuple[tuple[float, float], ...] = ()
+    """Pairs of (requests a second, improvement rate)."""
     rates_file: str | None = None
+    """File of such a table (`headway profile rates`)."""
     window_s: float = 30.0
+    """Length of the window in which the load is measured."""
     refresh_s: float = 30.0
+    """Time between two measurements of the load."""
     single_chunk: bool = False
+    """Algorithm 1 without lines 5-21: a prompt is one chunk."""
     literal: bool = False
+    """Plan by the algorithms as printed (slow)."""
     anchored: bool = True
+    """False: keep to the plans' own time line and ignore when spans really end (to show what that costs)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,42 +68,39 @@ class TetrisOptions(PolicyOptions, frozen=True, kw_only=True):
             raise ValueError("`window_s` and `refresh_s` must be above 0")
 
 
-class TetrisPlacement:
-    """See the module. `rates.replace(table)` is the interface to update improvement rates (§6)."""
+class TetrisPlacement(PlacementPolicy):
+    """See the module. `rates.replace(table)` updates the improvement rates (§6)."""
 
-    def __init__(self, surroundings: PolicyContext, options: TetrisOptions) -> None:
-        self._latency, self._options = surroundings.latency, options
+    def __init__(self, context: PolicyContext, options: TetrisOptions) -> None:
+        self._latency, self._options = context.latency, options
         self.rates = RateControl(_table(options), options.window_s, options.refresh_s)
-        self._decodes = DecodeSide()
+        self._decodes = DecodePlacement()
         self._requests: dict[str, Request] = {}
         self._planner: CdspPlanner | LiteralPlanner | None = None
-        self._ids: tuple[int, ...] = ()
-        self._own_free_s: list[float] = []
+        self._ids: tuple[int, ...] = ()  # instance of each position in the planner's pool
+        self._own_free_s: list[float] = []  # by position, when all plans so far end; only if not anchored
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             return self._place(event.request, view)
-        if isinstance(event, ActionRefused) and event.verb == "commit":
+        if isinstance(event, ActionRefused) and event.action == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
         if isinstance(event, RequestFinished | RequestDropped):
             self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
 
-    def next_wakeup(self, now: float) -> float | None:
-        return None
-
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         plan = self.plan(request, view)
         spans = self.spans(plan, request, view)
         if not self._options.anchored:
-            self._keep_time(plan, request, view.now_s)
+            self._advance_own_time(plan, request, view.now_s)
         transfers = self._decodes.place(request, [span.group for span in spans], view)
         return [CommitSpans(request.id, spans, view.version), *transfers]
 
     def spans(self, plan: ChunkAllocation, request: Request, view: ClusterSnapshot) -> tuple[Span, ...]:
-        """A plan's chunks on the instances that they stand for."""
+        """Return the spans of a plan: its chunks on instances instead of positions."""
         spans, start = [], request.cached_tokens
         for tokens, group in plan.chunks:
             ids = view.ordered(self._ids[i] for i in group)
@@ -107,9 +110,9 @@ class TetrisPlacement:
         return tuple(spans)
 
     def plan(self, request: Request, view: ClusterSnapshot) -> ChunkAllocation:
-        """Chunks on positions among the prefill instances."""
+        """Return the allocation of a request, on positions among the prefill instances."""
         now = view.now_s
-        planner = self._planner = self._planner or self._make(view)
+        planner = self._planner = self._planner or self._make_planner(view)
         if self._options.anchored:
             queue_s = [max(0.0, view.instances[i].free_at_s - now) for i in self._ids]
         else:
@@ -120,8 +123,8 @@ class TetrisPlacement:
             return planner.plan(tokens, dict(enumerate(queue_s)), request.cached_tokens)
         return planner.plan(tokens, queue_s, rate, request.cached_tokens, single=self._options.single_chunk)
 
-    def _keep_time(self, plan: ChunkAllocation, request: Request, now: float) -> None:
-        """Open loop: the plan is taken to come true."""
+    def _advance_own_time(self, plan: ChunkAllocation, request: Request, now: float) -> None:
+        """Open loop: extend the own time line by a plan as if it came true."""
         latency, past, at = _eq1(self._latency, self._sizes()), request.cached_tokens, now
         for tokens, group in plan.chunks:
             at = max(at, *(self._own_free_s[i] for i in group))
@@ -130,8 +133,8 @@ class TetrisPlacement:
             for i in group:
                 self._own_free_s[i] = at
 
-    def _make(self, view: ClusterSnapshot) -> CdspPlanner | LiteralPlanner:
-        self._ids = view.ordered(prefilling(view, "tetris"))
+    def _make_planner(self, view: ClusterSnapshot) -> CdspPlanner | LiteralPlanner:
+        self._ids = view.ordered(prefill_instances(view, "tetris"))
         self._own_free_s = [0.0] * len(self._ids)
         nodes = [view.instances[i].node for i in self._ids]
         if self._options.literal:
@@ -159,6 +162,3 @@ def _eq1(latency: GroupLatency, sizes: Sequence[int]) -> eq1.Eq1Latency:
     if not sizes:
         raise ConfigError("tetris has no SP size that fits the prefill instances")
     return eq1.fit_to(latency, sizes)
-
-
-__all__ = ["ChunkAllocation", "ChunkPlan", "TetrisOptions", "TetrisPlacement"]

@@ -16,10 +16,12 @@ SCHEMA = "headway.tetris-rates/1"
 
 
 class RateTable(msgspec.Struct, frozen=True, kw_only=True):
-    """`points`: (load in requests a second, improvement rate), ascending. `source`: what was simulated."""
+    """Improvement rates by load."""
 
     points: tuple[tuple[float, float], ...]
+    """(load in requests a second, improvement rate), ascending."""
     source: str = ""
+    """What was simulated to make it."""
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
@@ -30,12 +32,12 @@ class RateTable(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"({load}, {rate}) is not a load of at least 0 and a rate from 0 to 1")
 
     def at(self, load_rps: float) -> float:
-        """The rate of the nearest recorded load; of two as near, the lower one's."""
+        """Return the rate of the nearest recorded load; of two equally near, the lower one's."""
         return min(self.points, key=lambda point: (abs(point[0] - load_rps), point[0]))[1]
 
 
 def load_rates(path: Path) -> RateTable:
-    """Read a table; ConfigError says what is wrong."""
+    """Read a table from a file. Raises ConfigError, which names what is wrong."""
     try:
         table = msgspec.json.decode(path.read_bytes(), type=RateTable)
     except OSError as error:
@@ -48,7 +50,7 @@ def load_rates(path: Path) -> RateTable:
 
 
 class RateControl:
-    """The rate in force: looked up by the arrivals of the last `window_s`, anew every `refresh_s`."""
+    """The improvement rate in force: looked up every `refresh_s` by the arrival rate of the last `window_s`."""
 
     def __init__(self, table: RateTable, window_s: float = 30.0, refresh_s: float = 30.0) -> None:
         self._table, self._window_s, self._refresh_s = table, window_s, refresh_s
@@ -56,13 +58,13 @@ class RateControl:
         self._rate = 0.0
 
     def rate(self, view: ClusterSnapshot) -> float:
-        """For a decision now."""
+        """Return the rate for a decision now."""
         if view.now_s >= self._due_s:
             self._rate = self._table.at(view.arrival_rate_rps(self._window_s))
             self._due_s = view.now_s + self._refresh_s
         return self._rate
 
     def replace(self, table: RateTable) -> None:
-        """The length distribution has shifted: from the next decision on this table holds."""
+        """Use another table from the next decision on, as when the length distribution has shifted."""
         self._table = table
         self._due_s = -float("inf")

@@ -1,8 +1,8 @@
-"""The cluster as a policy sees it, and the book that it is read from.
+"""The cluster as a policy sees it (`ClusterSnapshot`), and the state that it reads (`ClusterState`).
 
-Whoever drives a policy keeps a `ClusterState` up to date; a `ClusterSnapshot` of it costs nothing to make, so that a
-decision over thousands of instances costs what it looks at. Policies with an index of their own ask what has changed
-since the version that they know.
+The controller keeps one `ClusterState` up to date. A `ClusterSnapshot` of it copies nothing, so that a decision over
+thousands of instances costs only what it looks at. Policies with an index of their own ask which instances have changed
+since a version.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ Role = Literal["prefill", "decode", "mixed"]
 
 
 class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One model instance of `tp` × `stages` accelerators on a node.
-
-    capacity: KV tokens that it holds; used: of those that are leased by its scheduler. free_at_s: when all spans that
-    are committed to it will have ended and its scheduler's waiting prefills too, an absolute time, predicted, and
-    anchored anew whenever something completes (in the past: it is free). queued: prompt tokens that wait or run there.
-    running: requests in its scheduler. holder: who holds it.
-    """
+    """One model instance of `tp` × `stages` accelerators on a node."""
 
     id: int
     node: int
@@ -35,20 +29,30 @@ class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     stages: int = 1
     capacity: int = 0
+    """KV tokens that the instance can hold; 0: not stated."""
     free_at_s: float = 0.0
+    """Predicted absolute time at which its committed spans and its scheduler's prefills will have ended; in the past:
+    it is free. Corrected whenever something completes."""
     queued: int = 0
+    """Prompt tokens that wait or run there."""
     used: int = 0
+    """KV tokens leased by its scheduler."""
     running: int = 0
+    """Requests in its scheduler."""
     holder: str | None = None
+    """Holder of the reservation on it (HoldGroup)."""
 
 
 class ClusterLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """What instances move KV over: inside a node, and across nodes (one card an accelerator)."""
+    """Links that KV moves over between instances."""
 
     inside: NetworkLink
+    """Between instances of one node."""
     across: NetworkLink
+    """Between nodes (one network card an accelerator)."""
 
     def between(self, one: ClusterInstance, other: ClusterInstance) -> NetworkLink:
+        """Return the link between two instances."""
         return self.inside if one.node == other.node else self.across
 
 
@@ -56,14 +60,14 @@ class ClusterState:
     """Instances by id (0, 1, …), with a version that rises with every change, and the times of recent arrivals."""
 
     def __init__(self, instances: Iterable[ClusterInstance], links: ClusterLinks, memory_s: float = 600.0) -> None:
-        """`memory_s`: how long arrivals are remembered, the longest window of a rate."""
+        """`memory_s`: how long arrivals are remembered: the longest window of `ClusterSnapshot.arrival_rate_rps`."""
         self.instances: list[ClusterInstance] = list(instances)
         for index, instance in enumerate(self.instances):
             if instance.id != index:
                 raise ConfigError(f"instance ids count from 0 without gaps; {instance.id} stands at place {index}")
         self.links = links
         self.version = 0
-        self.changed_at = [0] * len(self.instances)
+        self.changed_at = [0] * len(self.instances)  # version of each instance's last change
         nodes: dict[int, list[int]] = {}
         roles: dict[Role, list[int]] = {}
         for instance in self.instances:
@@ -73,32 +77,28 @@ class ClusterState:
         self.by_role = {role: tuple(ids) for role, ids in roles.items()}
         self.arrivals: list[float] = []
         self._memory_s = memory_s
-        self._journal: deque[tuple[int, int]] = deque(maxlen=4 * len(self.instances) + 64)
+        self._changes: deque[tuple[int, int]] = deque(maxlen=4 * len(self.instances) + 64)  # (version, instance)
 
     def put(self, instance: ClusterInstance) -> None:
-        """Replace what is known of an instance. No change, no new version."""
+        """Replace an instance's entry. The version rises only if it differs."""
         if self.instances[instance.id] == instance:
             return
-        self.version += 1
         self.instances[instance.id] = instance
-        self.changed_at[instance.id] = self.version
-        self._journal.append((self.version, instance.id))
+        self._changed(instance.id)
 
     def remove(self, instance: int) -> None:
-        """It is gone for good: no role and no node has it any more. Its place stays, so that ids keep their meaning."""
+        """Take an instance out of its role and node. Its entry stays, so that ids keep their meaning."""
         self.by_role = {role: tuple(i for i in ids if i != instance) for role, ids in self.by_role.items()}
         self.by_node = {node: tuple(i for i in ids if i != instance) for node, ids in self.by_node.items()}
-        self.version += 1
-        self.changed_at[instance] = self.version
-        self._journal.append((self.version, instance))
+        self._changed(instance)
 
     def add(self, instance: ClusterInstance) -> None:
-        """It is there: one that was removed, with its id, or a new one with the next id."""
+        """Add an instance: a removed one under its id, or a new one with the next id (else ConfigError)."""
         i = instance.id
         if i == len(self.instances):
             self.instances.append(instance)
             self.changed_at.append(0)
-            self._journal = deque(self._journal, maxlen=4 * len(self.instances) + 64)
+            self._changes = deque(self._changes, maxlen=4 * len(self.instances) + 64)
         elif i > len(self.instances):
             raise ConfigError(f"instance ids count from 0 without gaps; {i} comes after {len(self.instances) - 1}")
         self.instances[i] = instance
@@ -106,74 +106,79 @@ class ClusterState:
         nodes[instance.node] = tuple(sorted({*nodes.get(instance.node, ()), i}))
         roles[instance.role] = tuple(sorted({*roles.get(instance.role, ()), i}))
         self.by_node, self.by_role = dict(sorted(nodes.items())), roles
-        self.version += 1
-        self.changed_at[i] = self.version
-        self._journal.append((self.version, i))
+        self._changed(i)
 
     def arrived(self, at_s: float) -> None:
-        """A request came. Times must not fall."""
+        """Record the arrival of a request. Times must not fall."""
         arrivals = self.arrivals
         arrivals.append(at_s)
         if len(arrivals) > 1024 and arrivals[len(arrivals) // 2] < at_s - self._memory_s:
             del arrivals[: bisect_left(arrivals, at_s - self._memory_s)]
 
     def changed_since(self, version: int) -> set[int] | None:
-        """Ids that have changed after `version`; None when that is too long ago to tell (look at all)."""
-        journal = self._journal
+        """Return ids of the instances that have changed after `version`; None when that is too long ago (any may
+        have)."""
+        changes = self._changes
         if version >= self.version:
             return set()
-        if not journal or (journal[0][0] > version + 1 and len(journal) == journal.maxlen):
+        if not changes or (changes[0][0] > version + 1 and len(changes) == changes.maxlen):
             return None
         found = set()
-        for at, instance in reversed(journal):
+        for at, instance in reversed(changes):
             if at <= version:
                 break
             found.add(instance)
         return found
 
+    def _changed(self, instance: int) -> None:
+        self.version += 1
+        self.changed_at[instance] = self.version
+        self._changes.append((self.version, instance))
+
 
 class ClusterSnapshot:
-    """What a policy reads. Made for one event; the book may change when the event has been handled."""
+    """What a policy reads. Made for one event; the state behind it changes when the event has been handled."""
 
-    __slots__ = ("_book", "now_s", "version")
+    __slots__ = ("_state", "now_s", "version")
 
-    def __init__(self, book: ClusterState, now_s: float) -> None:
-        self._book = book
+    def __init__(self, state: ClusterState, now_s: float) -> None:
+        self._state = state
         self.now_s = now_s
-        self.version = book.version
+        self.version = state.version
 
     @property
     def instances(self) -> Sequence[ClusterInstance]:
-        """By id."""
-        return self._book.instances
+        """All instances, by id."""
+        return self._state.instances
 
     @property
     def by_node(self) -> Mapping[int, tuple[int, ...]]:
-        """Ids by node, nodes in order."""
-        return self._book.by_node
+        """Ids of each node's instances, nodes in order."""
+        return self._state.by_node
 
     @property
     def links(self) -> ClusterLinks:
-        return self._book.links
+        """Links between instances."""
+        return self._state.links
 
     def with_role(self, *roles: Role) -> tuple[int, ...]:
-        """Ids of instances of these roles, in order."""
+        """Return ids of the instances of these roles, in order."""
         if len(roles) == 1:
-            return self._book.by_role.get(roles[0], ())
-        return tuple(sorted(i for role in roles for i in self._book.by_role.get(role, ())))
+            return self._state.by_role.get(roles[0], ())
+        return tuple(sorted(i for role in roles for i in self._state.by_role.get(role, ())))
 
     def nodes_of(self, group: Iterable[int]) -> int:
-        """How many nodes a group spans."""
-        return len({self._book.instances[i].node for i in group})
+        """Return how many nodes a group spans."""
+        return len({self._state.instances[i].node for i in group})
 
     def ordered(self, group: Iterable[int]) -> tuple[int, ...]:
-        """A group in the order in which its instances are acquired: by (node, id)."""
-        return tuple(sorted(group, key=lambda i: (self._book.instances[i].node, i)))
+        """Return a group in the order in which its instances are acquired: by (node, id)."""
+        return tuple(sorted(group, key=lambda i: (self._state.instances[i].node, i)))
 
     def arrival_rate_rps(self, window_s: float) -> float:
-        """Requests a second over the last `window_s`, or over the time since the first arrival where that is shorter
-        (but at least a second)."""
-        arrivals = self._book.arrivals
+        """Return requests a second over the last `window_s`, or over the time since the first arrival where that is
+        shorter (but at least a second)."""
+        arrivals = self._state.arrivals
         if not arrivals:
             return 0.0
         since = max(self.now_s - window_s, arrivals[0])
@@ -182,8 +187,8 @@ class ClusterSnapshot:
 
     def changed_since(self, version: int) -> set[int] | None:
         """See `ClusterState.changed_since`."""
-        return self._book.changed_since(version)
+        return self._state.changed_since(version)
 
     def snapshot(self) -> tuple[ClusterInstance, ...]:
-        """An immutable copy of the instances, to keep: one reference an instance."""
-        return tuple(self._book.instances)
+        """Return an immutable copy of the instances that may be kept."""
+        return tuple(self._state.instances)

@@ -1,9 +1,8 @@
-"""Rings that yield: what Weave knows of prompts that it has committed to groups, and what each may still give away.
+"""Prompts that Weave has committed to groups of instances, and how much time each may still yield to shorter ones.
 
-Medha's space sharing, for work that has no iterations: a long prefill gives part of its time, the larger the more
-relative slack it has, to short ones that wait. A ring's instances compute in lockstep, so what enters on one of them is
-what the whole ring waits for; it is charged with what it is predicted to be delayed by, and never yields more than its
-share of its own time.
+Medha's space sharing, for work without iterations: a long prefill yields a share of its time to waiting short prompts,
+the larger the more relative slack it has. A group computes in lockstep, so that a prompt that enters on one of its
+instances delays it as a whole. The group is charged with its predicted delay, and never yields more than its share.
 """
 
 from __future__ import annotations
@@ -14,62 +13,61 @@ from headway.policy.placement.view import ClusterSnapshot
 
 
 class PlacedGroup:
-    """A prompt on groups of instances. Seconds are predicted, times absolute.
+    """A prompt committed to groups of instances. All durations are predicted, all times absolute."""
 
-    groups: of its spans, nested. starts_s: when each is to begin; edges_s: how long each computes between two places
-    where it can be paused; work_s: what they take together; deadline_s: of its first token. end_s: when that is
-    expected. index: the span that runs or comes next. given_s: what it has yielded.
-    """
-
-    __slots__ = ("deadline_s", "edges_s", "end_s", "given_s", "groups", "index", "pausing", "request", "starts_s",
-                 "work_s")  # fmt: skip
+    __slots__ = ("deadline_s", "end_s", "groups", "index", "pause_intervals_s", "pausing", "request", "starts_s",
+                 "work_s", "yielded_s")  # fmt: skip
 
     def __init__(
         self,
         request: str,
         groups: Sequence[tuple[int, ...]],
         starts_s: Sequence[float],
-        edges_s: Sequence[float],
+        pause_intervals_s: Sequence[float],
         end_s: float,
         work_s: float,
         deadline_s: float,
     ) -> None:
-        self.request, self.groups = request, tuple(groups)
-        self.starts_s, self.edges_s, self.end_s = list(starts_s), tuple(edges_s), end_s
-        self.work_s, self.deadline_s = work_s, deadline_s
-        self.index = 0
-        self.given_s = 0.0
-        self.pausing = False
+        self.request = request
+        self.groups = tuple(groups)  # of its spans, nested
+        self.starts_s = list(starts_s)  # when each span is to begin
+        self.pause_intervals_s = tuple(pause_intervals_s)  # longest time between two pause points, by span
+        self.end_s = end_s  # when the first token is expected
+        self.work_s = work_s  # time of all spans together
+        self.deadline_s = deadline_s  # of the first token
+        self.index = 0  # of the span that runs or comes next
+        self.yielded_s = 0.0
+        self.pausing = False  # a preemption is under way
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Of the span that runs or comes next."""
+        """Group of the span that runs or comes next."""
         return self.groups[self.index]
 
     @property
-    def edge_s(self) -> float:
-        """Until the span that runs can be paused, at most."""
-        return self.edges_s[self.index]
+    def pause_interval_s(self) -> float:
+        """Longest time until the running span can be paused."""
+        return self.pause_intervals_s[self.index]
 
     def slack(self, now: float) -> float:
-        """Relative slack, as Medha §4.1's: seconds to spare, in units of its own work. Known queueing counts."""
+        """Return the relative slack (Medha §4.1): seconds to spare, known queueing included, over its own work."""
         return (self.deadline_s - max(now, self.end_s)) / max(self.work_s, 1e-9)
 
-    def left_to_give_s(self, now: float, least: float, most: float) -> float:
-        """Seconds that it may still be delayed by, when its share of yielding lies between `least` and `most`."""
+    def yieldable_s(self, now: float, least: float, most: float) -> float:
+        """Return the seconds that it may still be delayed by; its share of yielding lies between `least` and `most`."""
         share = min(most, max(least, self.slack(now)))
-        return self.work_s * share / (1.0 - share) - self.given_s
+        return self.work_s * share / (1.0 - share) - self.yielded_s
 
     def delay(self, seconds: float) -> None:
-        """It has yielded."""
-        self.given_s += seconds
+        """Charge a delay: all that is to come begins and ends later."""
+        self.yielded_s += seconds
         self.end_s += seconds
         for k in range(self.index, len(self.starts_s)):
             self.starts_s[k] += seconds
 
 
 class PlacedGroups:
-    """All rings that have not ended, in order of commitment on each instance: the order in which they take turns."""
+    """All committed prompts that have not ended; on each instance in order of commitment, which is their turn."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, PlacedGroup] = {}
@@ -82,28 +80,28 @@ class PlacedGroups:
         return self._by_request.get(request)
 
     def on(self, instance: int) -> Sequence[PlacedGroup]:
-        """The rings that run or wait there, in turn."""
+        """Return those that run or wait on an instance, in turn."""
         return self._on.get(instance, ())
 
     def all(self) -> Iterable[PlacedGroup]:
-        """In order of commitment."""
+        """Return all, in order of commitment."""
         return self._by_request.values()
 
     def occupied(self) -> Iterable[int]:
-        """Instances that have any."""
-        return sorted(i for i, rings in self._on.items() if rings)
+        """Return the instances that have any."""
+        return sorted(i for i, groups in self._on.items() if groups)
 
-    def add(self, ring: PlacedGroup) -> None:
-        self._by_request[ring.request] = ring
-        for i in ring.groups[-1]:
-            self._on.setdefault(i, []).append(ring)
+    def add(self, placed: PlacedGroup) -> None:
+        self._by_request[placed.request] = placed
+        for i in placed.groups[-1]:
+            self._on.setdefault(i, []).append(placed)
 
     def remove(self, request: str) -> None:
-        ring = self._by_request.pop(request, None)
-        if ring is not None:
-            for i in ring.groups[-1]:
-                self._on[i].remove(ring)
+        placed = self._by_request.pop(request, None)
+        if placed is not None:
+            for i in placed.groups[-1]:
+                self._on[i].remove(placed)
 
-    def runs(self, ring: PlacedGroup, view: ClusterSnapshot) -> bool:
-        """Whether a ring's span is on its instances now: it is next on all of them, and their schedulers are empty."""
-        return all(self._on[i][0] is ring and not view.instances[i].running for i in ring.group)
+    def is_running(self, placed: PlacedGroup, view: ClusterSnapshot) -> bool:
+        """Return whether a span of it runs now: it is next on all its instances, and their schedulers are empty."""
+        return all(self._on[i][0] is placed and not view.instances[i].running for i in placed.group)

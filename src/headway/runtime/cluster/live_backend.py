@@ -16,7 +16,7 @@ from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape, batch_s
-from headway.perf.latency.pause_points import edges_of
+from headway.perf.latency.pause_points import pause_points_of
 from headway.policy.placement.base import Phase
 from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
@@ -173,8 +173,8 @@ class LiveBackend:
         said, attempt = entry.driver.paused, entry.journey.driver
         run = attempt.runs[-1]
         shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
-        edges = edges_of(self._latency(run.group[0]), run.start, run.end, shape, run.rows, self._layers)
-        return said.layer, said.tokens, edges.over(said.tokens, said.layer)
+        points = pause_points_of(self._latency(run.group[0]), run.start, run.end, shape, run.rows, self._layers)
+        return said.layer, said.tokens, points.elapsed_share(said.tokens, said.layer)
 
     def expecting(self) -> list[int]:
         """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""

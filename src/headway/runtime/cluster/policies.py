@@ -121,7 +121,7 @@ class PlacementChain:
                 if isinstance(action, CommitSpans | EnqueueRequest):
                     self._placed.add(name)
                 if isinstance(action, CommitSpans):
-                    self._placed.update(span.request.id for span in action.along)
+                    self._placed.update(span.request.id for span in action.batched_with)
             else:
                 self.stranded.append(name)
         return wanted
@@ -129,7 +129,7 @@ class PlacementChain:
 
 def _instances(action: Action) -> list[int]:
     if isinstance(action, CommitSpans):
-        return [i for span in (*action.spans, *action.along) for i in span.group]
+        return [i for span in (*action.spans, *action.batched_with) for i in span.group]
     if isinstance(action, TransferKv):
         return [action.to]
     return list(action.group) if isinstance(action, EnqueueRequest | HoldGroup) else []

@@ -61,7 +61,7 @@ def placement_of(scenario: Scenario, spec: ClusterSpec) -> PlacementPolicy:
     name = scenario.cluster.placement
     if name is None:
         raise ConfigError("cluster.placement is missing: it names the policy")
-    return make_placement(name, spec.surroundings, scenario.cluster.options)
+    return make_placement(name, spec.policy_context, scenario.cluster.options)
 
 
 def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterSpec:

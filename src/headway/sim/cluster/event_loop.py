@@ -198,7 +198,7 @@ class ClusterWorld:
         if len(edges.pieces) == 1:
             self.machine.span_paused(entry, layer, self.now)
         else:
-            self.machine.span_paused(entry, layer, self.now, tokens, edges.over(tokens, layer))
+            self.machine.span_paused(entry, layer, self.now, tokens, edges.elapsed_share(tokens, layer))
 
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
         """A span runs no longer."""

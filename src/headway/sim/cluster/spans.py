@@ -9,7 +9,7 @@ from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.core.span import Span
 from headway.perf.latency.groups import GroupShape, batch_s
-from headway.perf.latency.pause_points import PausePoints, edges_of
+from headway.perf.latency.pause_points import PausePoints, pause_points_of
 from headway.sim.cluster.balance import exposed_s
 from headway.sim.cluster.spec import ClusterSpec
 
@@ -32,14 +32,14 @@ class SimulatedSpan:
         whole_s, begun = entry.predicted_s * self.factor, self.began_s + entry.extra_s
         if whole_s <= 0 or now <= begun:
             return max(now, begun), entry.tokens, entry.layer
-        after_s, tokens, layer = edges.next(entry.tokens, entry.layer, now - begun, whole_s)
+        after_s, tokens, layer = edges.next_point(entry.tokens, entry.layer, now - begun, whole_s)
         return min(self.due_s, begun + after_s), tokens, layer
 
 
 def edges(spec: ClusterSpec, span: Span, nodes: int) -> PausePoints:
     """Where a span can be paused."""
     shape = GroupShape(len(span.group), nodes, span.strategy)
-    return edges_of(spec.spans, span.start, span.end, shape, spec.rows, spec.shape.layers)
+    return pause_points_of(spec.spans, span.start, span.end, shape, spec.rows, spec.shape.layers)
 
 
 def predicted_s(spec: ClusterSpec, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:

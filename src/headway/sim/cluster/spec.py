@@ -35,7 +35,7 @@ class ClusterSpec:
     balance: bool = True
 
     @property
-    def surroundings(self) -> PolicyContext:
+    def policy_context(self) -> PolicyContext:
         """What a policy is told, unless it is to be wrong: what the simulator itself goes by."""
         return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows)
 

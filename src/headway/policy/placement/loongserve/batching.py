@@ -1,7 +1,8 @@
-"""Which prompts are computed together, and on how many instances: LoongServe's dynamic programming (§5.3).
+"""Which prompts are batched, and on how many instances: LoongServe's dynamic programming (§5.3).
 
-Prompts are ordered by length, longest first, instances by the KV on them; a batch is a run of prompts on a run of
-instances. f[i][k] is the least sum, over the first i prompts on the first k instances, of a prompt's batch's time over
+Prompts are ordered by length, longest first, instances by the KV on them; a batch is consecutive prompts on
+consecutive instances. f[i][k] is the least sum, over the first i prompts on the first k instances, of a prompt's
+batch's time over
 its own length: f[i][k] = min over j < i, l <= k of f[j][k - l] + T(j..i, l) · Σ 1/length, or f[i][k - 1]: instances may
 stay unused. All splits are tried (as vectors); the published code leaves some out by monotonicity.
 """
@@ -18,7 +19,7 @@ Seconds = Callable[[int, int, int], float]
 
 
 class PrefillBatch(NamedTuple):
-    """Prompts [first, last) on instances [start, stop), both by place in their order."""
+    """Prompts [first, last) on instances [start, stop), both by position in their order."""
 
     first: int
     last: int
@@ -34,11 +35,11 @@ def partition(
     most: int = 0,
     max_sp: int = 0,
 ) -> list[PrefillBatch] | None:
-    """The best split of prompts, longest first, over instances in order. None when KV has no room in any.
+    """Return the best split of prompts, longest first, over instances in order; None if KV has no room in any split.
 
-    tokens: of each prompt; room: KV tokens that an instance has left; nodes: where it lies. seconds: of a prompt alone;
-    of a batch they add up, but that of a single token counts once. most: prompts a batch; max_sp: instances a batch
-    (0: no limit).
+    tokens: of each prompt. room: KV tokens that each instance has left; nodes: the node of each. seconds: time of a
+    prompt alone; a batch takes their sum, but the time of a single token counts once. most: prompts in a batch; max_sp:
+    instances of a batch (0: no limit).
     """
     n, count = len(tokens), len(room)
     if not n or not count:
@@ -47,25 +48,27 @@ def partition(
     shapes = sorted(
         {_shape(nodes, stop - wide, stop) for wide in range(1, widest + 1) for stop in range(wide, count + 1)}
     )
-    row = {shape: at for at, shape in enumerate(shapes)}
+    shape_row = {shape: at for at, shape in enumerate(shapes)}
     alone = np.array([[seconds(t, *shape) for t in tokens] for shape in shapes])
     fixed = np.array([seconds(1, *shape) for shape in shapes])
     sums = np.concatenate([np.zeros((len(shapes), 1)), np.cumsum(alone, axis=1)], axis=1)
     inverse = np.concatenate([[0.0], np.cumsum(1.0 / np.asarray(tokens, dtype=np.float64))])
     held = np.concatenate([[0.0], np.cumsum(np.asarray(tokens, dtype=np.float64))])
     left = np.concatenate([[0.0], np.cumsum(np.asarray(room, dtype=np.float64))])
+    # best[i, k]: least cost of the first i prompts on the first k instances
     best = np.full((n + 1, count + 1), np.inf)
     best[0, :] = 0.0
     chosen: dict[tuple[int, int], PrefillBatch] = {}
     for k in range(1, count + 1):
         wide = np.arange(1, min(widest, k) + 1)
-        rows = np.array([row[_shape(nodes, k - int(w), k)] for w in wide])
+        rows = np.array([shape_row[_shape(nodes, k - int(w), k)] for w in wide])
         space = left[k] - left[k - wide]
         best[1:, k] = best[1:, k - 1]
         chosen.update({(i, k): chosen[i, k - 1] for i in range(1, n + 1) if (i, k - 1) in chosen})
         for i in range(1, n + 1):
             low = max(0, i - most) if most else 0
             j = np.arange(low, i)
+            # rows: the prompts of the batch begin at j; columns: it has so many instances
             times = sums[rows, i][None, :] - sums[rows][:, j].T - (i - j - 1)[:, None] * fixed[rows][None, :]
             costs = times * (inverse[i] - inverse[j])[:, None] + best[j][:, k - wide]
             costs[(held[i] - held[j])[:, None] > space[None, :]] = np.inf
@@ -74,6 +77,7 @@ def partition(
             if value < best[i, k]:
                 best[i, k] = value
                 chosen[i, k] = PrefillBatch(int(j[at // len(wide)]), i, k - int(wide[at % len(wide)]), k)
+    # walk back from all prompts on all instances
     found: list[PrefillBatch] = []
     i, k = n, count
     while i:

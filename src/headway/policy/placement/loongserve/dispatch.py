@@ -1,9 +1,9 @@
 """Which waiting prompts begin now, in order of arrival (LoongServe §5.1).
 
-A prompt is taken when KV has room for all of it and its output, and when the instances that decodes could leave are
-nearly as fast as all of them: what is lost by not waiting for decodes to end is at most that wait. Once one has to
-wait, it and those behind it may still begin in the place of decodes that are paused, while what the decodes lose
-(normalised by the tokens that they have made) is at most what the prompts gain (by their lengths).
+A prompt is dispatched when KV has room for it and its output, and when the instances without decodes are nearly as fast
+as all of them: the time lost by not waiting for decodes to end is at most that wait. After the first prompt that has to
+wait, it and later ones may still begin in place of paused decodes, as long as the decodes' loss (over the tokens that
+they have generated) is at most the prompts' gain (over their lengths).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.core.request import Request
-from headway.policy.placement.loongserve.decodes import reserve_of
+from headway.policy.placement.loongserve.decodes import final_tokens_of
 from headway.policy.placement.loongserve.options import LoongServeOptions
 from headway.policy.placement.loongserve.times import BatchSum, ScalingTimes, length
 
@@ -28,45 +28,51 @@ def dispatch(
     decodes: Sequence[int],
     mean_output: float,
 ) -> list[Request]:
-    """Prompts to begin with, in order of arrival.
+    """Return the prompts to begin with, in order of arrival.
 
-    capacity: KV tokens of an instance; used: of those that decode; reserved: with their output. decodes: output tokens
-    that each decoding request has; mean_output: of requests that have ended.
+    capacity: KV tokens of one instance. used: KV tokens of decoding requests; reserved: the same with all of their
+    output. decodes: output tokens that each decoding request has. mean_output: output tokens of finished requests.
     """
-    left_steps = max([10.0, *(max(mean_output - made, 0.1 * made) for made in decodes)])
+    left_steps = max([10.0, *(max(mean_output - done, 0.1 * done) for done in decodes)])
     wait_s = left_steps * options.decode_step_s
-    lost = sum(1.0 / max(1, made) for made in decodes)
+    lost = sum(1.0 / max(1, done) for done in decodes)
     free = instances - -(-used // capacity)
     single = options.prefill == "single"
     chosen: list[Request] = []
-    unsure: list[Request] = []
-    now, best, paused = BatchSum(times, free), BatchSum(times, instances), BatchSum(times, instances)
-    tokens, kept, gained, accepted = 0, reserved, 0.0, 0
+    preempting: list[Request] = []  # may begin only if decodes are paused
+    on_free, on_all, with_paused = BatchSum(times, free), BatchSum(times, instances), BatchSum(times, instances)
+    tokens, reserved_after, gained, accepted = 0, reserved, 0.0, 0
     for request in pending:
-        mine = length(request)
-        if kept + reserve_of([request]) > capacity * instances or (tokens and tokens + mine > options.round_tokens):
+        prompt_tokens = length(request)
+        if reserved_after + final_tokens_of([request]) > capacity * instances or (
+            tokens and tokens + prompt_tokens > options.round_tokens
+        ):
             break
-        if single and len(chosen) + len(unsure) == instances:
+        if single and len(chosen) + len(preempting) == instances:
             break
-        if not unsure and tokens + mine <= free * capacity and not (single and len(chosen) == free):
-            took_s = now.with_one(mine)
-            in_time = took_s <= options.round_s
-            if took_s - best.with_one(mine) <= wait_s and (in_time or not chosen):
+        if not preempting and tokens + prompt_tokens <= free * capacity and not (single and len(chosen) == free):
+            now_s = on_free.with_one(prompt_tokens)
+            in_time = now_s <= options.round_s
+            if now_s - on_all.with_one(prompt_tokens) <= wait_s and (in_time or not chosen):
                 chosen.append(request)
-                for total in (now, best, paused):
-                    total.add(mine)
-                tokens, kept = tokens + mine, kept + reserve_of([request])
+                for total in (on_free, on_all, with_paused):
+                    total.add(prompt_tokens)
+                tokens, reserved_after = tokens + prompt_tokens, reserved_after + final_tokens_of([request])
                 if not in_time:
                     break
                 continue
         if not options.preempt or not decodes:
             break
-        unsure.append(request)
-        paused.add(mine)
-        tokens, kept, gained = tokens + mine, kept + reserve_of([request]), gained + 1.0 / mine
-        in_time = paused.seconds <= options.round_s
-        if paused.seconds * lost <= wait_s * gained and (in_time or len(chosen) + len(unsure) == 1):
-            accepted = len(unsure)
+        preempting.append(request)
+        with_paused.add(prompt_tokens)
+        tokens, reserved_after, gained = (
+            tokens + prompt_tokens,
+            reserved_after + final_tokens_of([request]),
+            gained + 1.0 / prompt_tokens,
+        )
+        in_time = with_paused.seconds <= options.round_s
+        if with_paused.seconds * lost <= wait_s * gained and (in_time or len(chosen) + len(preempting) == 1):
+            accepted = len(preempting)
         if not in_time:
             break
-    return chosen + unsure[:accepted]
+    return chosen + preempting[:accepted]

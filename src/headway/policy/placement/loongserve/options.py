@@ -8,32 +8,37 @@ from headway.policy.placement.registry import PolicyOptions
 
 
 class LoongServeOptions(PolicyOptions, frozen=True, kw_only=True):
-    """prefill: `batched` by dynamic programming (§5.3), `single` the same with one request a batch, `greedy` as Tetris
-    §2.4 describes it: each request when it arrives, on the group that ends it first, queues included (needs decode
-    instances). Without decode instances in the cluster, requests decode where they were prefilled (§4).
+    """Settings of `loongserve`. Without decode instances in the cluster, requests decode where they were prefilled
+    (§4).
+    The defaults of `round_s` to `decode_batch` are the published artifact's.
 
-    round_s, round_tokens: no request is added to a round that would take longer, or hold more tokens, but for the
-    first; decode_step_s: what an output token is taken to take; wait_steps: decode steps between two looks at the
-    queue; decode_batch: requests an instance above which a decode batch is bound by computing. These are the values of
-    the published artifact. migrate: whether decode batches are packed to free instances; preempt: whether they are
-    paused for prefills that gain more. max_sp: most instances of a prefill (0: all). reserved, short_tokens: instances
-    that are kept for prompts below a length, behind a scheduler of their own (Medha §6.5).
-
-    mode `paper` fills the gaps of a round only with instances whose batch has ended wholly, and keeps to a prompt's
-    own KV when it scales down, as the published code; `default` also fills with those that scale-down frees, and keeps
+    mode `paper` fills a round only with instances whose batch has ended as a whole, and keeps room for the prompt's own
+    KV when it scales down, as the published code does; `default` also fills instances that scale-down frees, and keeps
     room for the output.
     """
 
     prefill: Literal["batched", "single", "greedy"] = "batched"
+    """`batched`: by dynamic programming (§5.3); `single`: the same with one request in a batch; `greedy`: as Tetris
+    §2.4
+    describes it, each request on arrival, on the group that ends it first, queues included (needs decode instances)."""
     round_s: float = 5.0
+    """A request that would make a round longer is not added to it, unless it is the first."""
     round_tokens: int = 500_000
+    """Tokens of a round, likewise."""
     decode_step_s: float = 0.025
+    """Assumed time of an output token."""
     wait_steps: int = 10
+    """Decode steps between two looks at the queue."""
     decode_batch: int = 128
+    """Requests of one instance above which a decode batch is compute-bound."""
     migrate: bool = True
+    """Pack decode batches to free instances."""
     preempt: bool = True
+    """Pause decode batches for prefills that gain more."""
     max_sp: int = 0
+    """Most instances of a prefill; 0: all."""
     reserved: int = 0
+    """Instances kept for prompts below `short_tokens`, with a scheduler of their own (Medha §6.5)."""
     short_tokens: int = 8192
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Predicted prefill times of sets of prompts, remembered."""
+"""Predicted prefill times of batches of prompts, cached."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from headway.perf.latency.groups import GroupLatency, GroupShape
 
 
 def length(request: Request) -> int:
-    """Prompt tokens to compute."""
+    """Return the prompt tokens to compute: those that are not cached, at least 1."""
     return max(1, request.prompt_tokens - request.cached_tokens)
 
 
 class ScalingTimes:
-    """What LoongServe's scaling information base answers (§5.5). `nodes`: the node of each instance of the pool, in
-    order: sizes are asked for as if taken from the front. Decisions leave out what prompts have cached."""
+    """LoongServe's scaling information base (§5.5): prefill time by length and group size. Cached tokens of prompts are
+    left out."""
 
     def __init__(self, latency: GroupLatency, nodes: Sequence[int], max_sp: int) -> None:
+        """nodes: of each instance of the pool, in order; a group of some size is taken from the front. max_sp: largest
+        group (0: no limit)."""
         self._latency, self._nodes = latency, nodes
         self._most = min(max_sp or len(nodes), len(nodes))
         self._known: dict[tuple[int, int, int], float] = {}
 
     def alone_s(self, tokens: int, sp: int, nodes: int) -> float:
-        """One prompt on a group."""
+        """Return the seconds of one prompt on a group."""
         key = (tokens, sp, nodes)
         found = self._known.get(key)
         if found is None:
@@ -31,20 +33,20 @@ class ScalingTimes:
         return found
 
     def batch_s(self, lengths: Sequence[int], instances: int) -> float:
-        """Prompts as one batch on this many instances; infinite on none."""
+        """Return the seconds of prompts as one batch on so many instances; infinite on none."""
         total = BatchSum(self, instances)
         for tokens in lengths:
             total.add(tokens)
         return total.seconds
 
     def shape(self, instances: int) -> tuple[int, int]:
-        """(size, nodes) of a group of so many instances, or of the largest that is allowed."""
+        """Return (size, nodes) of a group of so many instances, or of the largest allowed."""
         size = min(instances, self._most)
         return size, len(set(self._nodes[:size]))
 
 
 class BatchSum:
-    """A batch that grows."""
+    """Predicted time of a batch while prompts are added to it."""
 
     def __init__(self, times: ScalingTimes, instances: int) -> None:
         self._times, self._shape = times, times.shape(instances)
@@ -53,12 +55,12 @@ class BatchSum:
         self._count = 0
 
     def with_one(self, tokens: int) -> float:
-        """Seconds with one more prompt."""
+        """Return the seconds with one more prompt."""
         if not self._shape[0]:
             return float("inf")
         return self.seconds + self._times.alone_s(tokens, *self._shape) - (self._fixed_s if self._count else 0.0)
 
     def add(self, tokens: int) -> None:
-        """One more prompt."""
+        """Add a prompt."""
         self.seconds = self.with_one(tokens)
         self._count += 1

@@ -1,1 +1,1 @@
-"""PecSched: short prefills go where nobody is, then beside a long decode, then in place of a long prefill."""
+"""PecSched: short prefills go to idle replicas, then together with a long decode, then in place of a long prefill."""

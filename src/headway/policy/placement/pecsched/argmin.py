@@ -1,7 +1,7 @@
-"""Which of some replicas has the shortest queue? A heap whose old entries are thrown away when they come to the top.
+"""Sets of replicas that answer which member has the shortest queue.
 
-Queue lengths are whole numbers (tokens, or microseconds), so that what was added can be taken off again without a rest.
-Ties go to the lower replica.
+Queue lengths are whole numbers (tokens, or microseconds), so that adding and subtracting is exact. Ties go to the lower
+replica.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from typing import Protocol
 
 
 class ArgMin(Protocol):
-    """A set of replicas with a weight each."""
+    """A set of replicas, each with a weight."""
 
-    def put(self, replica: int, weight: int) -> None:
-        """Add, or change its weight."""
+    def update(self, replica: int, weight: int) -> None:
+        """Add a replica, or change its weight."""
 
-    def drop(self, replica: int) -> None:
-        """Remove; no error when it is not there."""
+    def discard(self, replica: int) -> None:
+        """Remove a replica; no error if it is no member."""
 
-    def least(self) -> int:
-        """The member with the smallest (weight, replica); -1 when there is none."""
+    def argmin(self) -> int:
+        """Return the member with the smallest (weight, replica); -1 if there is none."""
 
 
 class HeapArgMin:
-    """O(log n) a change, amortised O(log n) a question."""
+    """By a heap that drops stale entries when they reach the top: O(log n) a change, amortised O(log n) an answer."""
 
     __slots__ = ("_count", "_heap", "_key", "_limit")
 
     def __init__(self, count: int) -> None:
         """`count`: replicas, members or not."""
         self._count = max(1, count)
-        self._key = [-1] * count
+        self._key = [-1] * count  # valid heap entry of each replica; -1: no member
         self._heap: list[int] = []
         self._limit = 4 * count + 64
 
-    def put(self, replica: int, weight: int) -> None:
-        """See Least."""
+    def update(self, replica: int, weight: int) -> None:
+        """See `ArgMin`."""
         key = weight * self._count + replica
         self._key[replica] = key
         heap = self._heap
         heappush(heap, key)
-        if len(heap) > self._limit:
+        if len(heap) > self._limit:  # mostly stale entries: build it anew
             heap[:] = {key for key in self._key if key >= 0}
             heapify(heap)
 
-    def drop(self, replica: int) -> None:
-        """See Least."""
+    def discard(self, replica: int) -> None:
+        """See `ArgMin`."""
         self._key[replica] = -1
 
-    def least(self) -> int:
-        """See Least."""
+    def argmin(self) -> int:
+        """See `ArgMin`."""
         heap, keys, count = self._heap, self._key, self._count
         while heap:
             replica = heap[0] % count
@@ -61,23 +61,23 @@ class HeapArgMin:
 
 
 class ScanArgMin:
-    """The same by looking at every replica, as PecSched's own scheduler does (its cost grows with the cluster)."""
+    """By looking at every replica, as PecSched's own scheduler does (the cost grows with the cluster)."""
 
     __slots__ = ("_weight",)
 
     def __init__(self, count: int) -> None:
         self._weight: list[int | None] = [None] * count
 
-    def put(self, replica: int, weight: int) -> None:
-        """See Least."""
+    def update(self, replica: int, weight: int) -> None:
+        """See `ArgMin`."""
         self._weight[replica] = weight
 
-    def drop(self, replica: int) -> None:
-        """See Least."""
+    def discard(self, replica: int) -> None:
+        """See `ArgMin`."""
         self._weight[replica] = None
 
-    def least(self) -> int:
-        """See Least."""
+    def argmin(self) -> int:
+        """See `ArgMin`."""
         best, found = -1, 0
         for replica, weight in enumerate(self._weight):
             if weight is not None and (best < 0 or weight < found):

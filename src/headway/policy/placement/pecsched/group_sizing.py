@@ -1,4 +1,4 @@
-"""How many replicas does a long request get, and in which form is it computed on them?"""
+"""Number of replicas for a long request, and the parallel strategy on them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from headway.core.span import Strategy
 from headway.perf.latency.groups import LOCAL, GroupShape
 from headway.policy.placement.registry import PolicyContext
 
-_GRAIN = 1024
+_LENGTH_STEP = 1024
 
 
 class StrategyChoice(NamedTuple):
-    """A strategy and what the whole prefill is predicted to take with it; edge_s: between two places where it can be
-    paused, at most."""
+    """The fastest strategy for a prompt on a group."""
 
     strategy: Strategy
-    seconds: float
-    edge_s: float
+    prefill_s: float
+    """Predicted time of the whole prefill."""
+    pause_interval_s: float
+    """Longest time between two points where the prefill can be paused."""
 
 
 class StrategyChooser:
-    """Fast SP's choice (§5.3) by predicted time, or plain ring attention; remembered, lengths rounded up to 1,024."""
+    """Fast SP's choice (§5.3) by predicted time, or plain ring attention. Cached, with lengths rounded up to 1,024."""
 
-    def __init__(self, around: PolicyContext, tp: int, fast: bool) -> None:
-        self._around, self._tp, self._fast = around, tp, fast
-        self._known: dict[tuple[int, int, int], StrategyChoice] = {}
+    def __init__(self, context: PolicyContext, tp: int, fast: bool) -> None:
+        self._context, self._tp, self._fast = context, tp, fast
+        self._known: dict[tuple[int, int, int], StrategyChoice] = {}  # by (rounded length, replicas, nodes)
 
     def choose(self, tokens: int, replicas: int, nodes: int) -> StrategyChoice:
-        """For a prompt on so many replicas, over so many nodes."""
-        key = (-(-tokens // _GRAIN), replicas, nodes)
+        """Return the choice for a prompt on so many replicas, over so many nodes."""
+        key = (-(-tokens // _LENGTH_STEP), replicas, nodes)
         known = self._known.get(key)
         if known is None:
-            most = key[0] * _GRAIN
-            groups = [GroupShape(replicas, nodes, form) for form in self._allowed(replicas)]
-            seconds = [self._around.latency.prefill_s(0, most, group) for group in groups]
+            most = key[0] * _LENGTH_STEP
+            groups = [GroupShape(replicas, nodes, strategy) for strategy in self._allowed(replicas)]
+            seconds = [self._context.latency.prefill_s(0, most, group) for group in groups]
             best = min(range(len(groups)), key=seconds.__getitem__)
-            edge_s = self._around.edge_s(0, most, groups[best], seconds[best])
-            known = self._known[key] = StrategyChoice(groups[best].strategy, seconds[best], edge_s)
+            pause_interval_s = self._context.pause_interval_s(0, most, groups[best], seconds[best])
+            known = self._known[key] = StrategyChoice(groups[best].strategy, seconds[best], pause_interval_s)
         return known
 
     def _allowed(self, replicas: int) -> Iterator[Strategy]:
@@ -57,43 +58,47 @@ class StrategyChooser:
 
 
 class GroupSizing:
-    """`long_replicas` as a rule."""
+    """The option `long_replicas`: how many replicas a long request gets."""
 
     def __init__(
         self,
         rule: Literal["memory", "latency", "fixed"],
-        forms: StrategyChooser,
+        chooser: StrategyChooser,
         capacity: int,
         most: int,
         per_node: int,
         target_s: float,
         fixed: int,
     ) -> None:
-        """capacity: KV tokens of one replica (0: unlimited). most: replicas that there are; per_node: in one node."""
-        self._rule, self._forms = rule, forms
+        """capacity: KV tokens of one replica (0: unlimited). most: replicas in all; per_node: in one node. target_s:
+        for
+        the rule "latency"; fixed: replicas for the rule "fixed"."""
+        self._rule, self._chooser = rule, chooser
         self._capacity, self._most, self._per_node = capacity, most, max(1, per_node)
         self._target_s, self._fixed = target_s, fixed
         self._fitting: dict[int, int] = {}
 
     def replicas(self, prompt: int, whole: int) -> int:
-        """For a request of `prompt` tokens, `whole` with its output; 0 when all replicas together cannot hold it."""
+        """Return the number for a request of `prompt` tokens, `whole` with its output; 0 if all replicas together
+        cannot
+        hold it."""
         least = -(-whole // self._capacity) if self._capacity else 1
         if least > self._most:
             return 0
         if self._rule == "memory":
             return least
-        wanted = self._fixed if self._rule == "fixed" else self._fast_enough(-(-prompt // _GRAIN))
+        wanted = self._fixed if self._rule == "fixed" else self._fast_enough(-(-prompt // _LENGTH_STEP))
         return max(least, min(wanted, self._most))
 
-    def _fast_enough(self, grains: int) -> int:
-        """The fewest that keep the target; all when none do."""
-        known = self._fitting.get(grains)
+    def _fast_enough(self, steps: int) -> int:
+        """Return the fewest replicas that keep the target; all if none do. Assumes that more are never slower."""
+        known = self._fitting.get(steps)
         if known is None:
             low, high = 1, self._most
             while low < high:
                 middle = (low + high) // 2
                 nodes = -(-middle // self._per_node)
-                fits = self._forms.choose(grains * _GRAIN, middle, nodes).seconds <= self._target_s
+                fits = self._chooser.choose(steps * _LENGTH_STEP, middle, nodes).prefill_s <= self._target_s
                 low, high = (low, middle) if fits else (middle + 1, high)
-            known = self._fitting[grains] = low
+            known = self._fitting[steps] = low
         return known

@@ -1,9 +1,9 @@
-"""Which replicas does a long request get? Inside one node where possible, else as few nodes as can be, and of the
-combinations the one with the smallest total queue (PecSched §5, §6.2).
+"""Selection of replicas for a long request: inside one node where possible, else on as few nodes as possible, and of
+the combinations the one with the smallest total queue (PecSched §5, §6.2).
 
-Both classes follow one rule. As long as replicas are missing: want = as many as are missing, but at most what the
-fullest node has to give; of the nodes that have `want`, take those replicas of the node where its `want` shortest
-queues sum to least. Ties go to the node with the lower number, and inside it to the lower replica.
+Both classes follow one rule. As long as replicas are missing: `want` is the number missing, at most the largest number
+available in one node; of the nodes with `want` available replicas, the one whose `want` shortest queues have the
+smallest sum gives them. Ties go to the node with the lower number, and inside it to the lower replica.
 """
 
 from __future__ import annotations
@@ -16,48 +16,50 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 _TAKEN = 1 << 50
-"""Queue of a replica that cannot be had: more than any queue, and few enough to be summed over a node."""
+"""Queue of a replica that is not available: above any queue, and small enough to be summed over a node."""
 
 
 class NodeSelection(NamedTuple):
-    """Replicas in order of (node, replica), and on how many nodes they are."""
+    """Replicas selected for a long request."""
 
     replicas: tuple[int, ...]
+    """In order of (node, replica)."""
     nodes: int
+    """Number of nodes that they are on."""
 
 
 class NodeIndex(Protocol):
-    """Replicas that a long request may take, with their queues, by node."""
+    """Replicas available to long requests, with their queues, by node."""
 
-    def put(self, replica: int, weight: int) -> None:
-        """It may be had, with this queue."""
+    def update(self, replica: int, weight: int) -> None:
+        """Make a replica available with this queue, or change its queue."""
 
-    def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        """They may be had again, with these queues; none of them could be before."""
+    def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """Make replicas available again, with these queues; none of them was."""
 
     def take(self, size: int) -> NodeSelection | None:
-        """`size` replicas by the rule, which may not be had from now on. None when there are not so many."""
+        """Select `size` replicas and make them unavailable; None if fewer are available."""
 
 
 class ScanNodes:
-    """By looking at every replica."""
+    """Selection by looking at every replica."""
 
     def __init__(self, node_of: Sequence[int]) -> None:
         """`node_of`: the node of each replica."""
         self._node_of = node_of
         self._weight: list[int | None] = [None] * len(node_of)
 
-    def put(self, replica: int, weight: int) -> None:
-        """See Nodes."""
+    def update(self, replica: int, weight: int) -> None:
+        """See `NodeIndex`."""
         self._weight[replica] = weight
 
-    def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        """See Nodes."""
+    def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """See `NodeIndex`."""
         for replica, weight in zip(replicas, weights, strict=True):
             self._weight[replica] = weight
 
     def take(self, size: int) -> NodeSelection | None:
-        """See Nodes."""
+        """See `NodeIndex`."""
         nodes: dict[int, list[tuple[int, int]]] = {}
         for replica, weight in enumerate(self._weight):
             if weight is not None:
@@ -76,8 +78,8 @@ class ScanNodes:
 
 
 class IndexedNodes:
-    """A table of sums, one row a node, one column a number of replicas. A row is made anew with every change of a queue
-    of its node, so that a question is a look down one column a node that it takes."""
+    """Selection by a table of sums: row = node, column k = sum of the node's k + 1 shortest queues. A row is computed
+    again with every change of a queue in its node, so that a selection reads one column for each node that it takes."""
 
     def __init__(self, node_of: Sequence[int]) -> None:
         """`node_of`: the node of each replica."""
@@ -100,28 +102,28 @@ class IndexedNodes:
         self._with_count = [len(names)] + [0] * width
         self._total = 0
 
-    def put(self, replica: int, weight: int) -> None:
-        """See Nodes."""
+    def update(self, replica: int, weight: int) -> None:
+        """See `NodeIndex`."""
         place, row, width, weights = self._place[replica], self._row[replica], self._width, self._weights
         if weights[place] == _TAKEN:
-            self._count(row, 1)
+            self._change_count(row, 1)
         weights[place] = weight
         low = row * width
         self._sums[low : low + width] = array("q", accumulate(sorted(weights[low : low + width])))
 
-    def give_back(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        """See Nodes."""
+    def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """See `NodeIndex`."""
         back: dict[int, int] = {}
         for replica, weight in zip(replicas, weights, strict=True):
             self._weights[self._place[replica]] = weight
             row = self._row[replica]
             back[row] = back.get(row, 0) + 1
         for row, count in back.items():
-            self._count(row, count)
-            self._renew(row)
+            self._change_count(row, count)
+            self._recompute_row(row)
 
     def take(self, size: int) -> NodeSelection | None:
-        """See Nodes."""
+        """See `NodeIndex`."""
         if self._total < size:
             return None
         chosen: list[tuple[int, list[int]]] = []
@@ -137,10 +139,10 @@ class IndexedNodes:
         return NodeSelection(tuple([replica for _, replicas in chosen for replica in replicas]), len(chosen))
 
     def _take_from(self, row: int, want: int) -> list[int]:
-        """The shortest queues of a node, in order of replica."""
+        """Take the `want` shortest queues of a node; return them in order of replica."""
         low, high, members = row * self._width, (row + 1) * self._width, self._members[row]
         weights = self._weights[low:high]
-        self._count(row, -want)
+        self._change_count(row, -want)
         if not self._counts[row]:
             self._weights[low:high] = self._all_taken
             self._sums[low:high] = self._no_sums
@@ -150,16 +152,16 @@ class IndexedNodes:
         taken = sorted([replica for _, replica in sorted(zip(weights, members, strict=False))[:want]])
         for replica in taken:
             self._weights[self._place[replica]] = _TAKEN
-        self._renew(row)
+        self._recompute_row(row)
         return taken
 
-    def _count(self, row: int, more: int) -> None:
+    def _change_count(self, row: int, more: int) -> None:
         count = self._counts[row]
         self._with_count[count] -= 1
         self._with_count[count + more] += 1
         self._counts[row] = count + more
         self._total += more
 
-    def _renew(self, row: int) -> None:
+    def _recompute_row(self, row: int) -> None:
         low, high = row * self._width, (row + 1) * self._width
         self._sums[low:high] = array("q", accumulate(sorted(self._weights[low:high])))

@@ -1,4 +1,4 @@
-"""PecSched's settings, and what its two modes make of those that are not given."""
+"""PecSched's settings, and their defaults in its two modes."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from headway.policy.placement.registry import PolicyOptions
 
 
 class PecSchedOptions(PolicyOptions, frozen=True, kw_only=True):
-    """long_tokens: prompts above this are long. batch_tokens: short prompts' tokens that an instance of a paused or
-    co-located long request takes at a time (§5.2's threshold).
-
-    long_replicas: the rule for "sufficient" replicas, which the paper does not state: as many as memory needs, as
-    latency needs to stay within long_target_s, or long_sp. Never fewer than memory needs.
-
-    queue: lengths in tokens (paper) or in predicted seconds (default), which know that attention is quadratic.
-    ageing: a long prefill is suspended for at most so many times as long as it has computed, and slice_s more; then it
-    computes until that holds again. "off" is the paper's; the default mode takes 1.
-
-    preempt, disaggregate, colocate, fast_sp: without one of them this is the ablation /PE, /Dis, /CoL or /FSP (§6.4).
-    """
+    """Settings of `pecsched`."""
 
     long_tokens: int = 32_768
+    """Prompts above this are long."""
     batch_tokens: int = 4096
+    """Tokens of short prompts that a replica of a paused or co-located long request takes at a time (§5.2's threshold).
+    """
     long_replicas: Literal["memory", "latency", "fixed"] = "latency"
+    """Rule for "sufficient" replicas, which the paper does not state: as memory needs, as latency needs to stay within
+    `long_target_s`, or `long_sp`. Never fewer than memory needs."""
     long_target_s: float = 20.0
     long_sp: int = 4
     queue: Literal["tokens", "seconds"] | None = None
+    """Unit of queue lengths; None: tokens in mode `paper`, else predicted seconds, in which attention is quadratic."""
     ageing: float | Literal["off"] | None = None
+    """A long prefill is suspended for at most so many times as long as it has computed, and `slice_s` more; then it
+    computes until that holds again. "off": without bound. None: off in mode `paper`, else 1."""
     slice_s: float = 1.0
     preempt: bool = True
+    """False: the ablation /PE (§6.4)."""
     disaggregate: bool = True
+    """False: the ablation /Dis: short requests decode where they were prefilled."""
     colocate: bool = True
+    """False: the ablation /CoL: long decodes are preempted instead of co-located."""
     fast_sp: bool = True
+    """False: the ablation /FSP: plain ring attention."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,8 +50,8 @@ class PecSchedOptions(PolicyOptions, frozen=True, kw_only=True):
         return (self.queue or ("tokens" if self.mode == "paper" else "seconds")) == "seconds"
 
     @property
-    def patience(self) -> float | None:
-        """Seconds of suspension for a second of computing; None: without bound."""
+    def ageing_factor(self) -> float | None:
+        """Seconds of suspension allowed for each second of computing; None: without bound."""
         if self.ageing is None:
             return None if self.mode == "paper" else 1.0
         return None if self.ageing == "off" else self.ageing

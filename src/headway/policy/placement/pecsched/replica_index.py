@@ -1,8 +1,9 @@
-"""Where short prefills may go, and where long requests may: the replicas' queues, indexed by what is on them.
+"""The replicas' queues, indexed by what runs on them: where short prefills may go, and where long requests may.
 
-Every replica is in at most one of three sets: `free` (no long request there), `beside` (one decodes there) and `paused`
-(one is paused there, or about to be). What is drained for a long prefill, or computes one, is in none. Asking costs a
-look at the top of a heap, at 8,192 replicas as at 32 (PecSched's own scan grows with the cluster, its Fig. 15).
+A replica is in at most one of three sets: `free` (no long request), `colocated` (a long request decodes there) and
+`paused` (one is paused there, or about to be). Replicas that are drained for a long prefill, or compute one, are in
+none. An answer reads the top of a heap, at 8,192 replicas as at 32 (the cost of PecSched's own scan grows with the
+cluster, its Fig. 15).
 """
 
 from __future__ import annotations
@@ -15,103 +16,103 @@ from headway.policy.placement.pecsched.nodes import IndexedNodes, NodeIndex, Nod
 
 
 class ReplicaIndex:
-    """Replicas 0, 1, … with queues of short prefills: weight (the unit of the policy's queues, whole numbers) and
-    tokens."""
+    """Replicas 0, 1, … with their queues of short prefills."""
 
     def __init__(self, node_of: Sequence[int], *, literal: bool = False) -> None:
-        """`node_of`: the node of each replica. literal: look at every replica for every answer; same answers."""
+        """`node_of`: the node of each replica. literal: scan every replica for every answer; the answers are the
+        same."""
         count = len(node_of)
         make = ScanArgMin if literal else HeapArgMin
-        self.weight = [0] * count
-        self.tokens = [0] * count
-        self.decodes = [0] * count
-        self.ring: list[SequenceParallelGroup | None] = [None] * count
+        self.weight = [0] * count  # queue of short prefills, in the policy's unit
+        self.tokens = [0] * count  # the same in tokens
+        self.decodes = [0] * count  # short requests that decode
+        self.group: list[SequenceParallelGroup | None] = [None] * count
         self.free: ArgMin = make(count)
-        self.beside: ArgMin = make(count)
+        self.colocated: ArgMin = make(count)
         self.paused: ArgMin = make(count)
         self._nodes: NodeIndex = ScanNodes(node_of) if literal else IndexedNodes(node_of)
-        self._home: list[ArgMin | None] = [None] * count
+        self._set_of: list[ArgMin | None] = [None] * count
         for replica in range(count):
             self._move(replica, self.free)
-            self._nodes.put(replica, 0)
+            self._nodes.update(replica, 0)
 
     # -- short prefills -------------------------------------------------------------------------------------------
 
-    def add(self, replica: int, weight: int, tokens: int) -> None:
-        """One more is on its way to this replica."""
-        ring = self.ring[replica]
-        if ring is None:
-            self._nodes.put(replica, self.weight[replica] + weight)
+    def add_prefill(self, replica: int, weight: int, tokens: int) -> None:
+        """Add a short prefill to a replica's queue."""
+        group = self.group[replica]
+        if group is None:
+            self._nodes.update(replica, self.weight[replica] + weight)
         elif not self.occupied(replica):
-            ring.busy += 1
+            group.busy += 1
         self.weight[replica] += weight
         self.tokens[replica] += tokens
-        home = self._home[replica]
-        if home is not None:
-            home.put(replica, self.weight[replica])
+        members = self._set_of[replica]
+        if members is not None:
+            members.update(replica, self.weight[replica])
 
-    def done(self, replica: int, weight: int, tokens: int) -> None:
-        """One has ended there."""
+    def end_prefill(self, replica: int, weight: int, tokens: int) -> None:
+        """Remove a short prefill from a replica's queue."""
         self.weight[replica] -= weight
         self.tokens[replica] -= tokens
-        home = self._home[replica]
-        if home is not None:
-            home.put(replica, self.weight[replica])
-        ring = self.ring[replica]
-        if ring is None:
-            self._nodes.put(replica, self.weight[replica])
+        members = self._set_of[replica]
+        if members is not None:
+            members.update(replica, self.weight[replica])
+        group = self.group[replica]
+        if group is None:
+            self._nodes.update(replica, self.weight[replica])
         elif not self.occupied(replica):
-            ring.busy -= 1
+            group.busy -= 1
 
-    def decode(self, replica: int, more: int) -> None:
-        """A short request decodes there from now on (1), or no longer (-1). It is in nobody's way but a ring's."""
-        ring, before = self.ring[replica], self.occupied(replica)
+    def add_decodes(self, replica: int, more: int) -> None:
+        """Change the number of short requests that decode on a replica. They only delay long requests."""
+        group, before = self.group[replica], self.occupied(replica)
         self.decodes[replica] += more
-        if ring is not None:
-            ring.busy += self.occupied(replica) - before
+        if group is not None:
+            group.busy += self.occupied(replica) - before
 
     def occupied(self, replica: int) -> bool:
-        """Whether short requests are there."""
+        """Return whether a replica has short requests."""
         return bool(self.tokens[replica] or self.decodes[replica])
 
-    def room(self, replica: int, tokens: int, most: int) -> bool:
-        """Whether a prompt of `tokens` may join: the queue stays within `most`, or there is none."""
+    def fits(self, replica: int, tokens: int, most: int) -> bool:
+        """Return whether a prompt of `tokens` may join: the queue is empty, or stays within `most` tokens."""
         queued = self.tokens[replica]
         return not queued or queued + tokens <= most
 
     # -- long requests --------------------------------------------------------------------------------------------
 
     def take(self, size: int) -> NodeSelection | None:
-        """Replicas for a long request, node first, least total queue, which no other can have from now on; None when so
-        many are not free of others. `hold` comes next."""
+        """Select replicas for a long request, node first, least total queue; None if fewer are free of long requests.
+        The caller calls `occupy` next."""
         return self._nodes.take(size)
 
-    def hold(self, ring: SequenceParallelGroup) -> None:
-        """It has what was taken for it; no short requests are sent there."""
-        rings, homes, free, tokens, decodes = self.ring, self._home, self.free, self.tokens, self.decodes
-        for replica in ring.group:
-            rings[replica] = ring
-            homes[replica] = None
-            free.drop(replica)
+    def occupy(self, group: SequenceParallelGroup) -> None:
+        """Give a group the replicas selected for it; they take no short requests."""
+        groups, sets, free, tokens, decodes = self.group, self._set_of, self.free, self.tokens, self.decodes
+        for replica in group.replicas:
+            groups[replica] = group
+            sets[replica] = None
+            free.discard(replica)
             if tokens[replica] or decodes[replica]:
-                ring.busy += 1
+                group.busy += 1
 
-    def give_back(self, ring: SequenceParallelGroup) -> None:
-        """All of its replicas are free again."""
-        for replica in ring.group:
-            self.ring[replica] = None
+    def release(self, group: SequenceParallelGroup) -> None:
+        """Free all replicas of a group."""
+        for replica in group.replicas:
+            self.group[replica] = None
             self._move(replica, self.free)
-        self._nodes.give_back(ring.group, [self.weight[replica] for replica in ring.group])
+        self._nodes.release(group.replicas, [self.weight[replica] for replica in group.replicas])
 
-    def open(self, ring: SequenceParallelGroup, home: ArgMin | None) -> None:
-        """Short prefills may go to its replicas as to `beside` or `paused`, or not at all (None)."""
-        for replica in ring.group:
-            self._move(replica, home)
+    def move_to(self, group: SequenceParallelGroup, members: ArgMin | None) -> None:
+        """Move a group's replicas to the set `colocated` or `paused`; None: to none, they take no short prefills."""
+        for replica in group.replicas:
+            self._move(replica, members)
 
-    def _move(self, replica: int, home: ArgMin | None) -> None:
-        old = self._home[replica]
-        if old is not None and old is not home:
-            old.drop(replica)
-        self._home[replica] = home
-        if home is not None:
-            home.put(replica, self.weight[replica])
+    def _move(self, replica: int, members: ArgMin | None) -> None:
+        old = self._set_of[replica]
+        if old is not None and old is not members:
+            old.discard(replica)
+        self._set_of[replica] = members
+        if members is not None:
+            members.update(replica, self.weight[replica])

@@ -22,55 +22,57 @@ from headway.policy.placement.base import (
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class DecodeSide:
-    """What a disaggregated policy does about decodes. Where a cluster has no decode instances, requests decode on the
-    group of their last span."""
+class DecodePlacement:
+    """Decode instances of requests, for policies that place prefills. Where a cluster has no decode instances, requests
+    decode on the group of their last span."""
 
     def __init__(self) -> None:
-        self._virtual: dict[str, tuple[int, int]] = {}
-        self._on_way: dict[int, int] = {}
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self._reserved: dict[str, tuple[int, int]] = {}  # request: decode instance, tokens of virtual usage
+        self._virtual_usage: dict[int, int] = {}  # tokens whose KV is on its way, by instance
+        self._groups: dict[str, tuple[int, ...]] = {}  # of requests that decode where they were prefilled
 
     def choose(self, view: ClusterSnapshot) -> int | None:
-        """The freest decode instance; ties to the lower id. None where there is none."""
+        """Return the decode instance with the most freeness, ties to the lower id; None where there is none."""
         best, most = None, -float("inf")
         for i in view.with_role("decode"):
-            free = self.freeness(view, i)
-            if free > most:
-                best, most = i, free
+            freeness = self.freeness(view, i)
+            if freeness > most:
+                best, most = i, freeness
         return best
 
     def freeness(self, view: ClusterSnapshot, instance: int) -> float:
-        """Free slots, without those that are spoken for, per running request."""
-        at = view.instances[instance]
-        return (at.capacity - at.used - self._on_way.get(instance, 0)) / max(1, at.running)
+        """Return free slots, less virtual usage, per running request."""
+        known = view.instances[instance]
+        return (known.capacity - known.used - self._virtual_usage.get(instance, 0)) / max(1, known.running)
 
     def place(self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterSnapshot) -> list[Action]:
-        """A prefill of these spans is about to be committed: the transfers that go with it."""
+        """Choose the decode instance of a request whose prefill is to be committed on `groups`, one a span; return the
+        transfers of its spans."""
         if request.max_output_tokens <= 1:
             return []
         target = self.choose(view)
         if target is None:
             self._groups[request.id] = groups[-1]
             return []
-        self._virtual[request.id] = (target, request.prompt_tokens)
-        self._on_way[target] = self._on_way.get(target, 0) + request.prompt_tokens
+        self._reserved[request.id] = (target, request.prompt_tokens)
+        self._virtual_usage[target] = self._virtual_usage.get(target, 0) + request.prompt_tokens
         return [TransferKv(request.id, target, index) for index in range(len(groups))]
 
     def prefilled(self, request: str) -> list[Action]:
-        """A prompt that was placed without spans is complete, on an instance that sent its KV as it was computed."""
-        target, _ = self._virtual.get(request, (-1, 0))
+        """Return the transfer of a complete prompt whose spans' transfers were not asked for: its instance sent the KV
+        while it was computed."""
+        target, _ = self._reserved.get(request, (-1, 0))
         return [TransferKv(request, target, overlapped=True)] if target >= 0 else []
 
     def withdraw(self, request: str) -> None:
-        """The prefill was not committed after all."""
+        """Forget a request: its KV has arrived, it has ended, or its prefill was not committed after all."""
         self._groups.pop(request, None)
-        target, tokens = self._virtual.pop(request, (-1, 0))
+        target, tokens = self._reserved.pop(request, (-1, 0))
         if target >= 0:
-            self._on_way[target] -= tokens
+            self._virtual_usage[target] -= tokens
 
     def on_event(self, event: Event) -> list[Action]:
-        """What follows from an event that concerns decodes; nothing from others."""
+        """Return the actions for an event that concerns decodes; none for others."""
         if isinstance(event, KvReady):
             self.withdraw(event.request)
             return [EnqueueRequest(event.request, (event.instance,), "decode")]
