@@ -40,7 +40,7 @@ def prepared(decodes: int, waiting: int, policy: str, chunking: str) -> tuple[Sc
     for i in range(decodes):
         request = Request(id=f"d{i}", arrival_s=now, prompt_tokens=rng.randint(16, 200), max_output_tokens=100_000)
         scheduler.add(Span.whole(request), now)
-    while scheduler.running < decodes or any(True for _ in scheduler._queue):
+    while scheduler.running < decodes or any(True for _ in scheduler.policy.queue):
         now = iterate(scheduler, now)
     for i in range(waiting):
         length = rng.randint(20_000, 200_000) if i % 8 == 0 else rng.randint(200, 8000)

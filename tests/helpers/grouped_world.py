@@ -23,7 +23,7 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
-from headway.policy.iteration.sequence import WHOLE
+from headway.policy.iteration.prefill import WHOLE
 
 BLOCK = 16
 
@@ -99,7 +99,7 @@ class GroupedWorld:
         assert (self.scheduler.running, self.scheduler.waiting, self.scheduler._longs) == (0, 0, {})
         for group in self.scheduler.groups:
             assert group.ledger.free_blocks == group.ledger.n_blocks
-            assert group.promises.held == {}
+            assert group.policy.targets.held == {}
         assert self.finished | self.aborted == {request.id for request, _ in self.plan}
         return self
 
@@ -224,7 +224,7 @@ class GroupedWorld:
             assert book.cursor <= known
             assert chunk.last == (book.cursor == known)
             rows[chunk.request] = chunk.tokens
-            longs += self.scheduler.groups[0].urgency.is_long(book.request)
+            longs += self.scheduler.groups[0].policy.urgency.is_long(book.request)
         assert longs <= 1
         for name in self._names(part):
             book = self.books[name]

@@ -84,14 +84,16 @@ class World:
         assert self.scheduler.ledger.free_blocks == self.scheduler.ledger.n_blocks
         assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
         assert self.told_preempted == self.preempted
-        assert self.scheduler.promises.held == {}
+        assert self.scheduler.policy.targets.held == {}
         assert self.finished.keys() | self.aborted == {request.id for request, _ in self.plan}
         return self
 
     def _arrive(self) -> None:
         while self.arrivals and self.arrivals[0][0].arrival_s <= self.now:
             request, output = self.arrivals.popleft()
-            book = self.books[request.id] = Book(request, output, is_long=self.scheduler.urgency.is_long(request))
+            book = self.books[request.id] = Book(
+                request, output, is_long=self.scheduler.policy.urgency.is_long(request)
+            )
             assert book.is_long or request.prompt_tokens <= self.config.long_tokens
             self.scheduler.add(Span.whole(request), self.now)
 

@@ -137,8 +137,8 @@ def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> No
     add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
     batches = [step(scheduler) for _ in range(40)]
     assert KvOp("free", "new", 0) in [op for batch in batches for op in batch.parts[0].kv_ops]
-    assert "old" in scheduler.holders
-    while "old" in scheduler.holders:
+    assert "old" in scheduler.policy.holders
+    while "old" in scheduler.policy.holders:
         step(scheduler, 0.0, "old")
     assert chunks(step(scheduler))[0][:2] == ("new", 0)
 
@@ -191,10 +191,10 @@ def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
     scheduler.custody.ask("new", 50, 0.0)
     scheduler.custody.grant()
     add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
-    while "new" in scheduler.holders:
+    while "new" in scheduler.policy.holders:
         step(scheduler)
     assert scheduler.stage("new", 0.0) == []
-    while "old" in scheduler.holders:
+    while "old" in scheduler.policy.holders:
         step(scheduler, 0.0, "old")
     while "new" in scheduler:
         step(scheduler)
@@ -372,4 +372,4 @@ def test_blocks_are_conserved_and_all_end(seed: int) -> None:
     assert world.granted == world.asked, "who asks first is served first, and everybody is"
     assert len(world.granted) > 10
     assert world.done > 10
-    assert world.scheduler.promises.held == {}
+    assert world.scheduler.policy.targets.held == {}

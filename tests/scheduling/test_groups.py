@@ -92,8 +92,7 @@ def test_one_group_decides_as_a_scheduler_does(seed: int) -> None:
     one.ahead = two.ahead = 1
     ledger = BlockManager(two.pool_tokens, two.scheduler.ledger.block_tokens)
     grouped = GroupedScheduler(two.config, two.model, [ledger])
-    grouped.ledger, grouped.promises = ledger, grouped.groups[0].promises  # type: ignore[attr-defined]
-    grouped.urgency = grouped.groups[0].urgency  # type: ignore[attr-defined]
+    grouped.ledger, grouped.policy = ledger, grouped.groups[0].policy  # type: ignore[attr-defined]
     two.scheduler = grouped  # type: ignore[assignment]
     assert one.run().log == two.run().log
 

@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 
 from headway.core.request import Request
 from headway.policy.iteration.ordering import UrgencyLine
+from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.queue import PrefillQueue
-from headway.policy.iteration.sequence import SequenceState
 
 Lines = list[tuple[float, float, int]]
 COARSE = st.tuples(st.integers(0, 4).map(float), st.integers(0, 2).map(float), st.sampled_from([0, 0, 0, 1, -2]))
 FINE = st.tuples(st.floats(-1e3, 1e3), st.floats(0, 10), st.just(0))
 
 
-def member(order: int, priority: int = 0, is_long: bool = False) -> SequenceState:
+def member(order: int, priority: int = 0, is_long: bool = False) -> PrefillState:
     request = Request(id=f"r{order}", arrival_s=0.0, prompt_tokens=4, max_output_tokens=1, priority=priority)
-    return SequenceState(request, order, is_long)
+    state = PrefillState(request, order)
+    state.is_long = is_long
+    return state
 
 
-def plain(members: dict[SequenceState, UrgencyLine], now: float) -> list[str]:
-    def key(item: tuple[SequenceState, UrgencyLine]) -> tuple[int, float, int]:
+def plain(members: dict[PrefillState, UrgencyLine], now: float) -> list[str]:
+    def key(item: tuple[PrefillState, UrgencyLine]) -> tuple[int, float, int]:
         sequence, line = item
         return sequence.request.priority, line.intercept - line.slope * now, sequence.order
 

@@ -191,10 +191,10 @@ def test_shorts_pass_a_long_that_was_skipped_for_long_within_its_headroom(waited
     for number in range(12):  # of 32 tokens each: the headroom is 160
         add_request(scheduler, f"small {number}", 20, 12)
     step(scheduler, waited)
-    assert len(scheduler.holders) == 1 + enter
+    assert len(scheduler.policy.holders) == 1 + enter
     step(scheduler, waited, "holder")
     step(scheduler, waited)
-    assert ("large" in scheduler.holders) == (enter == 5)  # else shorts have taken what it waits for
+    assert ("large" in scheduler.policy.holders) == (enter == 5)  # else shorts have taken what it waits for
     scheduler.check()
 
 
@@ -233,6 +233,6 @@ def test_a_batch_that_may_run_once_runs_once(repeats: int) -> None:
 def test_check_notices_a_request_that_is_nowhere() -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "a", 10)
-    scheduler._queue.remove(scheduler._sequences["a"])
+    scheduler.policy.queue.remove(scheduler._sequences["a"])
     with pytest.raises(InvariantError, match="nowhere, or in two places"):
         scheduler.check()

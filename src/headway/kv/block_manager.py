@@ -59,6 +59,24 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
+    def needed_blocks(self, request: str, tokens: int) -> int:
+        """Free blocks that a request would take, beside those of its lease, for `tokens` tokens in all."""
+        lease = self._leases.get(request)
+        return -(-tokens // self.block_tokens) - (lease.blocks if lease is not None else 0)
+
+    def held_blocks(self, request: str) -> int:
+        """Blocks of a request's lease; 0: it has none."""
+        lease = self._leases.get(request)
+        return lease.blocks if lease is not None else 0
+
+    def lease(self, request: str) -> KvLease:
+        """The lease of a request that has one."""
+        return self._leases[request]
+
+    def pledge(self, request: str, tokens: int, headroom_blocks: int = 0) -> bool:
+        """`reserve` as the iteration policy asks for it (`policy.iteration.kv_pool`)."""
+        return self.reserve(request, tokens, headroom_blocks) is not None
+
     def reserve(self, request: str, tokens: int, headroom_blocks: int = 0, start: int = 0) -> KvLease | None:
         """A lease for at least `tokens` tokens from token `start` of the request on, or None (and no change) when that
         would leave fewer than `headroom_blocks` free. Raises InvariantError when the request has a lease."""

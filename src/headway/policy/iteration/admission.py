@@ -1,17 +1,16 @@
-"""Who gets KV in a group, and how much: what an entering request reserves, what a decode grows by."""
+"""Which waiting requests get KV, and how much: what an entering request reserves, and what long ones leave free."""
 
 from __future__ import annotations
 
 from headway.core.errors import RequestError
 from headway.core.request import Request
-from headway.kv.block_manager import BlockManager, KvLease
-from headway.kv.staged_kv import StagedKv
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.sequence import SequenceState
+from headway.policy.iteration.kv_pool import KvPool
+from headway.policy.iteration.prefill import PrefillState
 
 
 def refuse_unservable(request: Request, total_tokens: int) -> None:
-    """Raises RequestError when a request could not be served even alone, by a KV cache of so many tokens."""
+    """Raise RequestError when a request could not be served even alone, by a KV cache of so many tokens."""
     need = request.prompt_tokens + 1
     if need > total_tokens:
         raise RequestError(
@@ -28,81 +27,57 @@ def refuse_unservable(request: Request, total_tokens: int) -> None:
 
 
 class KvBlockAdmission:
-    """Reserves in one ledger. `holders` are the requests whose rows are computed here and that hold KV; `custody` holds
-    the rest, and has a line of its own."""
+    """Admission to one KV pool. Nothing is admitted in part: a request enters with all of its prompt pledged."""
 
-    def __init__(self, config: SchedulerConfig, ledger: BlockManager, custody: StagedKv) -> None:
+    def __init__(self, config: SchedulerConfig, pool: KvPool) -> None:
         self._config = config
-        self.ledger = ledger
-        self.custody = custody
-        self.holders: dict[str, SequenceState] = {}
+        self._pool = pool
+        self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
+        self.holders: dict[str, PrefillState] = {}  # requests that hold KV: prefills that have begun, and decodes
 
-    def fits(self, sequence: SequenceState) -> bool:
+    def fits(self, state: PrefillState) -> bool:
         """Whether a request could enter now."""
-        tokens = self._wanted(sequence)
-        return self.ledger.blocks_for(tokens) + self._headroom(sequence, tokens) <= self.ledger.free_blocks
+        blocks = self.blocks(state)
+        return blocks + self.headroom(state, blocks) <= self._pool.free_blocks
 
-    def spare_blocks(self, sequence: SequenceState) -> int:
-        """How many blocks short requests may still enter with past this one, which has waited too long: while they hold
-        no more than the headroom together, it gets in as soon as it would without them. 0: nobody may pass it."""
-        headroom = int(self._config.kv_headroom * self.ledger.n_blocks)
-        beside = self.blocks(sequence) + headroom <= self.ledger.n_blocks
-        return max(0, headroom - self._short_blocks()) if sequence.is_long and beside else 0
+    def blocks(self, state: PrefillState) -> int:
+        """Free blocks that a request would take to enter."""
+        return self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
 
-    def blocks(self, sequence: SequenceState) -> int:
-        """What a request would enter with."""
-        return self.ledger.blocks_for(self._wanted(sequence))
-
-    def enter(self, sequence: SequenceState) -> bool:
-        """Reserve for a request that is about to get its first tokens here. False: there is not enough."""
-        tokens = self._wanted(sequence)
-        headroom = self._headroom(sequence, tokens)
-        lease = self.ledger.reserve(sequence.request.id, tokens, headroom, start=sequence.base)
-        if lease is None:
+    def enter(self, state: PrefillState) -> bool:
+        """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
+        tokens = self._entry_tokens(state)
+        name = state.request.id
+        headroom = self.headroom(state, self._pool.needed_blocks(name, tokens))
+        if not self._pool.pledge(name, tokens, headroom):
             return False
-        sequence.skipped_since = None
-        sequence.lease = lease
-        self.holders[sequence.request.id] = sequence
+        state.skipped_since = None
+        state.holds_kv = True
+        self.holders[name] = state
         return True
 
-    def shard(self, sequence: SequenceState, start: int) -> KvLease | None:
-        """A lease for what comes from token `start` on, of a request that has filled its shard elsewhere. A prefill
-        needs all of its next shard, and leaves headroom; a decode takes what there is."""
-        most = sequence.prompt + sequence.request.max_output_tokens
-        known = min(sequence.known, start + sequence.limit) - start
-        tokens = min(sequence.known + self._config.reserve_tokens, most, start + sequence.limit) - start
-        headroom = 0 if sequence.decoding else self._headroom(sequence, max(1, tokens))
-        name = sequence.request.id
-        return self.ledger.reserve(name, max(1, tokens), headroom, start) or self.ledger.reserve(
-            name, max(1, known), headroom, start
-        )
+    def spare_blocks(self, state: PrefillState) -> int:
+        """Blocks that short requests may still enter with past this one, which has been skipped for too long: while
+        they hold no more than the headroom together, it gets in as soon as it would without them. 0: none may pass."""
+        headroom = self._headroom_blocks
+        concurrent = self.blocks(state) + headroom <= self._pool.n_blocks
+        return max(0, headroom - self._short_blocks()) if state.is_long and concurrent else 0
 
-    def grow(self, sequence: SequenceState) -> bool:
-        """KV for a decode's next tokens, by a quantum if possible. False: there is none, or its shard is full."""
-        lease = sequence.lease
-        assert lease is not None
-        most = sequence.prompt + sequence.request.max_output_tokens
-        need = sequence.computed + 1 - sequence.base
-        if need > sequence.limit:
-            return False
-        wanted = max(need, min(need + self._config.reserve_tokens, most - sequence.base, sequence.limit))
-        return self.ledger.grow(lease, wanted) or self.ledger.grow(lease, need)
-
-    def _wanted(self, sequence: SequenceState) -> int:
-        """Tokens of a request that enters."""
-        most = sequence.prompt + sequence.request.max_output_tokens
-        return max(1, min(sequence.known + self._config.reserve_tokens, most, self.ledger.total_tokens, sequence.limit))
-
-    def _headroom(self, sequence: SequenceState, tokens: int) -> int:
-        """Blocks that must stay free beside so many tokens of this request. Once a long one has been skipped, what
+    def headroom(self, state: PrefillState, blocks: int) -> int:
+        """Blocks that must stay free beside `blocks` new ones of this request. Once a long one has been skipped, what
         shorts hold counts towards the headroom that it leaves them."""
-        if not (sequence.is_long and self.holders):
+        if not (state.is_long and self.holders):
             return 0
-        headroom = int(self._config.kv_headroom * self.ledger.n_blocks)
-        left = self.ledger.free_blocks - self.ledger.blocks_for(tokens)
-        if sequence.skipped_since is not None and 0 <= left < headroom:
+        headroom = self._headroom_blocks
+        left = self._pool.free_blocks - blocks
+        if state.skipped_since is not None and 0 <= left < headroom:
             return max(0, headroom - self._short_blocks())
         return headroom
 
+    def _entry_tokens(self, state: PrefillState) -> int:
+        """Tokens that a request enters with room for: what is known, and some output, within its limits."""
+        most = state.prompt + state.request.max_output_tokens
+        return max(1, min(state.known + self._config.reserve_tokens, most, self._pool.total_tokens, state.limit))
+
     def _short_blocks(self) -> int:
-        return sum(s.lease.blocks for s in self.holders.values() if s.lease is not None and not s.is_long)
+        return sum(self._pool.held_blocks(name) for name, state in self.holders.items() if not state.is_long)

@@ -19,7 +19,10 @@ def audit(scheduler: Scheduler, guests: frozenset[str] = frozenset()) -> None:
         group.settle_all()
     leased = {s.request.id for s in sequences.values() if s.lease is not None}
     kept = set(scheduler.custody.names())
-    if leased | guests | kept != {lease.request for lease in ledger.leases()} or leased != scheduler.holders.keys():
+    if (
+        leased | guests | kept != {lease.request for lease in ledger.leases()}
+        or leased != scheduler.policy.holders.keys()
+    ):
         raise InvariantError("sequences, custody and ledger disagree on who holds KV")
     if kept & (leased | guests):
         raise InvariantError(f"KV of {min(kept & (leased | guests))} is in custody and has an owner")
@@ -29,7 +32,7 @@ def audit(scheduler: Scheduler, guests: frozenset[str] = frozenset()) -> None:
             raise InvariantError(f"cursors of {sequence.request.id} are out of order")
         if sequence.lease is not None and sequence.scheduled - sequence.base > sequence.lease.tokens:
             raise InvariantError(f"{sequence.request.id} has been scheduled beyond its lease")
-    homes = [*(s.request.id for s in scheduler._queue), *scheduler._parked, *scheduler.ready.members]
+    homes = [*(s.request.id for s in scheduler.policy.queue), *scheduler._parked, *scheduler.ready.members]
     homes += [name for flight in scheduler._flights.values() for name in flight.decodes.members]
     landing = {
         chunk.request

@@ -17,6 +17,7 @@ from headway.core.span import Phase, Span
 from headway.kv.block_manager import BlockManager
 from headway.kv.staged_kv import StagedKv
 from headway.perf.latency.base import LatencyModel
+from headway.policy.iteration.candidates import RemoteCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.sequence import SequenceState
 
@@ -118,6 +119,5 @@ class NeighbourGroups(Protocol):
     def released(self, sequence: SequenceState) -> None:
         """A request has given its shards back."""
 
-    def burden(self, sequence: SequenceState) -> tuple[float, float]:
-        """(seconds that busier groups leave less for this request's chunk, seconds that each of its rows costs to
-        exchange). Of requests with shards, while a crew's batch is made."""
+    def remote_cost(self, request_id: str) -> RemoteCost:
+        """What groups that hold earlier shards of a request add to its chunk, while a lockstep batch is made."""

@@ -1,26 +1,34 @@
-"""Which waiting prefills could take tokens now: who has begun, and who may begin, most urgent first."""
+"""Which waiting prefills could take tokens now: those that have begun, and those that may begin, most urgent first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 from headway.policy.iteration.admission import KvBlockAdmission
-from headway.policy.iteration.base import NeighbourGroups
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.packer import PackCandidate
+from headway.policy.iteration.prefill import WHOLE, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
-from headway.policy.iteration.sequence import WHOLE, SequenceState
 
 MISFITS = 32
 """How many waiting requests one decision tries to find KV for in vain: a bound on its time."""
 
 
+class RemoteCost(NamedTuple):
+    """What other KV groups add to a chunk of a request whose earlier shards they hold."""
+
+    past: int  # tokens of the largest of these shards
+    reserved_s: float  # what the busiest of these groups leaves less of the iteration
+    exchange_s_per_row: float
+
+
 class PrefillCandidates:
-    """Of one group. `shut_for`: a long request of another group that has waited too long for KV here.
+    """Of one group.
 
     A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
-    nobody behind it enters before it does, but short ones within the headroom that it leaves them. After `MISFITS` of
-    them nobody else enters in this iteration. Nobody enters either while KV from elsewhere has waited as long for room.
+    only short ones enter before it does, within the headroom that it leaves them. After `MISFITS` such requests none
+    enters in this iteration.
     """
 
     def __init__(
@@ -28,62 +36,76 @@ class PrefillCandidates:
         config: SchedulerConfig,
         queue: WaitingQueue,
         admission: KvBlockAdmission,
-        neighbours: NeighbourGroups | None,
+        remote_cost: Callable[[str], RemoteCost] | None,
     ) -> None:
-        self.shut_for: SequenceState | None = None
+        self.reserved_for: PrefillState | None = None  # a long request of another group, skipped here for too long
         self._config = config
         self._queue = queue
         self._admission = admission
-        self._neighbours = neighbours
+        self._remote_cost = remote_cost
 
-    def at(self, now: float, iterations: int, advanced: int) -> Iterator[PackCandidate]:
-        """In order. To be consumed lazily, requests being admitted as they come; `advanced`: the iteration, of so many,
-        in which any prefill got tokens last."""
-        config, admission = self._config, self._admission
-        one_at_a_time = config.pipeline_schedule == "microbatch"
-        begun, misfits, closed = self._queue.begun, 0, len(admission.holders) >= config.max_num_seqs
-        closed = closed or admission.custody.shut(now, config.admission_age_s)
-        spare = admission.spare_blocks(self.shut_for) if self.shut_for is not None else None
-        for sequence in self._queue.ordered(now):
-            if sequence.lease is not None:
+    def at(
+        self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
+    ) -> Iterator[PackCandidate]:
+        """Candidates in order, to be consumed lazily while requests are admitted. `advanced`: the iteration, of so
+        many, in which any prefill got tokens last."""
+        admission = self._admission
+        begun, misfits = self._queue.begun, 0
+        closed = not admits_new or len(admission.holders) >= self._config.max_num_seqs
+        spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
+        for state in self._queue.ordered(now):
+            if state.holds_kv:
                 begun -= 1
-                if one_at_a_time and sequence.in_flight:
-                    continue
-            else:
-                if closed:
-                    if not begun:
-                        return
-                    continue
-                if spare is not None and (sequence.is_long or admission.blocks(sequence) > spare):
+            elif closed:
+                if not begun:
+                    return  # neither can anything else begin, nor does anything that has begun follow
+                continue
+            if skip and state.request.id in skip:
+                continue
+            if not state.holds_kv:
+                if spare is not None and (state.is_long or admission.blocks(state) > spare):
                     misfits += 1
                     closed = misfits >= MISFITS
                     continue
-                if not admission.fits(sequence):
+                if not admission.fits(state):
                     misfits += 1
-                    if self._skip(sequence, now):
-                        spare = admission.spare_blocks(sequence)
+                    if self._skipped_too_long(state, now):
+                        spare = admission.spare_blocks(state)
                     closed = misfits >= MISFITS or spare == 0
                     continue
                 if spare is not None:
-                    spare -= admission.blocks(sequence)
-            stalled = iterations - (advanced if sequence.lease is None else sequence.last_progress)
-            candidate = self._candidate(sequence, now, stalled)
+                    spare -= admission.blocks(state)
+            stalled = iterations - (state.last_progress if state.holds_kv else advanced)
+            candidate = self._candidate(state, now, stalled)
             if candidate.remaining > 0:  # else its shard is full, and no group has taken over
                 yield candidate
-            closed = closed or len(admission.holders) >= config.max_num_seqs
+            closed = closed or len(admission.holders) >= self._config.max_num_seqs
 
-    def _candidate(self, sequence: SequenceState, now: float, stalled: int) -> PackCandidate:
-        slack = (sequence.deadline_s - now - sequence.work_s) / max(sequence.total_s, 1e-9)
-        remaining, past, completes, burden = sequence.remaining, sequence.scheduled, True, (0.0, 0.0)
-        if sequence.limit != WHOLE:
-            completes = remaining <= sequence.room
-            remaining, past = min(remaining, sequence.room), sequence.past
-            if sequence.shards and remaining > 0 and self._neighbours is not None:
-                burden = self._neighbours.burden(sequence)
-        return PackCandidate(sequence.request.id, past, remaining, sequence.is_long, slack, stalled, completes, *burden)
+    def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
+        name, remaining, past = state.request.id, state.remaining, state.scheduled
+        slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)
+        if state.limit == WHOLE:
+            return PackCandidate(name, past, remaining, state.is_long, slack, stalled)
+        room = state.room
+        completes = remaining <= room
+        remaining, past = min(remaining, room), past - state.base
+        if not state.base or remaining <= 0 or self._remote_cost is None:
+            return PackCandidate(name, past, remaining, state.is_long, slack, stalled, completes)
+        remote = self._remote_cost(name)
+        return PackCandidate(
+            name,
+            max(past, remote.past),  # attention takes as long as over the largest shard
+            remaining,
+            state.is_long,
+            slack,
+            stalled,
+            completes,
+            remote.reserved_s,
+            remote.exchange_s_per_row,
+        )
 
-    def _skip(self, sequence: SequenceState, now: float) -> bool:
-        """Passed over for want of KV. True when that has gone on for too long."""
-        if sequence.skipped_since is None:
-            sequence.skipped_since = now
-        return now - sequence.skipped_since >= self._config.admission_age_s
+    def _skipped_too_long(self, state: PrefillState, now: float) -> bool:
+        """Note that a request has been passed over for want of KV, and tell whether that has gone on for too long."""
+        if state.skipped_since is None:
+            state.skipped_since = now
+        return now - state.skipped_since >= self._config.admission_age_s

@@ -26,10 +26,12 @@ from headway.perf.latency.shard_exchange import ShardedModel, ShardExchangeCost
 from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.audit import audit
 from headway.policy.iteration.base import InstanceScheduler
+from headway.policy.iteration.candidates import RemoteCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.lockstep import LockstepBatch, connected
+from headway.policy.iteration.prefill import WHOLE
 from headway.policy.iteration.scheduler import Scheduler
-from headway.policy.iteration.sequence import WHOLE, SequenceState
+from headway.policy.iteration.sequence import SequenceState
 from headway.policy.iteration.shards import limit_of, shard_tokens
 
 
@@ -274,10 +276,10 @@ class GroupedScheduler:
         """See `Neighbours`."""
         self._stale = True
 
-    def burden(self, sequence: SequenceState) -> tuple[float, float]:
-        """See `Neighbours`."""
+    def remote_cost(self, request_id: str) -> RemoteCost:
+        """See `NeighbourGroups`."""
         assert self._making is not None
-        return self._making.burden(sequence)
+        return self._making.remote_cost(request_id)
 
     # -- growing ------------------------------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class GroupedScheduler:
         late = oldest is not None and now - since >= self.config.admission_age_s
         held = set(self._groups_of(oldest)) if oldest is not None else set()
         for group in self.groups:
-            group.candidates.shut_for = oldest if late and group.group not in held else None
+            group.policy.candidates.reserved_for = oldest if late and group.group not in held else None
         if late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)
 

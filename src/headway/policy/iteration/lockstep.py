@@ -15,6 +15,7 @@ from headway.core.batch import Batch, Chunk, RemoteAttention
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.parts import assist_s, batch_loads
 from headway.perf.latency.shard_exchange import ShardExchangeCost
+from headway.policy.iteration.candidates import RemoteCost
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.sequence import SequenceState
 
@@ -56,13 +57,15 @@ class LockstepBatch:
             for index, load in self._loads.items():
                 self._loads[index] = load.with_chunk(0, exchange.fixed_s)
 
-    def burden(self, sequence: SequenceState) -> tuple[float, float]:
-        """See `Neighbours`. A chunk that fits beside the busiest of its groups, with the largest shard as its history,
-        fits beside each of them: nobody attends more than its owner counts."""
-        owner = self._owner[sequence.request.id][1]
+    def remote_cost(self, request_id: str) -> RemoteCost:
+        """Cost of a chunk beside the busiest of its groups, over the largest shard: it then fits beside each of them,
+        since no group attends more than the owner counts."""
+        sequence, owner = self._owner[request_id]
+        past = max(shard.tokens for shard in sequence.shards)
         own_s = load_s(self.latency, self._loads[owner])
         most_s = max(load_s(self.latency, self._loads[shard.group]) for shard in sequence.shards)
-        return self.exchange.fixed_s + max(0.0, most_s - own_s), self.exchange.row_s * len(sequence.shards)
+        reserved_s = self.exchange.fixed_s + max(0.0, most_s - own_s)
+        return RemoteCost(past, reserved_s, self.exchange.row_s * len(sequence.shards))
 
     def pack(self, now: float) -> None:
         """Give tokens to waiting prefills of all groups."""
@@ -72,8 +75,8 @@ class LockstepBatch:
             for group in self.groups
             if any(self._owner[name][1] == group.group for name in waits)
         }
-        shorts = any(group.shorts_wait for group in self.groups)
-        least_s = min(group.promises.least(group.config.t_target_s) for group in self.groups)
+        shorts = any(group.policy.shorts_wait for group in self.groups)
+        least_s = min(group.policy.targets.least(group.config.t_target_s) for group in self.groups)
         for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
             chunks, load = group.pack(self._loads[group.group], now, shorts and group.group in last, least_s)
             self._loads[group.group], self._chunks[group.group] = load, chunks

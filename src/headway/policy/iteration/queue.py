@@ -15,7 +15,7 @@ import numpy as np
 from headway.policy.iteration.ordering import UrgencyLine
 
 if TYPE_CHECKING:
-    from headway.policy.iteration.sequence import SequenceState
+    from headway.policy.iteration.prefill import PrefillState
 
 _FIRST = 16
 
@@ -30,21 +30,21 @@ class WaitingQueue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[SequenceState]: ...
+    def __iter__(self) -> Iterator[PrefillState]: ...
 
     @property
     def shorts(self) -> int: ...
 
-    def add(self, member: SequenceState, line: UrgencyLine) -> None: ...
+    def add(self, member: PrefillState, line: UrgencyLine) -> None: ...
 
-    def update(self, member: SequenceState, line: UrgencyLine) -> None: ...
+    def update(self, member: PrefillState, line: UrgencyLine) -> None: ...
 
-    def remove(self, member: SequenceState) -> None: ...
+    def remove(self, member: PrefillState) -> None: ...
 
-    def note_begun(self, member: SequenceState, gained: bool) -> None:
+    def note_begun(self, member: PrefillState, gained: bool) -> None:
         """A member has been given KV, or has lost it."""
 
-    def ordered(self, now: float) -> Iterator[SequenceState]:
+    def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
 
 
@@ -54,17 +54,17 @@ class _QueueCounts:
     def __init__(self) -> None:
         self.longs = self.begun = self.begun_shorts = 0
 
-    def note_begun(self, member: SequenceState, gained: bool) -> None:
+    def note_begun(self, member: PrefillState, gained: bool) -> None:
         """See `WaitingQueue`."""
         step = 1 if gained else -1
         self.begun += step
         if not member.is_long:
             self.begun_shorts += step
 
-    def _count(self, member: SequenceState, step: int) -> None:
+    def _count(self, member: PrefillState, step: int) -> None:
         """A member comes (1) or goes (-1)."""
         self.longs += step * member.is_long
-        if member.lease is not None:
+        if member.holds_kv:
             self.note_begun(member, step > 0)
 
 
@@ -79,46 +79,46 @@ class SortedQueue(_QueueCounts):
     def __init__(self) -> None:
         super().__init__()
         self._entries: list[tuple[int, float, int]] = []
-        self._members: dict[int, SequenceState] = {}
+        self._members: dict[int, PrefillState] = {}
         self._keys: dict[int, tuple[int, float, int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[SequenceState]:
+    def __iter__(self) -> Iterator[PrefillState]:
         return iter(self._members.values())
 
     @property
     def shorts(self) -> int:
         return len(self._entries) - self.longs
 
-    def add(self, member: SequenceState, line: UrgencyLine) -> None:
+    def add(self, member: PrefillState, line: UrgencyLine) -> None:
         member.slot = 0
         self._members[member.order] = member
         self._count(member, 1)
         self._enter(member, line)
 
-    def update(self, member: SequenceState, line: UrgencyLine) -> None:
+    def update(self, member: PrefillState, line: UrgencyLine) -> None:
         if self._keys[member.order][1] != line.intercept:
             self._leave(member)
             self._enter(member, line)
 
-    def remove(self, member: SequenceState) -> None:
+    def remove(self, member: PrefillState) -> None:
         self._leave(member)
         del self._members[member.order], self._keys[member.order]
         member.slot = -1
         self._count(member, -1)
 
-    def ordered(self, now: float) -> Iterator[SequenceState]:
+    def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
         return (self._members[entry[2]] for entry in self._entries)
 
-    def _enter(self, member: SequenceState, line: UrgencyLine) -> None:
+    def _enter(self, member: PrefillState, line: UrgencyLine) -> None:
         key = (member.request.priority, line.intercept, member.order)
         self._keys[member.order] = key
         insort(self._entries, key)
 
-    def _leave(self, member: SequenceState) -> None:
+    def _leave(self, member: PrefillState) -> None:
         del self._entries[bisect_left(self._entries, self._keys[member.order])]
 
 
@@ -128,7 +128,7 @@ class PrefillQueue(_QueueCounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._members: list[SequenceState] = []
+        self._members: list[PrefillState] = []
         self._intercept = np.zeros(64)
         self._slope = np.zeros(64)
         self._order = np.zeros(64, dtype=np.int64)
@@ -138,14 +138,14 @@ class PrefillQueue(_QueueCounts):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[SequenceState]:
+    def __iter__(self) -> Iterator[PrefillState]:
         return iter(self._members)
 
     @property
     def shorts(self) -> int:
         return len(self._members) - self.longs
 
-    def add(self, member: SequenceState, line: UrgencyLine) -> None:
+    def add(self, member: PrefillState, line: UrgencyLine) -> None:
         slot = len(self._members)
         if slot == self._intercept.size:
             for name in ("_intercept", "_slope", "_order", "_priority"):
@@ -159,10 +159,10 @@ class PrefillQueue(_QueueCounts):
         self._count(member, 1)
         self.update(member, line)
 
-    def update(self, member: SequenceState, line: UrgencyLine) -> None:
+    def update(self, member: PrefillState, line: UrgencyLine) -> None:
         self._intercept[member.slot], self._slope[member.slot] = line.intercept, line.slope
 
-    def remove(self, member: SequenceState) -> None:
+    def remove(self, member: PrefillState) -> None:
         """Take a member out; the last one moves into its slot."""
         slot, last = member.slot, len(self._members) - 1
         moved = self._members[last]
@@ -175,7 +175,7 @@ class PrefillQueue(_QueueCounts):
         self._prioritised -= member.request.priority != 0
         self._count(member, -1)
 
-    def ordered(self, now: float) -> Iterator[SequenceState]:
+    def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed. The first few, which is mostly
         all that anybody asks for, are found one by one; the rest is sorted."""
         n, members = len(self._members), self._members

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 
-from msgspec.structs import replace
-
 from headway.core.batch import Batch, Chunk, GroupBatch, RemoteAttention, RequestProgress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.events import RequestEvent
@@ -20,18 +18,15 @@ from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.staged_kv import StagedKv
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.policy.iteration.admission import KvBlockAdmission, refuse_unservable
+from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.audit import audit
 from headway.policy.iteration.base import NeighbourGroups
-from headway.policy.iteration.candidates import PrefillCandidates
-from headway.policy.iteration.chunking import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.decodes import DecodeSet
-from headway.policy.iteration.packer import pack, rules_of
-from headway.policy.iteration.queue import make_queue
-from headway.policy.iteration.sequence import WHOLE, SequenceState
-from headway.policy.iteration.tbt_targets import TbtTargets
-from headway.policy.iteration.urgency import UrgencyOrder
+from headway.policy.iteration.kv_growth import KvGrowth
+from headway.policy.iteration.prefill import WHOLE
+from headway.policy.iteration.sequence import SequenceState
 
 
 class _BatchInFlight:
@@ -69,27 +64,20 @@ class Scheduler:
         self.latency = latency
         self.ledger = ledger
         self.group = group
-        self.chunking = make_chunking(config.chunking, config.subtract_times)
-        times = prefill_times or PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
-        self.urgency = UrgencyOrder(config, times)
-        self.promises = TbtTargets(config.stages)
+        remote_cost = neighbours.remote_cost if neighbours is not None else None
+        self.policy = IterationPolicy(config, latency, ledger, prefill_times, remote_cost)
         self.ready = DecodeSet()
         self.custody = StagedKv(ledger)
         self._neighbours = neighbours
-        self._admission = KvBlockAdmission(config, ledger, self.custody)
-        self.holders = self._admission.holders
+        self._growth = KvGrowth(config, ledger, self.policy.admission)
         self._sequences: dict[str, SequenceState] = {}
-        self._queue = make_queue(self.urgency.policy.parallel)
-        self.candidates = PrefillCandidates(config, self._queue, self._admission, neighbours)
-        self._rules = rules_of(config)
         self._parked: dict[str, SequenceState] = {}
         self._aborting: dict[str, SequenceState] = {}
         self._staging: dict[str, SequenceState] = {}
         self._flights: dict[int, _BatchInFlight] = {}
         self._untold: list[RequestEvent] = []
         self._arrivals = 0
-        self._iterations = 0
-        self._advanced = 0
+        self._batches = 0
         self._epochs = 0
 
     # -- what surroundings may ask ------------------------------------------------------------------------------
@@ -101,12 +89,12 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that hold KV."""
-        return len(self.holders)
+        return len(self.policy.holders)
 
     @property
     def waiting(self) -> int:
         """Requests that hold none yet."""
-        return len(self._sequences) - len(self.holders)
+        return len(self._sequences) - len(self.policy.holders)
 
     @property
     def idle(self) -> bool:
@@ -156,19 +144,13 @@ class Scheduler:
         """A new request waits here, or decodes at once when its last token alone is left to compute. `order` is the
         instance's count of arrivals; `limit`: tokens of a shard; `lease`: where what is cached lies. What is cached
         beyond the first shard is computed again: it would belong to other groups."""
-        sequence = SequenceState(request, order, self.urgency.is_long(request))
-        sequence.limit, sequence.lease = limit, lease
+        sequence = SequenceState(request, order)
+        sequence.limit, sequence.lease, sequence.holds_kv = limit, lease, lease is not None
         sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
-        line = self.urgency.assess(sequence)
         self._sequences[request.id] = sequence
-        if lease is not None:
-            self.holders[request.id] = sequence
-            sequence.last_progress = self._iterations
-            if sequence.remaining == 1:  # a decode like any other: nobody in the queue comes before it
-                self.ready.add(sequence)
-                self.promises.begin(sequence)
-                return sequence
-        self._queue.add(sequence, line)
+        self.policy.add(sequence)
+        if sequence.decoding:
+            self.ready.add(sequence)
         return sequence
 
     def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
@@ -179,14 +161,14 @@ class Scheduler:
         """
         if len(self._flights) >= self.config.stages or (free is not None and self.group not in free):
             return None
-        return self.launch(now, ahead, self._iterations)
+        return self.launch(now, ahead, self._batches)
 
     def launch(self, now: float, ahead: int, number: int) -> Batch | None:
         """A batch of this group alone."""
         self.feed(now)
         decodes = self.ready
         load = decode_load(self.latency, len(decodes), decodes.kv_sum)
-        chunks, load = self.pack(load, now) if len(self._queue) else ([], load)
+        chunks, load = self.pack(load, now) if len(self.policy.queue) else ([], load)
         if not decodes.members and not chunks:
             return None
         repeat = max(1, min(ahead, decodes.room())) if ahead > 1 and not chunks and self.alone else 1
@@ -196,7 +178,7 @@ class Scheduler:
     @property
     def alone(self) -> bool:
         """Whether the decodes that are ready are all that there is."""
-        return not (len(self._queue) or self._parked or self._flights or self._aborting)
+        return not (len(self.policy.queue) or self._parked or self._flights or self._aborting)
 
     @property
     def open(self) -> bool:
@@ -220,7 +202,8 @@ class Scheduler:
         decodes, self.ready = self.ready, DecodeSet()
         self._epochs += 1
         part = GroupBatch(self.group, decodes.group(self._epochs), tuple(chunks), self.ledger.take_ops(), assists)
-        self._iterations += 1
+        self.policy.began()
+        self._batches += 1
         carried = [self._sequences[chunk.request] for chunk in chunks]
         self._flights[number] = _BatchInFlight(decodes, part.prefills, carried, load, repeat)
         return part
@@ -235,9 +218,10 @@ class Scheduler:
         if not 1 <= repeats <= flight.repeat:
             raise InvariantError(f"batch {batch_id} may run {flight.repeat} times, not {repeats}")
         if elapsed_s is not None:
-            self.latency.observe(flight.load, elapsed_s)
-            self.urgency.prefill_times.refresh()
-        self._iterations += repeats - 1
+            self.policy.observed(flight.load, elapsed_s)
+        if repeats > 1:
+            self.policy.began(repeats - 1)
+            self._batches += repeats - 1
         events, self._untold = self._untold, []
         decodes = flight.decodes
         if decodes.members:
@@ -267,7 +251,7 @@ class Scheduler:
                     events.append(self._stage(sequence, now))
                     continue
                 self.ready.add(sequence)
-                self.promises.begin(sequence)
+                self.policy.decoding(name)
         events += [self._end(sequence, now) for sequence in ended.values()]
         return events
 
@@ -306,9 +290,8 @@ class Scheduler:
         if sequence is None or sequence.aborted:
             return []
         sequence.aborted = True
-        if sequence.slot >= 0:
-            self._queue.remove(sequence)
         if self.flying(sequence):
+            self.policy.withdraw(request_id)
             self._aborting[request_id] = sequence
             return []
         if request_id in self.ready.members:
@@ -358,58 +341,29 @@ class Scheduler:
 
     # -- prefills -----------------------------------------------------------------------------------------------
 
-    @property
-    def shorts_wait(self) -> bool:
-        """Whether a short prefill waits that could use time: it has begun, or there is room to begin."""
-        queue = self._queue
-        room = len(self.holders) < self.config.max_num_seqs and self.ledger.free_blocks > 0
-        return queue.begun_shorts > 0 or (queue.shorts > 0 and room)
-
     def pack(
         self, load: BatchLoad, now: float, shorts_elsewhere: bool = False, least_s: float | None = None
     ) -> tuple[list[Chunk], BatchLoad]:
         """Chunks of waiting prefills beside what is in `load`, and the load that they make together. In a crew: whether
         short ones wait in other groups, and the shortest time that anybody in it was promised."""
-        config = self.config
-        least_s = self.promises.least(config.t_target_s) if least_s is None else least_s
-        t_target_s = max(least_s, config.least_gain * self.latency.rows_s(1))
-        if t_target_s != self._rules.t_target_s:
-            self._rules = replace(self._rules, t_target_s=t_target_s)
-        shorts_wait = self._queue.longs > 0 and (
-            shorts_elsewhere or not config.yield_only_to_shorts or self.shorts_wait
-        )
-
-        def admit(request_id: str) -> bool:
-            return self._admit(self._sequences[request_id])
-
-        candidates = self.candidates.at(now, self._iterations, self._advanced)
-        quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, admit)
+        skip = self._flying_prefills() if self.config.pipeline_schedule == "microbatch" else ()
+        blocked = self.custody.shut(now, self.config.admission_age_s)
+        decision = self.policy.pick(load, now, least_s, skip, not blocked, shorts_elsewhere)
         chunks = []
-        for quota in quotas:
-            request_id, tokens = quota.request, quota.tokens
-            sequence = self._sequences[request_id]
+        for quota in decision.quotas:
+            name, tokens = quota.request, quota.tokens
+            sequence = self._sequences[name]
+            if sequence.lease is None:
+                sequence.lease = self.ledger.lease(name)
             start = sequence.scheduled
-            sequence.scheduled += tokens
             sequence.in_flight += 1
-            sequence.last_progress = self._advanced = self._iterations + 1
-            last = sequence.remaining == 0
-            chunks.append(Chunk(request_id, start, tokens, last, sequence.base))
-            if sequence.is_long:
-                self.urgency.sit(sequence, self._queue)
-            if last:
-                self._queue.remove(sequence)
-            else:
-                self._queue.update(sequence, self.urgency.line(sequence))
-        return chunks, load
+            self.policy.moved(name, start + tokens)
+            chunks.append(Chunk(name, start, tokens, sequence.remaining == 0, sequence.base))
+        return chunks, decision.load
 
-    def _admit(self, sequence: SequenceState) -> bool:
-        """Reserve KV for a request that is about to get its first tokens."""
-        if sequence.lease is not None:
-            return True
-        entered = self._admission.enter(sequence)
-        if entered:
-            self._queue.note_begun(sequence, True)
-        return entered
+    def _flying_prefills(self) -> set[str]:
+        waiting = (self._sequences[state.request.id] for state in self.policy.queue)
+        return {sequence.request.id for sequence in waiting if sequence.in_flight}
 
     # -- decodes ------------------------------------------------------------------------------------------------
 
@@ -444,7 +398,7 @@ class Scheduler:
 
     def _provide(self, sequence: SequenceState, now: float) -> None:
         """KV for one decode, whoever must go for it."""
-        while not self._admission.grow(sequence):
+        while not self._growth.grow(sequence):
             others = self._neighbours
             if others is not None and sequence.limit != WHOLE and others.widen(sequence, now):
                 return
@@ -454,7 +408,11 @@ class Scheduler:
     def evict_behind(self, sequence: SequenceState, now: float) -> bool:
         """Take the KV of the youngest request that holds some here, came after `sequence` and is in no batch in
         flight. False: there is none."""
-        behind = [s for s in self.holders.values() if s.order > sequence.order and not self.flying(s)]
+        behind = [
+            s
+            for s in map(self._sequences.__getitem__, self.policy.holders)
+            if s.order > sequence.order and not self.flying(s)
+        ]
         others = self._neighbours
         if others is not None:
             behind += [s for s in others.guests(self.group) if s.order > sequence.order and not others.flying(s)]
@@ -473,13 +431,8 @@ class Scheduler:
         lost = sequence.computed
         self._parked.pop(name, None)
         self._release(sequence)
-        self.promises.end(sequence)
-        sequence.skipped_since = None
-        sequence.computed = sequence.scheduled = 0
-        if sequence.slot >= 0:
-            self._queue.update(sequence, self.urgency.line(sequence))
-        else:
-            self._queue.add(sequence, self.urgency.line(sequence))
+        sequence.computed = 0
+        self.policy.lost(name, sequence.known)
         return RequestEvent("preempted", name, now, lost)
 
     # -- ends, and other groups ---------------------------------------------------------------------------------
@@ -492,14 +445,10 @@ class Scheduler:
 
     def _end(self, sequence: SequenceState, now: float) -> RequestEvent:
         name = sequence.request.id
-        if sequence.slot >= 0:
-            self._queue.remove(sequence)
         self._parked.pop(name, None)
         self._aborting.pop(name, None)
         self._staging.pop(name, None)
-        self.promises.end(sequence)
-        if sequence is self.urgency.incumbent:
-            self.urgency.incumbent = None
+        self.policy.ended(name)
         self._release(sequence)
         del self._sequences[name]
         return RequestEvent("aborted" if sequence.aborted else "finished", name, now)
@@ -510,11 +459,9 @@ class Scheduler:
         assert lease is not None
         self._parked.pop(name, None)
         self._staging.pop(name, None)
-        self.promises.end(sequence)
-        if sequence is self.urgency.incumbent:
-            self.urgency.incumbent = None
+        self.policy.ended(name)
         sequence.lease = None
-        del self._sequences[name], self.holders[name]
+        del self._sequences[name]
         self.custody.keep(lease)
         return RequestEvent("staged", name, now, sequence.computed)
 
@@ -523,9 +470,6 @@ class Scheduler:
             return
         self.ledger.free(sequence.lease)
         sequence.lease = None
-        del self.holders[sequence.request.id]
-        if sequence.slot >= 0:
-            self._queue.note_begun(sequence, False)
         if sequence.shards:
             for shard in sequence.shards:
                 shard.ledger.free(shard.lease)
@@ -535,36 +479,27 @@ class Scheduler:
 
     def reserve(self, sequence: SequenceState, start: int) -> KvLease | None:
         """KV for the next shard of a request that other groups hold up to token `start`; None: there is no room."""
-        return self._admission.shard(sequence, start)
+        return self._growth.next_shard(sequence, start)
 
     def hand_over(self, sequence: SequenceState) -> None:
         """Another group is about to take over a request that is not decoding in flight; its lease here stays."""
         name = sequence.request.id
-        if sequence.slot >= 0:
-            self._queue.remove(sequence)
-        elif name in self.ready.members:
+        if name in self.ready.members:
             self.ready.remove(sequence)
         self._parked.pop(name, None)
-        if sequence is self.urgency.incumbent:
-            self.urgency.incumbent = None
-        if sequence.decoding:
-            self.promises.leave(sequence)
-        del self._sequences[name], self.holders[name]
+        self.policy.ended(name)
+        del self._sequences[name]
 
     def take_over(self, sequence: SequenceState) -> None:
         """Compute the rows of a request from now on. It holds a lease here."""
-        name = sequence.request.id
-        self._sequences[name] = self.holders[name] = sequence
-        sequence.last_progress = self._iterations
+        self._sequences[sequence.request.id] = sequence
+        self.policy.transfer_in(sequence)
         if sequence.decoding:
             self.ready.add(sequence)
-            self.promises.begin(sequence)
-        else:
-            self._queue.add(sequence, self.urgency.line(sequence))
 
     def outstanding_s(self) -> float:
         """Predicted seconds of what is ahead of a newcomer: waiting prefills, and one iteration of the decodes over all
         KV that is leased (which is the same however many steps of theirs are taken at once)."""
         count = len(self.ready) + sum(len(flight.decodes) for flight in self._flights.values())
         decodes_s = load_s(self.latency, BatchLoad(count, count, self.ledger.used_tokens)) if count else 0.0
-        return sum(sequence.work_s for sequence in self._queue) + decodes_s
+        return self.policy.waiting_s + decodes_s

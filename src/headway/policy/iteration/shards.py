@@ -11,7 +11,7 @@ from headway.core.request import Request
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.sequence import WHOLE
+from headway.policy.iteration.prefill import WHOLE
 
 
 def shard_tokens(config: SchedulerConfig, latency: LatencyModel, ledger: BlockManager) -> int:

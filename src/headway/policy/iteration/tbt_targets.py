@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.policy.iteration.sequence import SequenceState
+from headway.policy.iteration.prefill import PrefillState
 
 
 class TbtTargets:
@@ -12,23 +12,23 @@ class TbtTargets:
         self._stages = stages
         self.held: dict[float, int] = {}
 
-    def begin(self, sequence: SequenceState) -> None:
+    def begin(self, state: PrefillState) -> None:
         """The request decodes from now on."""
-        sequence.decoding = True
-        tbt_s = sequence.request.slo.tbt_s
+        state.decoding = True
+        tbt_s = state.request.slo.tbt_s
         if tbt_s is not None:
             per_stage = tbt_s / self._stages
             self.held[per_stage] = self.held.get(per_stage, 0) + 1
 
-    def end(self, sequence: SequenceState) -> None:
+    def end(self, state: PrefillState) -> None:
         """It does not, or has ended."""
-        if sequence.decoding:
-            self.leave(sequence)
-            sequence.decoding = False
+        if state.decoding:
+            self.leave(state)
+            state.decoding = False
 
-    def leave(self, sequence: SequenceState) -> None:
+    def leave(self, state: PrefillState) -> None:
         """It decodes elsewhere."""
-        tbt_s = sequence.request.slo.tbt_s
+        tbt_s = state.request.slo.tbt_s
         if tbt_s is not None:
             per_stage = tbt_s / self._stages
             left = self.held.get(per_stage, 0) - 1

@@ -1,0 +1,84 @@
+"""`IterationPolicy` alone: the quotas that the scheduler hands out are its own."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.policy_alone import CountedPool, beside
+from tests.helpers.random_worlds import random_world
+from tests.helpers.unit_latency import small_machine
+
+from headway.core.request import Request
+from headway.perf.latency.base import decode_load
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_the_policy_alone_gives_the_quotas_of_the_scheduler(first: int) -> None:
+    picked = 0
+    for seed in range(first, first + 50):
+        world = random_world(seed)
+        policy = beside(world)
+        try:
+            world.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        picked += policy.picked
+        assert policy.pool.blocks == {}
+        assert not list(policy.policy.order(world.now))
+        assert policy.policy.holders == {}
+    assert picked > 1000
+
+
+def policy_of(pool: CountedPool, **fields: object) -> IterationPolicy:
+    fields = {"policy": "fcfs", "t_target_s": 0.01, "reserve_tokens": 0, "long_iterations": 0.0, **fields}
+    return IterationPolicy(SchedulerConfig(**fields), small_machine(), pool)  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: int, **fields: object) -> Request:
+    return Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=8, **fields)  # type: ignore[arg-type]
+
+
+def test_prefills_in_flight_cannot_run_the_pool_dry() -> None:
+    pool = CountedPool(10, 16)
+    policy = policy_of(pool)
+    for name in ("one", "two", "three"):
+        policy.enter(request(name, 64))
+    admitted = [quota.request for quota in policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas]
+    assert admitted == ["one", "two"]  # the third would need 4 of the 2 blocks that are not pledged
+    assert pool.free_blocks == 2
+    blocked = [state.request.id for state in policy.order(0.0) if state.skipped_since is not None]
+    assert blocked == ["three"]
+
+
+def test_cached_tokens_are_no_work() -> None:
+    policy = policy_of(CountedPool(100, 16))
+    policy.enter(request("cached", 200, cached_tokens=192))
+    (quota,) = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+    assert (quota.request, quota.tokens) == ("cached", 8)
+
+
+def test_a_preempted_request_computes_what_it_had_generated_again() -> None:
+    pool = CountedPool(100, 16)
+    policy = policy_of(pool)
+    policy.enter(request("a", 40))
+    (quota,) = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+    policy.moved("a", quota.tokens)
+    policy.decoding("a")
+    assert not list(policy.order(0.0))
+    del pool.blocks["a"]
+    policy.lost("a", 43)
+    (quota,) = policy.pick(decode_load(policy.latency, 0, 0), 1.0).quotas
+    assert quota.tokens == 43
+
+
+def test_skipped_requests_get_nothing_and_new_ones_may_be_kept_out() -> None:
+    policy = policy_of(CountedPool(100, 16))
+    policy.enter(request("a", 40))
+    policy.enter(request("b", 40))
+    empty = decode_load(policy.latency, 0, 0)
+    assert policy.pick(empty, 0.0, admits_new=False).quotas == []
+    assert [quota.request for quota in policy.pick(empty, 0.0, skip={"a"}).quotas] == ["b"]
+    policy.moved("b", 8)
+    assert [quota.request for quota in policy.pick(empty, 0.0, admits_new=False).quotas] == ["b"]
