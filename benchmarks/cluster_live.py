@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,19 +35,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.cli import cluster_rules, serve_options
-from headway.cli.cluster_seats import instance_configs
-from headway.cli.options import combine
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.scratch_folder import ScratchFolder
+from headway.core.settings import resolve
+from headway.runtime.build import cluster_rules
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
 from headway.runtime.cluster.launch import launcher
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.messages import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
 from headway.runtime.engine.protocol import SubmitRequest
+from headway.serving.cluster_settings import instance_configs
 from headway.serving.load.machine import machine
+from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.result import GanttBar
 from headway.sim.replay import read_log
 from headway.sim.report.gantt import gantt_figure
@@ -193,8 +193,8 @@ def started(name: str, model: str, options: argparse.Namespace, folder: Path) ->
     if options.span_rows is not None:
         content["span_rows"] = options.span_rows
     file = cluster_file(content, name)
-    values, given = combine(serve_options.ALL, Namespace(), {}, file.serve, f"{name}: serve")
-    configs = instance_configs(file, name, model, values, given)
+    settings = resolve(ServeSettings, file=file.serve, origin=f"{name}: serve")
+    configs = instance_configs(file, name, model, settings)
     roles = [pool.role for pool in file.pools for _ in range(pool.count)]
     instances = [
         Watched(number, role, node, 0, config, launcher(number, folder))

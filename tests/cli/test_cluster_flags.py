@@ -29,7 +29,7 @@ def test_a_host_that_is_not_there_is_one_line(
     flags: tuple[str, ...],
     words: str,
 ) -> None:
-    monkeypatch.setattr("headway.cli.cluster._report", lambda *_: "loaded")
+    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_HOSTS)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 2
@@ -44,7 +44,7 @@ def test_a_host_that_is_not_there_is_one_line(
 def test_a_host_of_the_file_is_there_with_and_without_a_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("headway.cli.cluster._report", lambda *_: "loaded")
+    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_HOSTS)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 0
@@ -73,8 +73,10 @@ def test_wrong_flags_show_the_usage_of_the_command(
 def test_a_dry_run_says_which_pools_do_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.cli.dry_run.loaded", lambda config: None)
-    monkeypatch.setattr("headway.cli.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"])
+    monkeypatch.setattr("headway.runtime.build.dry_run.loaded", lambda config: None)
+    monkeypatch.setattr(
+        "headway.runtime.build.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"]
+    )
     path = tmp_path / "cluster.yaml"
     for placement, idle in (("fifo", True), ("fixed-sp", False)):
         size = "long_sp" if placement == "fifo" else "sp"

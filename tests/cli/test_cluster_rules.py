@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.cli.cluster_rules import check_moves, links, live_rules, rules_of, shape_of
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.perf.latency.groups import GroupShape
@@ -17,6 +16,7 @@ from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.ring import RingLatency
 from headway.perf.latency.tables import TableLatency, TableSource
+from headway.runtime.build.cluster_rules import check_moves, links, live_rules, rules_of, shape_of
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, idle_pools
 from headway.runtime.engine.protocol import EngineInfo
 

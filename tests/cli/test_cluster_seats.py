@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from headway.cli import cluster_seats, serve_options
-from headway.cli.cluster_rules import links
-from headway.cli.cluster_seats import InstanceFactory, instance_configs
 from headway.core.errors import ConfigError, RequestError
 from headway.core.strict_yaml import load
+from headway.runtime.build import instance_factory
+from headway.runtime.build.cluster_rules import links
+from headway.runtime.build.instance_factory import InstanceFactory
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
 from headway.runtime.engine.config import EngineConfig
+from headway.serving.cluster_settings import instance_configs
+from headway.serving.serve_settings import ServeSettings
 
 
 def file_of(*pools: dict[str, Any], **fields: Any) -> ClusterFile:
@@ -47,9 +49,8 @@ def test_hosts_must_be_there_and_have_something_to_do() -> None:
 
 def test_cores_and_memory_are_shared_out_host_by_host() -> None:
     file = file_of({"count": 2}, {"count": 4, "host": 1}, {"host": 1, "serve": {"threads": 3}})
-    values = {option.name: option.default for option in serve_options.ALL}
-    values |= {"nnodes": 2, "rdzv_endpoint": "a", "rdzv_token": "the-secret-of-hosts"}
-    configs = instance_configs(file, "file", "m", values, set(), (8, 20))
+    settings = ServeSettings(nnodes=2, rdzv_endpoint="a", rdzv_token="the-secret-of-hosts")
+    configs = instance_configs(file, "file", "m", settings, (8, 20))
     assert [config.threads for config in configs] == [4, 4, 4, 4, 4, 4, 3]
     assert [config.memory_share for config in configs] == [0.5] * 2 + [0.2] * 5
     assert {(config.nnodes, config.rdzv_endpoint, config.rdzv_token) for config in configs} == {(1, None, None)}
@@ -59,11 +60,10 @@ def test_cores_and_memory_are_shared_out_host_by_host() -> None:
     "setting", [{"api_key": "secret"}, {"host": "0.0.0.0"}, {"log-level": "debug"}, {"journal": "j"}, {"nnodes": 2}]
 )
 def test_what_is_the_endpoints_is_not_a_pools(setting: dict[str, Any]) -> None:
-    values = {option.name: option.default for option in serve_options.ALL}
     file = file_of({}, {"serve": {"threads": 1, **setting}})
     words = rf"file: pools\[1\].serve.{next(iter(setting))}: say that for all of the cluster, in its serve:"
     with pytest.raises(ConfigError, match=words):
-        instance_configs(file, "file", "m", values, set())
+        instance_configs(file, "file", "m", ServeSettings())
 
 
 def test_a_pool_gets_no_more_instances_than_a_file_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,20 +71,20 @@ def test_a_pool_gets_no_more_instances_than_a_file_may_say(monkeypatch: pytest.M
         def __init__(self, number: int, role: str, node: int, pool: int, *_: object) -> None:
             self.number, self.pool, self.state = number, pool, "ready"
 
-    monkeypatch.setattr(cluster_seats, "LiveInstance", Made)
-    monkeypatch.setattr(cluster_seats, "LARGEST_POOL", 3)
+    monkeypatch.setattr(instance_factory, "LiveInstance", Made)
+    monkeypatch.setattr(instance_factory, "LARGEST_POOL", 3)
     file, config = file_of({"count": 2}, {}), EngineConfig(model="m")
-    seats = InstanceFactory(file, [config] * 3, Path("folder"), {})
-    there = seats.all()
-    there.append(seats.another(3, 0, 0, None))
-    seats.another(4, 1, 0, None)
+    factory = InstanceFactory(file, [config] * 3, Path("folder"), {})
+    there = factory.start_all()
+    there.append(factory.start_another(3, 0, 0, None))
+    factory.start_another(4, 1, 0, None)
     with pytest.raises(RequestError, match="pool 0 has 3 instances, which is as many as a pool may have"):
-        seats.another(5, 0, 0, None)
+        factory.start_another(5, 0, 0, None)
     there[1].state = "left"
-    assert seats.another(1, 0, 1, None).number == 1
+    assert factory.start_another(1, 0, 1, None).number == 1
     with pytest.raises(RequestError, match="pool 0 has 3 instances"):
-        seats.another(5, 0, 0, None)
-    seats.another(3, 0, 1, None)  # in the place of one that failed and was taken off the list
+        factory.start_another(5, 0, 0, None)
+    factory.start_another(3, 0, 1, None)  # in the place of one that failed and was taken off the list
 
 
 def test_links_between_hosts_are_no_faster_than_the_network() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cli import hosts
 from headway.cli.main import main
 from headway.core.errors import ConfigError
+from headway.runtime.build import hosts
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.launcher.secret import check_token
 

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
-from headway.cli.options import SettingOption, add_options, boolean, print_config, resolve
+from headway.cli.options import add_options, given_flags
 from headway.core.errors import ConfigError
+from headway.core.setting_types import Flag, Number, Text, TextList, TokenCount, WholeNumber
+from headway.core.settings import SettingsModel, overlay, print_config, resolve
+from headway.core.strict_yaml import read_yaml
 from headway.core.units import size, tokens
 
-OPTIONS = (
-    SettingOption("port", int, 8000, "where to listen"),
-    SettingOption("max_model_len", tokens, None, "longest context"),
-    SettingOption("t_target", float, 0.5, "seconds"),
-    SettingOption("quiet", boolean, False, "say less, 100% less"),
-    SettingOption("api_key", str, None, "the key"),
-    SettingOption("names", lambda v: tuple(v) if isinstance(v, list) else tuple(v.split(",")), (), "names"),
-)
+
+class CommandSettings(SettingsModel):
+    port: WholeNumber = Field(8000, ge=0, le=65535, description="where to listen")
+    max_model_len: TokenCount | None = Field(None, description="longest context")
+    t_target: Number = Field(0.5, gt=0, description="seconds")
+    quiet: Flag = Field(False, description="say less, 100% less")
+    level: Literal["high", "low"] = Field("low", description="how much")
+    api_key: Text | None = Field(None, description="the key")
+    names: TextList = Field((), description="names")
+
+
+def resolved(words: list[str], environment: dict[str, str], config: Path | None = None) -> CommandSettings:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser, CommandSettings)
+    flags = given_flags(CommandSettings, parser.parse_args(words))
+    file = read_yaml(str(config)) if config else {}
+    return resolve(CommandSettings, flags=flags, environment=environment, file=file, origin=str(config))
 
 
 def parse(words: list[str], environment: dict[str, str], config: Path | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_options(parser, OPTIONS)
-    values, _ = resolve(OPTIONS, parser.parse_args(words), environment, str(config) if config else None)
-    return values
+    return resolved(words, environment, config).model_dump()
 
 
 def yaml_file(folder: Path, text: str | bytes) -> Path:
@@ -48,13 +58,30 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert parse(["--max-model-len", "1M"], {}, config)["max_model_len"] == 1 << 20
 
 
-def test_who_was_given_is_told_apart_from_defaults(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser, OPTIONS)
-    arguments = parser.parse_args(["--port", "8000"])
+def test_settings_that_were_given_are_known_from_defaults(tmp_path: Path) -> None:
     config = yaml_file(tmp_path, "quiet: on\napi_key:\n")
-    _, given_names = resolve(OPTIONS, arguments, {"HEADWAY_T_TARGET": "2"}, str(config))
-    assert given_names == {"port", "t_target", "quiet"}
+    settings = resolved(["--port", "8000"], {"HEADWAY_T_TARGET": "2"}, config)
+    assert settings.model_fields_set == {"port", "t_target", "quiet"}
+
+
+def test_an_overlay_takes_only_what_was_given() -> None:
+    base, over = resolved(["--port", "1", "--quiet"], {}), resolved(["--port", "8000"], {})
+    both = overlay(base, over)
+    assert (both.port, both.quiet, both.model_fields_set) == (8000, True, {"port", "quiet"})
+
+
+def test_several_wrong_settings_are_all_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^HEADWAY_PORT: 'x' is not .*; .*yaml: quiet: 'maybe' is neither"
+    ):
+        parse([], {"HEADWAY_PORT": "x"}, yaml_file(tmp_path, "quiet: maybe\n"))
+
+
+def test_settings_made_by_a_program_are_checked_alike() -> None:
+    with pytest.raises(ConfigError, match=r"^port: must be at most 65535, not 70000$"):
+        CommandSettings(port=70000)
+    with pytest.raises(ConfigError, match=r"^prot: there is no such setting$"):
+        CommandSettings(prot=1)
 
 
 def test_a_flag_without_a_value_means_true_and_a_value_still_counts() -> None:
@@ -84,6 +111,9 @@ def test_an_unknown_key_is_refused_with_those_that_are_close(tmp_path: Path) -> 
         ([], {}, "quiet: perhaps\n", "quiet: 'perhaps' is neither true nor false"),
         ([], {}, "port: [1]\n", r"headway.yaml: port: \[1\] is not a whole number"),
         (["--t-target", "fast"], {}, "", "^--t-target: 'fast' is not a number$"),
+        (["--t-target", "0"], {}, "", "^--t-target: must be above 0, not 0.0$"),
+        ([], {"HEADWAY_PORT": "70000"}, "", "^HEADWAY_PORT: must be at most 65535, not 70000$"),
+        ([], {}, "level: middle\n", "level: must be 'high' or 'low', not 'middle'"),
         ([], {}, "t_target: 1\nt-target: 2\n", "'t_target' and 't-target' are one setting: say it once"),
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.cli.options import read_yaml
 from headway.core.errors import ConfigError
+from headway.core.strict_yaml import read_yaml
 from headway.policy.placement.registry import make_placement
 from headway.runtime.cluster.client import ClusterClient, ClusterRules
 from headway.runtime.cluster.launch import launcher

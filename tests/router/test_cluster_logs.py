@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.cluster_rules import sink
-from headway.cli.cluster_seats import joining
 from headway.cli.main import main
+from headway.runtime.build.cluster_rules import sink
+from headway.runtime.build.instance_factory import joining_config
 from headway.runtime.engine.config import EngineConfig
 
 
 def test_one_that_joins_writes_no_other_ones_log() -> None:
     config = EngineConfig(model="m", event_log="log.2")
-    assert joining(config, 2, 5, 0).event_log == "log.5"
-    assert joining(config, 2, 1, 3).event_log == "log.1.3"
-    assert joining(EngineConfig(model="m"), 2, 5, 1).event_log is None
+    assert joining_config(config, 2, 5, 0).event_log == "log.5"
+    assert joining_config(config, 2, 1, 3).event_log == "log.1.3"
+    assert joining_config(EngineConfig(model="m"), 2, 5, 1).event_log is None
 
 
 class _Full(io.BytesIO):

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_data(arguments: argparse.Namespace) -> tuple[dict[str, object], str, Path]:
     """(plain data with --set applied, how errors call it, the folder that paths are relative to)."""
-    from headway.cli.options import read_yaml
+    from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
 
     data: dict[str, object] = read_yaml(str(arguments.file)) if arguments.file is not None else {}

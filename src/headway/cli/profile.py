@@ -7,12 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from headway.cli import serve_options
-from headway.cli.options import add_options, environment, resolve
+from headway.cli.options import add_options, environment, given_flags
 from headway.cli.serve import model_folder
 from headway.core.errors import HeadwayError
+from headway.core.settings import resolve
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
+from headway.serving.serve_settings import EngineSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,24 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)"
     )
-    add_options(parser, [o for o in serve_options.ENGINE_OPTIONS if o.name not in ("event_log", "latency_profile")])
+    add_options(parser, EngineSettings, leave_out=("event_log", "latency_profile"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = serve_options.ENGINE_OPTIONS
-    values, _ = resolve(options, arguments, environment(), None)
+    settings = resolve(EngineSettings, flags=given_flags(EngineSettings, arguments), environment=environment())
     model = model_folder(arguments.model)
     config = EngineConfig(
         model=model,
-        dtype=values["dtype"],
-        device=values["device"],
-        max_model_len=values["max_model_len"],
-        kv_cache_bytes=values["kv_cache_memory"],
-        block_size=values["block_size"],
-        threads=values["threads"],
-        tensor_parallel_size=values["tensor_parallel_size"],
-        pipeline_parallel_size=values["pipeline_parallel_size"],
-        kv_parallel_size=values["kv_parallel_size"],
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        kv_cache_bytes=settings.kv_cache_memory,
+        block_size=settings.block_size,
+        threads=settings.threads,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        kv_parallel_size=settings.kv_parallel_size,
     )
     settle()
     from headway.perf.latency import store
@@ -68,10 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.out or store.default_path(mark)
     store.save(source, path)
     if arguments.serve_for > 0:
-        from headway.cli.rehearsal import rehearse
+        from headway.serving.load.live_calibration import calibrate_live
 
         try:
-            source, iterations = rehearse(model, values, built.shape.vocab_size, source, arguments.serve_for)
+            source, iterations = calibrate_live(
+                model, settings.model_dump(), built.shape.vocab_size, source, arguments.serve_for
+            )
         except HeadwayError as error:
             print(f"headway: warning: could not serve, so the table is as measured: {error}", file=sys.stderr)
         else:

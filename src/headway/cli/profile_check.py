@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result.to_json()), indent=1))
     if arguments.save is not None:
-        from headway.cli.rehearsal import learnt
         from headway.perf.latency import store
+        from headway.serving.load.live_calibration import learned_table
 
-        source, _ = learnt(replayed.table.source, replayed)
+        source, _ = learned_table(replayed.table.source, replayed)
         store.save(source, arguments.save)
     return 1 if replayed.differences else 0

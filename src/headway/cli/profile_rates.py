@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headway.cli.options import read_yaml
+    from headway.core.strict_yaml import read_yaml
     from headway.policy.placement.tetris_rates import RateTable
     from headway.research.tetris_rates import CANDIDATES, best_rates, scenario_ttft_s
     from headway.sim.scenario import parse_scenario

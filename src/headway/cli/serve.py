@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headway.cli import hosts, serve_options
-from headway.cli.options import add_options, environment, print_config, resolve
+from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import ConfigError
+from headway.core.settings import print_config, resolve
+from headway.runtime.build import hosts
 from headway.runtime.engine.numerics import settle
+from headway.serving.serve_settings import ServeSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `headway serve`."""
     parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it")
     parser.add_argument("--print-config", action="store_true", help="print the settings that result, as YAML, and exit")
@@ -21,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
-    add_options(parser, serve_options.ALL)
+    add_options(parser, ServeSettings)
 
 
 def model_folder(named: str | None) -> str:
-    """The checkpoint to serve; raises ConfigError when there is no such folder."""
+    """Return the folder of the checkpoint to serve; raises ConfigError when there is no such folder."""
     if named is None:
         from headway.runtime.embedded import model_path
 
@@ -37,42 +40,33 @@ def model_folder(named: str | None) -> str:
     return named
 
 
+def settings_of(arguments: argparse.Namespace) -> ServeSettings:
+    """Resolve flags, environment and `--config`."""
+    file = {}
+    if arguments.config:
+        from headway.core.strict_yaml import read_yaml
+
+        file = read_yaml(arguments.config)
+    flags = given_flags(ServeSettings, arguments)
+    return resolve(ServeSettings, flags=flags, environment=environment(), file=file, origin=str(arguments.config))
+
+
 def run(arguments: argparse.Namespace) -> int:
-    values, given = resolve(serve_options.ALL, arguments, environment(), arguments.config)
+    """Serve, or print what `--print-config` or `--dry-run` asks for; the exit status."""
+    settings = settings_of(arguments)
     if arguments.print_config:
-        print(print_config(serve_options.effective(values, given)), end="")
+        print(print_config(settings.effective()), end="")
         return 0
     model = model_folder(arguments.model)
-    settings = serve_options.server_settings(values)
-    config = hosts.settle_token(serve_options.engine_config(model, values, given), values["node_rank"])
-    if values["node_rank"]:
-        return hosts.run_host(config, values["node_rank"], settings)
+    config = hosts.settle_token(settings.engine_config(model), settings.node_rank)
+    if settings.node_rank:
+        return hosts.run_host(config, settings.node_rank)
     if arguments.dry_run:
         settle()
-        from headway.cli.dry_run import report
+        from headway.runtime.build.dry_run import report
 
         print(report(config))
         return 0
-    from headway.serving.binding import bind, check_binding, release
+    from headway.serving.launch import serve_model
 
-    check_binding(settings.host, settings.api_key, arguments.allow_public)
-    sockets = bind(settings.host, settings.port)
-
-    from headway.runtime.engine.client import ProcessEngineClient
-
-    client: ProcessEngineClient | None = None
-    try:
-        client = ProcessEngineClient(config)  # the engine loads while this process imports the server
-        from headway.serving.app import create_app
-        from headway.serving.run import serve
-        from headway.serving.tokenizer import ModelTokenizer
-
-        app = create_app(client, ModelTokenizer.load(Path(model)), settings)
-        started = serve(app, settings, force_binding=arguments.allow_public, sockets=sockets)
-    finally:
-        release(sockets)
-        if client is not None:
-            client.end()
-    if client.failure is not None:
-        raise ConfigError(client.failure)
-    return 0 if started else 1
+    return serve_model(config, settings.server_settings(), allow_public=arguments.allow_public)

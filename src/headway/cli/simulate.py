@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> dict[str, Any]:
-    from headway.cli.options import read_yaml
+    from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
 
     data = read_yaml(str(arguments.scenario))

@@ -16,19 +16,19 @@ from headway.runtime.engine.core import EngineCore
 
 
 def report(config: EngineConfig) -> str:
-    """Loads the model, measures for a moment, and says so in lines. Raises ConfigError like `serve` would."""
+    """Load the model, measure for a moment, and describe the engine in lines. Raises ConfigError like `serve`."""
     return "\n".join(described(loaded(config)))
 
 
 def loaded(config: EngineConfig) -> EngineCore:
-    """An engine that has been measured and does not serve, nor writes a log."""
+    """Return an engine that has been measured; it does not serve, nor write a log."""
     core = assemble(msgspec.structs.replace(config, event_log=None), ManualClock())
     core.executor.close()
     return core
 
 
 def described(core: EngineCore, prefills: bool = True) -> list[str]:
-    """What fits, and which chunks and times to expect, in lines. prefills: whether it gets prompts."""
+    """Describe what fits, and which chunks and times to expect, in lines. prefills: whether it gets prompts."""
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
     per_token = info.kv_bytes // info.kv_tokens_total

@@ -1,5 +1,5 @@
-"""Several hosts, from the settings: node 0's rendezvous, and what `headway serve --node-rank R` and `headway cluster
---node-rank R` do on the others."""
+"""Several hosts: node 0's rendezvous, and what `headway serve --node-rank R` and `headway cluster --node-rank R` run on
+the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.runtime.engine.config import EngineConfig
-from headway.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from headway.runtime.launcher.host_agent import ProcessLauncher
@@ -22,14 +21,16 @@ if TYPE_CHECKING:
 
 
 def check_node(nnodes: int, node: int) -> None:
-    """Raises ConfigError where there is no such host among as many."""
+    """Raise ConfigError unless `node` is a number of one of `nnodes` hosts."""
     if nnodes < 1 or not 0 <= node < nnodes:
         raise ConfigError(f"node-rank must be from 0 to nnodes - 1, not {node} of {nnodes}")
 
 
 def settle_token(config: EngineConfig, node: int, instances: bool = False) -> EngineConfig:
-    """Check what concerns hosts, and make a token where node 0 has none. instances: hosts run whole ones, and not each
-    its share of one's workers. Raises ConfigError."""
+    """Check the settings that concern hosts, and make a token where node 0 has none.
+
+    instances: each host runs whole instances of a cluster, not its share of one engine's workers. Raises ConfigError.
+    """
     check_node(config.nnodes, node)
     if config.nnodes == 1:
         return config
@@ -60,8 +61,9 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
     return msgspec.structs.replace(config, rdzv_token=token)
 
 
-def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
-    """Be node `node`, until node 0 ends or we are told to. Raises ConfigError when it does not take us."""
+def run_host(config: EngineConfig, node: int) -> int:
+    """Run this host's workers of one engine, until node 0 ends or a signal comes. Raises ConfigError when node 0
+    refuses this host."""
     from headway.core.structured_log import setup
     from headway.runtime.build.engine import layout_of
     from headway.runtime.engine.numerics import settle
@@ -69,34 +71,36 @@ def run_host(config: EngineConfig, node: int, settings: ServerSettings) -> int:
     from headway.runtime.launcher.rank_launcher import RankLauncher
 
     settle()
-    setup(settings.log_level, settings.log_format)
+    setup(config.log_level, config.log_format)
     layout = layout_of(config)
     mine = terms(node, config.nnodes, layout, config.model)
     return _run(config, mine, RankLauncher(config.model, config.threads, mine, layout))
 
 
-def run_cluster_host(config: EngineConfig, node: int, settings: ServerSettings, named: str | None) -> int:
-    """The same in a cluster: run the instances that node 0 wants here, of this host's copy of the model. named: where
-    that is, None for the embedded one."""
+def run_cluster_host(config: EngineConfig, node: int, model: str | None) -> int:
+    """Run the instances of a cluster that node 0 wants on this host, until node 0 ends or a signal comes.
+
+    model: this host's copy of the checkpoint, None for the embedded one. Raises ConfigError like `run_host`.
+    """
     from headway.core.structured_log import setup
     from headway.runtime.launcher.engine_starter import EngineLauncher
     from headway.runtime.launcher.host_compatibility import cluster_terms
     from headway.runtime.launcher.network import parse_endpoint, resolve
 
-    setup(settings.log_level, settings.log_format)
-    if named is None:
+    setup(config.log_level, config.log_format)
+    if model is None:
         from headway.runtime.embedded import model_path
 
-        named = str(model_path())
-    mine = cluster_terms(node, config.nnodes, named)
+        model = str(model_path())
+    mine = cluster_terms(node, config.nnodes, model)
     if mine.trouble:
         logging.getLogger("headway.host").error("no instance can run here: %s", mine.trouble)
     assert config.rdzv_endpoint is not None
-    return _run(config, mine, EngineLauncher(named, resolve(parse_endpoint(config.rdzv_endpoint).host)))
+    return _run(config, mine, EngineLauncher(model, resolve(parse_endpoint(config.rdzv_endpoint).host)))
 
 
-def meet(config: EngineConfig, host_of: Callable[[int], int]) -> HostCoordinator:
-    """Node 0's end of a cluster's hosts. host_of: where each instance is to run."""
+def open_coordinator(config: EngineConfig, host_of: Callable[[int], int]) -> HostCoordinator:
+    """Open node 0's end of a cluster's hosts. host_of: the host of each instance, by number."""
     from headway.runtime.launcher.host_compatibility import cluster_terms
     from headway.runtime.launcher.host_coordinator import HostCoordinator
     from headway.runtime.launcher.network import parse_endpoint

@@ -1,8 +1,8 @@
-"""The second half of `headway profile`: a server serves for some seconds, and says what serving costs.
+"""Live calibration, the second half of `headway profile`: serve for some seconds, and correct the table by the times.
 
-Chats and a document now and then, with pauses between, through HTTP on this machine as `headway bench` would: what a
-table measured point by point leaves out (cold caches, waking up, the server and its client on the same cores) is in the
-scales that the engine learns meanwhile, which are worked into the table (`perf.latency.calibrated_table`).
+The load is chats and a document now and then, with pauses, through HTTP on this machine as `headway bench` sends it.
+What a table measured point by point leaves out (cold caches, waking up, the server and its client on the same cores) is
+in the scales that the engine learns meanwhile; `perf.latency.calibrated_table` works them into the table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from headway.cli.options import print_config
 from headway.core.scratch_folder import ScratchFolder
+from headway.core.settings import print_config
 from headway.perf.latency import store
 from headway.perf.latency.calibrated_table import bake
 from headway.perf.latency.corrected import CorrectedLatency
@@ -28,17 +28,19 @@ from headway.serving.load.server_process import ServerError, ServerProcess
 from headway.sim.replay import ReplayedRun, read_log, replay
 
 CHATS = 3
-_LEAST = 50
-"""Iterations below which nothing is concluded."""
-_MOST_OUTPUT = 48
+_MIN_ITERATIONS = 50
+"""Below it nothing is concluded."""
+_MAX_OUTPUT = 48
 
 
-def rehearse(
+def calibrate_live(
     model: str, settings: Mapping[str, Any], vocabulary: int, source: TableSource, seconds: float, seed: int = 0
 ) -> tuple[TableSource, int]:
-    """Serve a seeded mixture for about `seconds`; the table as corrected by it, and by how many iterations. With too
-    few iterations the table comes back as it is. settings: of `headway serve`, in place of the environment's;
-    vocabulary: ids of the prompts are below. Raises ServerError, also when a request fails."""
+    """Serve a seeded mixture for about `seconds`; return the corrected table and the number of iterations.
+
+    With too few iterations the table comes back as it is. settings: of `headway serve`, in place of the environment's;
+    vocabulary: exclusive bound of the prompts' token ids. Raises ServerError, also when a request fails.
+    """
     folder = ScratchFolder("headway-profile-")
     try:
         table, log, file = folder.path / "table.json", folder.path / "run.jsonl", folder.path / "serve.yaml"
@@ -48,15 +50,15 @@ def rehearse(
         arguments = [model, "--config", str(file), "--latency-profile", str(table), "--event-log", str(log)]
         with ServerProcess(arguments, environment=own) as server:
             asyncio.run(_serve(server.url, vocabulary, seconds, seed))
-        return learnt(source, replay(read_log(log)))
+        return learned_table(source, replay(read_log(log)))
     finally:
         folder.close()
 
 
-def learnt(source: TableSource, run: ReplayedRun) -> tuple[TableSource, int]:
-    """A table with what a run that began from that very table has learnt of it, and in how many iterations."""
+def learned_table(source: TableSource, run: ReplayedRun) -> tuple[TableSource, int]:
+    """Correct a table by what a run that began from that very table learned; also the number of its iterations."""
     iterations = len(run.batches)
-    if not isinstance(run.model, CorrectedLatency) or iterations < _LEAST:
+    if not isinstance(run.model, CorrectedLatency) or iterations < _MIN_ITERATIONS:
         return source, iterations
     return bake(source, run.model.scales, f"corrected by {iterations:,} iterations of serving"), iterations
 
@@ -69,17 +71,19 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
         until = time.monotonic() + seconds
         longest = max(1, min(most // 2, 8192))
         lengths = [(32, 512)] * CHATS + [(max(1, longest // 4), longest)]
-        room = max(1, most - _MOST_OUTPUT)
+        room = max(1, most - _MAX_OUTPUT)
         users = [
-            _use(client, f"{seed}-{i}", vocabulary, until, min(low, room), min(high, room))
+            _user(client, f"{seed}-{i}", vocabulary, until, min(low, room), min(high, room))
             for i, (low, high) in enumerate(lengths)
         ]
         await asyncio.gather(*users)
 
 
-async def _use(client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
-    """A user: a prompt of `least` to `most` tokens, its answer, a pause twice as long or so; until the time is over.
-    A request that takes more than all of it is the last."""
+async def _user(client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
+    """Be one user until the time `until`: a prompt of `least` to `most` tokens, its answer, a longer pause.
+
+    A request that times out is the last.
+    """
     rng = random.Random(name)
     number = 0
     while time.monotonic() < until:
@@ -87,14 +91,14 @@ async def _use(client: LoadClient, name: str, vocabulary: int, until: float, lea
         began = time.monotonic()
         ids = [rng.randrange(vocabulary) for _ in range(rng.randint(least, most))]
         job = LoadRequest(
-            id=f"rehearsal-{name}-{number}",
+            id=f"calibration-{name}-{number}",
             prompt=msgspec.json.encode(ids),
             prompt_tokens=len(ids),
-            output_tokens=rng.randint(8, _MOST_OUTPUT),
+            output_tokens=rng.randint(8, _MAX_OUTPUT),
         )
         answer = await client.send(job)
         if answer.error is not None and answer.error.startswith("timeout"):
             return
         if answer.error is not None:
-            raise ServerError(f"a request of the rehearsal failed: {answer.error}")
+            raise ServerError(f"a request of the live calibration failed: {answer.error}")
         await asyncio.sleep(rng.uniform(0.5, 3.0) * (time.monotonic() - began))

@@ -1,7 +1,5 @@
-"""`headway cluster --dry-run`, behind what fits: which groups prompts would get, and the rate that is predicted.
-
-Everything here is computed from one measured instance of each pool.
-"""
+"""`headway cluster --dry-run`: what fits on each pool's instances, which groups prompts would get, and the predicted
+capacity, all computed from one measured instance of each pool."""
 
 from __future__ import annotations
 
@@ -9,13 +7,22 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from headway.core.request import Request
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupShape
+from headway.perf.latency.recorded import describe
 from headway.perf.latency.sharded_decode import ShardedDecode
 from headway.policy.placement.base import CommitSpans, EnqueueRequest, RejectRequest, RequestArrived
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
+from headway.runtime.build import dry_run
+from headway.runtime.build.cluster_rules import links, rules_of
+from headway.runtime.build.instance_factory import first_of
 from headway.runtime.cluster.client import ClusterRules
+from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, nodes_of
+from headway.runtime.cluster.live_instance import seen
+from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
@@ -24,30 +31,73 @@ from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 REQUESTS = 200, 1500
+"""Least and most simulated requests at one rate."""
 OUTPUT = 64
+"""Output tokens of each."""
 LONG_EVERY = 10
+"""Each tenth prompt is long."""
 MET = 0.9
+"""Share of first tokens that must be in time."""
 _STEPS = 7
+"""Bisections of the rate."""
+
+
+def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node: int) -> str:
+    """Load one instance of each pool, one after another, and describe the cluster.
+
+    model: the checkpoint's folder; configs: of each instance, in the order of the pools; node: this host. On node 0 one
+    instance of every pool is loaded; on another host only of the pools that are to run there, and nothing is predicted.
+    """
+    several_hosts = len(file.hosts | {0}) > 1
+    lines, cores = [f"placement            {file.placement}, {len(configs)} instances"], []
+    for i, (pool, first) in enumerate(zip(file.pools, first_of(file), strict=True)):
+        place = f", on host {pool.host}" if several_hosts else ""
+        lines += ["", f"pool {i}: {pool.count} x {pool.role}{place}, {configs[first].threads} threads each"]
+        if node and pool.host != node:
+            continue
+        if pool.host != node:
+            lines += [
+                f"  loaded on this host; `--dry-run --node-rank {pool.host}` on host {pool.host} says what fits there"
+            ]
+        core = dry_run.loaded(configs[first])
+        lines += dry_run.described(core, prefills=pool.role != "decode")
+        cores += [core] * pool.count
+    idle = idle_pools(file)
+    lines += ["", *idle] if idle else []
+    if node:
+        return "\n".join(lines)
+    plan = _plan(file, model, configs, cores)
+    return "\n".join([*lines, "", *groups(plan), "", *capacity(plan)])
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A cluster that is not started. cores: of each instance, its pool's."""
+    """A cluster that is not started."""
 
     rules: ClusterRules
     instances: Sequence[ClusterInstance]
     links: ClusterLinks
     cores: Sequence[EngineCore]
+    """For each instance, the one that was loaded of its pool."""
     backends: int
+    """Pieces of KV that an instance receives at a time."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, output included."""
+        """Tokens of the longest request that all instances can serve, output included."""
         return min(core.info.max_model_len for core in self.cores)
 
 
+def _plan(file: ClusterFile, model: str, configs: Sequence[EngineConfig], cores: Sequence[EngineCore]) -> ClusterPlan:
+    infos = [msgspec.structs.replace(core.info, latency=describe(core.scheduler.latency)) for core in cores]
+    roles = [pool.role for pool in file.pools for _ in range(pool.count)]
+    each = zip(nodes_of(file), roles, configs, infos, strict=True)
+    instances = [seen(i, node, role, config, info.kv_tokens_total) for i, (node, role, config, info) in enumerate(each)]
+    return ClusterPlan(rules_of(file, model, infos), instances, links(file), cores, file.backends)
+
+
 def groups(plan: ClusterPlan) -> list[str]:
-    """What a prompt of each length is given by the policy while nothing else is there."""
+    """Tabulate which instances the policy gives to a prompt of each length in an idle cluster."""
     most = plan.longest - OUTPUT - 1
     lengths = [1024 << 2 * k for k in range(12) if 1024 << 2 * k < most] or [most // 2]
     lines = ["prompt tokens   in an idle cluster"]
@@ -74,7 +124,7 @@ def _names(group: Sequence[int]) -> str:
 
 
 def capacity(plan: ClusterPlan) -> list[str]:
-    """The highest rate at which the simulator has most first tokens in time, and what was assumed."""
+    """Bisect the rate at which `MET` of the first tokens are in time in the simulator; with what was assumed."""
     lengths = max(16, plan.longest // 64), max(32, plan.longest // 4)
     work_s = sum(_alone_s(plan, _length(number, lengths)) for number in range(LONG_EVERY)) / LONG_EVERY
     low, high = 0.0, 2.0 * sum(each.role != "decode" for each in plan.instances) / work_s
@@ -111,8 +161,8 @@ def _length(number: int, lengths: tuple[int, int]) -> int:
 
 
 def _met(plan: ClusterPlan, rate_rps: float, lengths: tuple[int, int]) -> float:
-    """Share of requests with a first token in time. They come for 20 times as long as the laxest may take, within
-    bounds."""
+    """Return the share of requests whose first token is in time. They arrive for 20 times as long as the laxest target,
+    within `REQUESTS`."""
     least, most = REQUESTS
     count = min(most, max(least, int(20 * _target_s(plan, lengths[1]) * rate_rps)))
     rng, at, requests = random.Random(0), 0.0, []

@@ -1,0 +1,85 @@
+"""Starts the instances of a cluster file, each on the host that the file names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from headway.core.errors import RequestError
+from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, nodes_of
+from headway.runtime.cluster.launch import host_launcher, launcher
+from headway.runtime.cluster.live_instance import Launch, LiveInstance
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.runtime.launcher.secret import peers_secret
+
+
+class InstanceFactory:
+    """Starts the instances of a cluster, and others that join it later."""
+
+    def __init__(
+        self,
+        file: ClusterFile,
+        configs: Sequence[EngineConfig],
+        folder: Path,
+        host_of: dict[int, int],
+        coordinator: HostCoordinator | None = None,
+        token: str = "",
+    ) -> None:
+        """configs: of each instance, in the order of the pools; folder: for sockets; host_of: filled with the host of
+        each number, for the coordinator; coordinator: of several hosts, which share `token`."""
+        self._file, self._configs, self._folder = file, configs, folder
+        self._first, self._nodes = first_of(file), nodes_of(file)
+        self._host_of, self._coordinator, self._token = host_of, coordinator, token
+        self._started: dict[int, LiveInstance] = {}
+
+    def start_all(self) -> list[LiveInstance]:
+        """Start the instances of the file."""
+        pools = [i for i, pool in enumerate(self._file.pools) for _ in range(pool.count)]
+        return [
+            self._start(number, pool, node, config, 0)
+            for number, (pool, node, config) in enumerate(zip(pools, self._nodes, self._configs, strict=True))
+        ]
+
+    def start_another(self, number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:
+        """Start an instance that joins `pool`; see `runtime.cluster.membership.Another`. Raises RequestError."""
+        if not 0 <= pool < len(self._file.pools):
+            raise RequestError(f"pool must be between 0 and {len(self._file.pools) - 1}, not {pool}", "pool")
+        others = (each for i, each in self._started.items() if i != number and each.pool == pool)
+        if sum(each.state != "left" for each in others) >= LARGEST_POOL:
+            raise RequestError(f"pool {pool} has {LARGEST_POOL} instances, which is as many as a pool may have", "pool")
+        first = self._first[pool]
+        config = joining_config(self._configs[first], first, number, incarnation)
+        if config.kv_cache_bytes is None:  # as large a pool as the others', however little memory is free now
+            config = msgspec.structs.replace(config, kv_cache_bytes=kv_bytes)
+        return self._start(number, pool, self._nodes[first], config, incarnation)
+
+    def _start(self, number: int, pool: int, node: int, config: EngineConfig, incarnation: int) -> LiveInstance:
+        host = self._host_of[number] = self._file.pools[pool].host
+        role = self._file.pools[pool].role
+        instance = LiveInstance(number, role, node, pool, config, self._launcher(number), incarnation, host)
+        self._started[number] = instance
+        return instance
+
+    def _launcher(self, number: int) -> Launch:
+        connector = self._file.kv_connector
+        if self._coordinator is None:
+            return launcher(number, self._folder, kv_connector=connector)
+        return host_launcher(number, self._folder, self._coordinator, peers_secret(self._token), connector)
+
+
+def first_of(file: ClusterFile) -> list[int]:
+    """Return the number of each pool's first instance."""
+    counts = [pool.count for pool in file.pools]
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def joining_config(config: EngineConfig, like: int, number: int, incarnation: int) -> EngineConfig:
+    """Return the settings of instance `like` for one that joins, with an event log of its own: FILE.NUMBER, and
+    FILE.NUMBER.INCARNATION where other processes had the number before, whose logs stay."""
+    if config.event_log is None:
+        return config
+    log = f"{config.event_log.removesuffix(f'.{like}')}.{number}" + (f".{incarnation}" if incarnation else "")
+    return msgspec.structs.replace(config, event_log=log)

@@ -1,0 +1,115 @@
+"""Composition of a service: settings in, a served endpoint out, from the bound socket to the last client's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import socket
+
+from headway.core.errors import ConfigError
+from headway.core.scratch_folder import ScratchFolder
+from headway.runtime.build import cluster_rules, hosts
+from headway.runtime.build.instance_factory import InstanceFactory
+from headway.runtime.cluster.cluster_file import ClusterFile
+from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import EngineClient
+from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.serving.binding import bind, check_binding, release
+from headway.serving.cluster_settings import instance_configs
+from headway.serving.serve_settings import ServeSettings
+from headway.serving.settings import ServerSettings
+
+
+def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public: bool) -> int:
+    """Serve one engine until a signal ends it; the exit status. Raises ConfigError when it cannot start."""
+    with _bound(settings, allow_public) as sockets:
+        from headway.runtime.engine.client import ProcessEngineClient
+
+        client: ProcessEngineClient | None = None
+        try:
+            client = ProcessEngineClient(config)  # the engine loads while this process imports the server
+            started = _serve(client, config.model, settings, sockets, allow_public)
+        finally:
+            # Before the engine: clients that connect from now on are refused and not left waiting.
+            release(sockets)
+            if client is not None:
+                client.end()
+    return _exit_status(client.failure, started)
+
+
+def serve_cluster(
+    file: ClusterFile, where: str, config: EngineConfig, settings: ServeSettings, *, allow_public: bool
+) -> int:
+    """Serve the instances of a cluster file until a signal ends it; the exit status.
+
+    where: what errors call the file; config: node 0's, with the hosts' token; settings: the file's `serve`. Raises
+    ConfigError when it cannot start.
+    """
+    server = settings.server_settings()
+    with _bound(server, allow_public) as sockets:
+        from headway.runtime.cluster.client import ClusterClient
+
+        model = config.model
+        log = cluster_rules.open_log(settings.event_log)
+        host_of: dict[int, int] = {}
+        instances: list[LiveInstance] = []
+        folder = ScratchFolder("headway-cluster-")
+        coordinator = hosts.open_coordinator(config, host_of.__getitem__) if config.nnodes > 1 else None
+        try:
+            configs = instance_configs(file, where, model, settings, _cores(coordinator))
+            factory = InstanceFactory(file, configs, folder.path, host_of, coordinator, config.rdzv_token or "")
+            instances = factory.start_all()
+            client = ClusterClient(
+                instances,
+                cluster_rules.links(file),
+                lambda infos: cluster_rules.live_rules(file, model, infos, log),
+                placement=file.placement,
+                another=factory.start_another,
+                backends=file.backends,
+                in_place=file.group_decode == "in-place",
+            )
+            started = _serve(client, model, server, sockets, allow_public)
+            instances = list(client.fleet)  # those that joined meanwhile, too
+        finally:
+            for each in instances:
+                each.end()
+            if coordinator is not None:
+                coordinator.close()
+            folder.close()
+    return _exit_status(client.failure, started)
+
+
+@contextmanager
+def _bound(settings: ServerSettings, allow_public: bool) -> Iterator[list[socket]]:
+    """Sockets that listen on the settings' address: bound before anything is loaded, so that an address in use is an
+    error at once."""
+    check_binding(settings.host, settings.api_key, allow_public)
+    sockets = bind(settings.host, settings.port)
+    try:
+        yield sockets
+    finally:
+        release(sockets)
+
+
+def _serve(
+    client: EngineClient, model: str, settings: ServerSettings, sockets: list[socket], allow_public: bool
+) -> bool:
+    from headway.serving.app import create_app
+    from headway.serving.run import serve
+    from headway.serving.tokenizer import ModelTokenizer
+
+    app = create_app(client, ModelTokenizer.load(Path(model)), settings)
+    return serve(app, settings, force_binding=allow_public, sockets=sockets)
+
+
+def _cores(coordinator: HostCoordinator | None) -> list[int]:
+    """Cores of each host, once all are there; empty for one host."""
+    return [] if coordinator is None else [host.cores for host in coordinator.gather()]
+
+
+def _exit_status(failure: str | None, started: bool) -> int:
+    if failure is not None:
+        raise ConfigError(failure)
+    return 0 if started else 1

@@ -1,0 +1,221 @@
+"""All settings of `headway serve`, in vLLM's spelling where vLLM has them, and what is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, create_model
+
+from headway.core.setting_types import ByteSize, Flag, Number, Text, TokenCount, WholeNumber, parsed_by
+from headway.core.settings import SettingsModel
+from headway.perf.hardware.device import check
+from headway.policy.iteration.config import SchedulerConfig
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.model.config import check_dtype
+from headway.serving.settings import EndpointSettings, ServerSettings
+
+
+def _shown_as(metavar: str) -> dict[str, Any]:
+    """What `--help` shows for the value, where the name's last word does not say it."""
+    return {"metavar": metavar}
+
+
+class EngineSettings(SettingsModel):
+    """What an operator may set about the engine: model, memory, layout, hosts, restarts, logs."""
+
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], parsed_by(check_dtype)] = Field(
+        "auto", description="type of weights and KV: auto (the checkpoint's), float32 or bfloat16"
+    )
+    device: Annotated[str, parsed_by(check)] = Field(
+        "auto",
+        description="where to compute: auto (a CUDA device for each worker if there are so many, else cpu), cpu, cuda, "
+        "or cuda:N for the first worker's; CUDA is experimental: this version has not been run on a GPU",
+    )
+    max_model_len: TokenCount | None = Field(
+        None,
+        description="longest prompt plus output, in tokens; 128k and 1M are understood",
+        json_schema_extra=_shown_as("LEN"),
+    )
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        description="memory for keys and values, e.g. 4G; default: half of what is free",
+        json_schema_extra=_shown_as("SIZE"),
+    )
+    block_size: WholeNumber = Field(64, description="tokens in a KV block", json_schema_extra=_shown_as("TOKENS"))
+    threads: WholeNumber | None = Field(
+        None,
+        description="threads that compute, in each worker; default: torch's choice, or the cores divided by the "
+        "workers",
+        json_schema_extra=_shown_as("N"),
+    )
+    tensor_parallel_size: WholeNumber = Field(
+        1, description="workers that share every layer, by heads and MLP width", json_schema_extra=_shown_as("T")
+    )
+    pipeline_parallel_size: WholeNumber = Field(
+        1, description="stages that the layers are cut into, one after another", json_schema_extra=_shown_as("S")
+    )
+    pipeline_schedule: Literal["stream", "microbatch"] = Field(
+        "stream",
+        description="stream: a prompt's next chunk enters when the first stage frees; microbatch: when its last has "
+        "left all",
+    )
+    kv_parallel_size: WholeNumber = Field(
+        1,
+        description="KV groups: copies of the model that each serve requests of their own and share the cache of long "
+        "ones",
+        json_schema_extra=_shown_as("K"),
+    )
+    kv_shard_tokens: TokenCount | None = Field(
+        None,
+        description="tokens of one request that a KV group holds before another joins; default: what t-target-ms "
+        "allows a decode",
+        json_schema_extra=_shown_as("TOKENS"),
+    )
+    nnodes: WholeNumber = Field(
+        1,
+        description="hosts that the workers are spread over; the same flags are given on each",
+        json_schema_extra=_shown_as("N"),
+    )
+    node_rank: WholeNumber = Field(
+        0, description="which of them this is; 0 is where clients connect", json_schema_extra=_shown_as("R")
+    )
+    rdzv_endpoint: Text | None = Field(
+        None,
+        description="HOST[:PORT] of node 0, reachable from all; port 29400 if none is given",
+        json_schema_extra=_shown_as("HOST:PORT"),
+    )
+    rdzv_token: Text | None = Field(
+        None,
+        description="secret that all hosts share, best given in the environment; node 0 makes and prints one if there "
+        "is none",
+    )
+    rdzv_timeout: Number = Field(
+        600.0,
+        description="seconds to wait for hosts, at first and when one is lost",
+        json_schema_extra=_shown_as("SECONDS"),
+    )
+    max_queued_requests: WholeNumber = Field(
+        1024, description="requests that may wait before new ones get 429", json_schema_extra=_shown_as("N")
+    )
+    latency_profile: Text = Field(
+        "auto",
+        description="auto (cached, else quick), quick, or a file of `headway profile`",
+        json_schema_extra=_shown_as("FILE"),
+    )
+    worker_timeout: Number = Field(
+        10.0,
+        description="seconds without a sign of life after which a worker, or the engine, counts as lost and is started "
+        "again",
+        json_schema_extra=_shown_as("SECONDS"),
+    )
+    max_restarts: WholeNumber = Field(
+        3,
+        description="restarts in a row of lost workers, or of a lost engine, none up for a minute; one more loss ends "
+        "the service",
+        json_schema_extra=_shown_as("N"),
+    )
+    event_log: Text | None = Field(
+        None,
+        description="write what the scheduler saw and decided to this JSON-lines file; what is there stays, as "
+        "FILE.until-TIME",
+        json_schema_extra=_shown_as("FILE"),
+    )
+
+
+_SCHEDULER_NAMES = {"policy": "scheduling_policy", "t_target_s": "t_target_ms"}
+"""Fields of `SchedulerConfig` that users write in other words."""
+_SCHEDULER_INTERNAL = frozenset(("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"))
+"""Fields of `SchedulerConfig` that follow from `EngineSettings`."""
+
+
+def _scheduler_fields() -> dict[str, Any]:
+    """A setting for each field of `SchedulerConfig`, whose metadata has its help; its limits are checked there."""
+    made: dict[str, Any] = {}
+    for field in fields(SchedulerConfig):
+        if field.name in _SCHEDULER_INTERNAL:
+            continue
+        default, text = field.default, str(field.metadata["help"])
+        if field.name == "t_target_s":
+            default, text = 55, text.replace("seconds", "milliseconds")
+        kind: Any = Text
+        if field.name == "t_target_s" or isinstance(default, float):
+            kind = Number
+        elif isinstance(default, bool) or field.name == "space_sharing":
+            kind = Flag
+        elif isinstance(default, int):
+            kind = WholeNumber
+        made[_SCHEDULER_NAMES.get(field.name, field.name)] = (kind, Field(default, description=text))
+    return made
+
+
+if TYPE_CHECKING:
+
+    class SchedulerSettings(SettingsModel):
+        """What an operator may set about the scheduler: the fields of `SchedulerConfig`."""
+
+        mode: Literal["default", "paper"]
+
+else:
+    SchedulerSettings = create_model("SchedulerSettings", __base__=SettingsModel, **_scheduler_fields())
+
+
+class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
+    """Every setting of `headway serve`."""
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """The fields of `SchedulerConfig` that were given; the rest is the mode's."""
+        given: dict[str, Any] = {}
+        for field in fields(SchedulerConfig):
+            name = _SCHEDULER_NAMES.get(field.name, field.name)
+            if name in self.model_fields_set and field.name != "mode":
+                value = getattr(self, name)
+                given[field.name] = value / 1000.0 if field.name == "t_target_s" else value
+        return given
+
+    def effective(self) -> dict[str, Any]:
+        """All values, with what the mode decides where no scheduler setting was given."""
+        scheduler = SchedulerConfig.named(self.mode, **self.scheduler)
+        shown = self.model_dump()
+        for field in fields(SchedulerConfig):
+            name = _SCHEDULER_NAMES.get(field.name, field.name)
+            if name in shown:
+                value = getattr(scheduler, field.name)
+                shown[name] = round(value * 1000.0, 6) if field.name == "t_target_s" else value
+        return shown
+
+    def engine_config(self, model: str) -> EngineConfig:
+        """What an engine of the checkpoint in folder `model` is started with. Raises ConfigError on values that do not
+        go together."""
+        SchedulerConfig.named(self.mode, **self.scheduler)
+        return EngineConfig(
+            model=model,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            kv_cache_bytes=self.kv_cache_memory,
+            block_size=self.block_size,
+            threads=self.threads,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            kv_parallel_size=self.kv_parallel_size,
+            pipeline_schedule=self.pipeline_schedule,
+            nnodes=self.nnodes,
+            rdzv_endpoint=self.rdzv_endpoint,
+            rdzv_token=self.rdzv_token,
+            rdzv_timeout_s=self.rdzv_timeout,
+            max_queued_requests=self.max_queued_requests,
+            mode=self.mode,
+            scheduler=self.scheduler,
+            latency_profile=self.latency_profile,
+            event_log=self.event_log,
+            worker_timeout_s=self.worker_timeout,
+            max_restarts=self.max_restarts,
+            log_level=self.log_level,
+            log_format=self.log_format,
+        )
+
+    def server_settings(self) -> ServerSettings:
+        """What the HTTP server is made with."""
+        return ServerSettings(**{name: getattr(self, name) for name in EndpointSettings.model_fields})
