@@ -23,7 +23,6 @@ from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
 from headway.perf.latency import store
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
 from headway.perf.latency.tables import TableLatency, TableSource
@@ -60,20 +59,13 @@ class LoadedModel:
     processor: str | None = None
 
 
-def layout_of(config: EngineConfig) -> ParallelLayout:
-    """The degrees that the settings ask for."""
-    return ParallelLayout(
-        tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size, kvp=config.kv_parallel_size
-    )
-
-
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
     """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit. `wanted`:
     whether somebody still waits for it, asked while other hosts are waited for."""
-    if layout_of(config).accelerators > 1:
+    if config.layout.accelerators > 1:
         from headway.runtime.build.multi_process import build_many
 
-        return build_many(config, layout_of(config), wanted)
+        return build_many(config, config.layout, wanted)
     from headway.runtime.build.single_process import build_one
 
     return build_one(config)
@@ -82,7 +74,7 @@ def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Lo
 def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
     """Everything that an engine process runs. Takes as long as loading the model, plus about 0.3 s of measuring when
     no profile of this model on this machine is found. `wanted`: see `build`."""
-    layout = layout_of(config)
+    layout = config.layout
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
     fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
@@ -108,7 +100,7 @@ def _engine(
         architecture=built.shape.architecture,
         dtype=built.dtype,
         device=built.device,
-        layout=layout_of(config).name,
+        layout=config.layout.name,
         max_model_len=min(built.shape.max_model_len, kv_tokens),
         vocab_size=built.shape.vocab_size,
         kv_tokens_total=kv_tokens,
@@ -156,7 +148,7 @@ def _with_exchange(config: EngineConfig, built: LoadedModel, source: TableSource
 def profile_mark(config: EngineConfig, built: LoadedModel) -> str:
     """What a profile of this model here holds for."""
     name = built.processor or processor_name()
-    return store.fingerprint(built.mark, built.dtype, name, built.threads, layout_of(config).name)
+    return store.fingerprint(built.mark, built.dtype, name, built.threads, config.layout.name)
 
 
 def backend_name(config: EngineConfig, devices: DeviceAssignment | None) -> str:

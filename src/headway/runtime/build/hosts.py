@@ -34,7 +34,6 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
     check_node(config.nnodes, node)
     if config.nnodes == 1:
         return config
-    from headway.runtime.build.engine import layout_of
     from headway.runtime.launcher.host_compatibility import check_nodes
     from headway.runtime.launcher.network import parse_endpoint
     from headway.runtime.launcher.secret import check_token, new_token
@@ -43,7 +42,7 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT, an address of node 0 that all can reach")
     endpoint = parse_endpoint(config.rdzv_endpoint)
     if not instances:
-        check_nodes(config.nnodes, layout_of(config))
+        check_nodes(config.nnodes, config.layout)
     if config.rdzv_timeout_s <= 0.0:
         raise ConfigError(f"rdzv-timeout must be more than 0 seconds, not {config.rdzv_timeout_s:g}")
     if config.rdzv_token is not None:
@@ -65,14 +64,13 @@ def run_host(config: EngineConfig, node: int) -> int:
     """Run this host's workers of one engine, until node 0 ends or a signal comes. Raises ConfigError when node 0
     refuses this host."""
     from headway.core.structured_log import setup
-    from headway.runtime.build.engine import layout_of
     from headway.runtime.engine.numerics import settle
     from headway.runtime.launcher.host_compatibility import terms
     from headway.runtime.launcher.rank_launcher import RankLauncher
 
     settle()
     setup(config.log_level, config.log_format)
-    layout = layout_of(config)
+    layout = config.layout
     mine = terms(node, config.nnodes, layout, config.model)
     return _run(config, mine, RankLauncher(config.model, config.threads, mine, layout))
 

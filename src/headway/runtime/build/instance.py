@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.clock import ClockProtocol
-from headway.runtime.build.engine import eos_ids, layout_of
+from headway.runtime.build.engine import eos_ids
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
@@ -27,7 +27,7 @@ def join(
     connector."""
     if config.instance is None:
         return None
-    if layout_of(config).accelerators > 1:
+    if config.layout.accelerators > 1:
         return _join_ranks(config.instance, core, clock)
     return _join_one(config, config.instance, core, clock, ring)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from headway.core.errors import ConfigError
+from headway.perf.latency.layout import ParallelLayout
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +56,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: str = "text"
     instance: InstanceConfig | None = None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The degrees of parallelism that the settings ask for."""
+        return ParallelLayout(
+            tp=self.tensor_parallel_size, stages=self.pipeline_parallel_size, kvp=self.kv_parallel_size
+        )
 
     def __post_init__(self) -> None:
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
