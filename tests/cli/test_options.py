@@ -71,9 +71,7 @@ def test_an_overlay_takes_only_what_was_given() -> None:
 
 
 def test_several_wrong_settings_are_all_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^HEADWAY_PORT: 'x' is not .*; .*yaml: quiet: 'maybe' is neither"
-    ):
+    with pytest.raises(ConfigError, match=r"^HEADWAY_PORT: 'x' is not .*; .*yaml: quiet: 'maybe' is neither"):
         parse([], {"HEADWAY_PORT": "x"}, yaml_file(tmp_path, "quiet: maybe\n"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,13 +28,31 @@ from headway.runtime.model.fields import read_json
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _START_S = 120.0
-"""A worker that gives no sign of life for so long while it starts is lost."""
+"""A worker that sends no heartbeat for so long while it starts is lost."""
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where the ranks of a model are to run, and what is known of it before they start."""
+
+    layout: ParallelLayout
+    shape: DecoderConfig
+    itemsize: int
+    """Bytes of a weight."""
+    longest: int
+    """Tokens of a request that the KV pool must have room for."""
+    devices: DeviceAssignment | None
+    """None: on CPUs."""
+    hosts: HostCoordinator | None
+    """None: on this host alone."""
 
 
 def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
-    """Check that the layout can be, start the ranks, and wait until all have loaded. Raises ConfigError otherwise, with
-    the layouts that would fit or with the words of the rank that could not start. Hosts are waited for while it is
-    `wanted`."""
+    """Check that the layout can be, start the ranks, and wait until all have loaded.
+
+    wanted: asked while other hosts are waited for; false ends the wait. Raises ConfigError with the layouts that would
+    fit, or with the error of the rank that could not start.
+    """
     folder = Path(config.model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such model folder")
@@ -45,30 +64,16 @@ def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[]
     devices = choose(config.device, layout.accelerators // config.nnodes, look_apart)
     hosts = open_rendezvous(config, layout) if config.nnodes > 1 else None
     try:
-        return _build(config, layout, shape, itemsize, longest, devices, hosts, wanted)
+        placement = _Placement(layout, shape, itemsize, longest, devices, hosts)
+        return _start_ranks(config, placement, _rank_config(config, placement, wanted))
     except BaseException:
         if hosts is not None:
             hosts.close()
         raise
 
 
-def _peer(config: EngineConfig, layout: ParallelLayout) -> RankPeer | None:
-    """What ranks hear other instances by, where KV moves between them: where they are cut by heads only. Such an
-    instance is lost as a whole when a rank is (`runtime.cluster.live_instance`): others' KV was on it."""
-    own = config.instance
-    if own is None or layout.accelerators != layout.tp:
-        return None
-    return RankPeer(
-        number=own.number,
-        incarnation=own.incarnation,
-        listen=own.listen,
-        secret=own.secret,
-        connector=own.kv_connector,
-    )
-
-
 def open_rendezvous(config: EngineConfig, layout: ParallelLayout) -> HostCoordinator:
-    """Node 0's end of several hosts."""
+    """Open node 0's end of several hosts that run one engine's workers."""
     assert config.rdzv_endpoint is not None
     assert config.rdzv_token is not None
     mine = terms(0, config.nnodes, layout, config.model)
@@ -81,36 +86,35 @@ def open_rendezvous(config: EngineConfig, layout: ParallelLayout) -> HostCoordin
     )
 
 
-def _build(
-    config: EngineConfig,
-    layout: ParallelLayout,
-    shape: DecoderConfig,
-    itemsize: int,
-    longest: int,
-    devices: DeviceAssignment | None,
-    hosts: HostCoordinator | None,
-    wanted: Callable[[], bool],
-) -> LoadedModel:
+def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, int]:
+    """Bytes that are available and cores, of all hosts together; waits for the hosts. A rank may be on any host, so
+    that each counts with the memory of the one that has least."""
+    layout, hosts = placement.layout, placement.hosts
     available, cores = available_bytes(), len(CORES)
     if hosts is not None:
         warm()
-        everybody = hosts.gather(wanted)
-        available = len(everybody) * min(host.available_bytes for host in everybody)
-        cores *= len(everybody)
-    if devices is not None:
-        available = layout.accelerators * devices.free_bytes
-    check_memory(shape, layout, itemsize, available, config.kv_cache_bytes, longest)
-    takes = need(shape, layout, itemsize)
+        present = hosts.gather(wanted)
+        available = len(present) * min(host.available_bytes for host in present)
+        cores *= len(present)
+    if placement.devices is not None:
+        available = layout.accelerators * placement.devices.free_bytes
+    return available, cores
+
+
+def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[], bool]) -> RankConfig:
+    """What each rank is started with: its share of cores, and of the memory that weights leave to KV blocks."""
+    layout, shape, devices, hosts = placement.layout, placement.shape, placement.devices, placement.hosts
+    available, cores = _resources(placement, wanted)
+    check_memory(shape, layout, placement.itemsize, available, config.kv_cache_bytes, placement.longest)
+    takes = need(shape, layout, placement.itemsize)
     left = max(0, available - takes.weights - takes.processes)
-    blocks = kv_blocks(config, shape, takes.kv_per_token, left, layout.kvp)
-    threads = config.threads or max(1, cores // layout.accelerators)
-    ranks = RankConfig(
+    return RankConfig(
         model=config.model,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         attention_backend=backend_name(config, devices),
-        threads=threads,
-        kv_blocks=blocks,
+        threads=config.threads or max(1, cores // layout.accelerators),
+        kv_blocks=kv_blocks(config, shape, takes.kv_per_token, left, layout.kvp),
         block_tokens=config.block_size,
         eos=eos_ids(Path(config.model)),
         tp=layout.tp,
@@ -127,30 +131,51 @@ def _build(
         instance=None if config.instance is None else config.instance.number,
         peer=_peer(config, layout),
     )
-    wire = ProcessTransport(ranks, hosts)
-    ready = wire.start()
 
-    def rewire() -> ProcessTransport:
-        again = ProcessTransport(ranks, hosts)
+
+def _peer(config: EngineConfig, layout: ParallelLayout) -> RankPeer | None:
+    """How ranks exchange KV with other instances, where they are cut by heads only; None where they do not.
+
+    Such an instance is lost as a whole when a rank is (`runtime.cluster.live_instance`): others' KV was on it.
+    """
+    own = config.instance
+    if own is None or layout.accelerators != layout.tp:
+        return None
+    return RankPeer(
+        number=own.number,
+        incarnation=own.incarnation,
+        listen=own.listen,
+        secret=own.secret,
+        connector=own.kv_connector,
+    )
+
+
+def _start_ranks(config: EngineConfig, placement: _Placement, ranks: RankConfig) -> LoadedModel:
+    """Start the ranks and wait until all have loaded."""
+    transport = ProcessTransport(ranks, placement.hosts)
+    ready = transport.start()
+
+    def restart() -> ProcessTransport:
+        again = ProcessTransport(ranks, placement.hosts)
         again.start()
         return again
 
     addresses = tuple(rank.peer_address for rank in ready if rank.peer_address is not None)
-    executor = MultiProcessExecutor(wire, layout, blocks, None if addresses else rewire)
+    executor = MultiProcessExecutor(transport, placement.layout, ranks.kv_blocks, None if addresses else restart)
     executor.peer_addresses = addresses
-    executor.hosts = hosts
-    weights = sum(rank.weights_bytes for rank in ready)
+    executor.hosts = placement.hosts
+    devices = placement.devices
     return LoadedModel(
         executor=executor,
         measure=executor.measure,
-        shape=shape,
+        shape=placement.shape,
         dtype=ready[0].dtype,
         mark=ready[0].mark,
-        threads=threads,
-        kv_tokens=blocks * config.block_size,
+        threads=ranks.threads,
+        kv_tokens=ranks.kv_blocks * config.block_size,
         kv_bytes=sum(rank.kv_bytes for rank in ready),
-        parameters=parameters(shape),
-        weights_bytes=weights,
+        parameters=parameters(placement.shape),
+        weights_bytes=sum(rank.weights_bytes for rank in ready),
         device="cpu" if devices is None else "cuda",
         processor=None if devices is None else devices.name,
     )
