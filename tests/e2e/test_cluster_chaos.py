@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.chaos_cluster import LENGTHS, MOST, Cluster, Plan, go
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, MIXED, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 
@@ -45,21 +44,16 @@ CLUSTERS: dict[str, tuple[str, object, object]] = {
 ALONE = ("tetris-mixed", "loongserve-mixed", "jsq-mixed")
 """Where an instance may do all that there is to do alone."""
 NAMES = list(CLUSTERS)
-QUICK = ("pecsched", "tetris")
+QUICK = ("tetris", 1)
+"""An instance is killed while it computes: the case of `make test`."""
 TURNS = 5
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("chaos-llama"), max_position_embeddings=4096)
 
 
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
 @pytest.fixture(scope="module")
-def wanted(llama: Path) -> list[list[int]]:
-    reference = GreedyReference(llama)
+def wanted(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(prompt, MOST) for prompt in PROMPTS]
 
 
@@ -86,12 +80,14 @@ def cluster(request: pytest.FixtureRequest, llama: Path) -> Iterator[Cluster]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("turn", range(TURNS))
-@pytest.mark.parametrize(
-    "cluster",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in NAMES],
-    indirect=True,
-)
+CASES = [
+    pytest.param(name, turn, marks=() if (name, turn) == QUICK else pytest.mark.long, id=f"{name}-{turn}")
+    for name in NAMES
+    for turn in range(TURNS)
+]
+
+
+@pytest.mark.parametrize(("cluster", "turn"), CASES, indirect=["cluster"])
 def test_nothing_is_lost_and_no_answer_changes(
     cluster: Cluster, turn: int, wanted: list[list[int]], request: pytest.FixtureRequest
 ) -> None:

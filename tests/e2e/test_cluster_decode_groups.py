@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import cluster, instances, until, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
@@ -30,13 +29,7 @@ COUNT = 80
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("elastic-llama"), max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def wanted(llama: Path) -> list[list[int]]:
-    reference = GreedyReference(llama)
+def wanted(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(prompt, COUNT) for prompt in (*TOGETHER, *SHORTS)]
 
 
@@ -75,11 +68,12 @@ def replays(path: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
 
 
+@LONG
 def test_groups_shrink_and_grow_and_one_of_them_dies(
-    tmp_path: Path, llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, short_llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, small = str(tmp_path / "log"), {"kv_cache_memory": "512K"}
-    path = write(tmp_path, llama, "loongserve", {"decode_batch": 1}, MIXED, "in-place", event_log=log, **small)
+    path = write(tmp_path, short_llama, "loongserve", {"decode_batch": 1}, MIXED, "in-place", event_log=log, **small)
     with cluster(path) as running, ThreadPoolExecutor(16) as pool:
         url = running.url
         seen(pool, url, TOGETHER, wanted[:4], "groups_shrunk")  # a prompt's group has kept what its KV needs
@@ -106,12 +100,12 @@ def test_groups_shrink_and_grow_and_one_of_them_dies(
     ],
 )
 def test_whoever_dies_while_groups_change(
-    tmp_path: Path, llama: Path, wanted: list[list[int]], options: object, decode: str,
+    tmp_path: Path, short_llama: Path, wanted: list[list[int]], options: object, decode: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     log, chance = str(tmp_path / "log"), random.Random(str(options))
     small = {"kv_cache_memory": "512K", "max_restarts": 100, "event_log": log}
-    path = write(tmp_path, llama, "loongserve", options, MIXED, decode, **small)
+    path = write(tmp_path, short_llama, "loongserve", options, MIXED, decode, **small)
     with cluster(path) as running, ThreadPoolExecutor(16) as pool:
         url = running.url
         for turn in range(4):
@@ -132,11 +126,11 @@ def test_whoever_dies_while_groups_change(
 
 @LONG
 def test_decodes_of_instances_of_several_processes_follow_their_group(
-    tmp_path: Path, llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, short_llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, small = str(tmp_path / "log"), {"kv_cache_memory": "512K"}
     pools: list[dict[str, Any]] = [{"count": 2, "serve": {"tensor_parallel_size": 2}}]
-    path = write(tmp_path, llama, "loongserve", {"decode_batch": 1}, pools, "in-place", event_log=log, **small)
+    path = write(tmp_path, short_llama, "loongserve", {"decode_batch": 1}, pools, "in-place", event_log=log, **small)
     with cluster(path) as running, ThreadPoolExecutor(16) as pool:
         seen(pool, running.url, SHORTS, wanted[4:], "decodes_moved")
     replays(path, log, capsys)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, pid_of, until, write
 from tests.helpers.cluster_streams import (
     ANSWER_TOKENS,
@@ -33,13 +32,7 @@ LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("failing-llama"), max_position_embeddings=4096)
-
-
-@pytest.fixture(scope="module")
-def wanted(llama: Path) -> list[list[int]]:
-    reference = GreedyReference(llama)
+def wanted(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(LONG_PROMPT, ANSWER_TOKENS), reference.tokens(SHORT_PROMPT, ANSWER_TOKENS)]
 
 
@@ -107,6 +100,7 @@ def test_whoever_dies_or_hangs_at_whatever_point(
         until(lambda: not any(each["kv_tokens_used"] for each in instances(url)))
 
 
+@LONG
 def test_a_router_that_is_killed_leaves_its_requests_to_the_next(
     tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, CLUSTER, instances, pid_of, until, write
 from tests.helpers.cluster_streams import ANSWER_TOKENS, ClientStream, decoding, handing_over
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
@@ -32,13 +31,7 @@ LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("hosts-llama"), max_position_embeddings=4096)
-
-
-@pytest.fixture(scope="module")
-def wanted(llama: Path) -> list[list[int]]:
-    reference = GreedyReference(llama)
+def wanted(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(PROMPT, ANSWER_TOKENS), reference.tokens(OTHER, ANSWER_TOKENS)]
 
 
@@ -88,6 +81,7 @@ def clustered(hosts: Hosts, path: str, *flags: str) -> Iterator[Pair]:
         yield pair
 
 
+@LONG
 def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable(
     hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
@@ -127,7 +121,7 @@ def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable
     assert main(["cluster", path, "--replay", log]) == 0
 
 
-@pytest.mark.long
+@LONG
 def test_an_instance_there_is_killed_decoding(
     hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
@@ -141,6 +135,7 @@ def test_an_instance_there_is_killed_decoding(
         until(all_ready)
 
 
+@LONG
 def test_what_cannot_start_says_so_on_both_hosts(hosts: Hosts, tmp_path: Path, llama: Path) -> None:
     """A model that is missing there, another token, and a host that never comes."""
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
@@ -169,7 +164,7 @@ MORE: list[tuple[str, str, object, Any]] = [
 ]
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize(("placement", "options", "pools"), [case[1:] for case in MORE], ids=[case[0] for case in MORE])
 def test_other_places(
     hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]], placement: str, options: object, pools: Any
@@ -192,7 +187,7 @@ def test_other_places(
         assert (pair.head.ended(), pair.agent.ended()) == (0, 0)
 
 
-@pytest.mark.long
+@LONG
 def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
     hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
@@ -214,6 +209,7 @@ def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
         assert streamed_ids(URL, OTHER, ANSWER_TOKENS, ignore_eos=True) == wanted[1]
 
 
+@LONG
 def test_a_dry_run_says_what_is_where(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
     assert main(["cluster", path, "--dry-run"]) == 0

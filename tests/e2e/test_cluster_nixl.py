@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, cluster, pid_of, until, write
 from tests.helpers.cluster_streams import ANSWER_TOKENS, LONG_PROMPT, SHORT_PROMPT, ClientStream, decoding
 from tests.helpers.greedy_reference import GreedyReference
@@ -17,9 +16,9 @@ from tests.helpers.http_probe import metric
 pytest.importorskip("nixl")
 
 
-def test_prefill_here_and_decode_there_and_one_is_killed(tmp_path: Path) -> None:
-    llama = make_tiny("llama", tmp_path / "llama", max_position_embeddings=4096)
-    reference = GreedyReference(llama)
+def test_prefill_here_and_decode_there_and_one_is_killed(
+    tmp_path: Path, llama: Path, reference: GreedyReference
+) -> None:
     path = Path(write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART))
     path.write_text(json.dumps({**json.loads(path.read_text()), "kv_connector": "nixl"}))
     with cluster(str(path)) as running:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import cluster, instances, rank_pids, until, write
 from tests.helpers.cluster_streams import (
     ANSWER_TOKENS,
@@ -29,16 +28,6 @@ LONG = pytest.mark.long
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((900, 20, 3, 500, 60, 333))]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("ranks-llama"), max_position_embeddings=4096)
-
-
-@pytest.fixture(scope="module")
-def reference(llama: Path) -> GreedyReference:
-    return GreedyReference(llama)
-
-
 def pools(*sizes: tuple[str, int]) -> list[dict[str, object]]:
     return [{"role": role, "serve": {"tensor_parallel_size": size}} for role, size in sizes]
 
@@ -46,7 +35,7 @@ def pools(*sizes: tuple[str, int]) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("placement", "options", "sizes"),
     [
-        ("fixed-sp", {"sp": 1}, [("prefill", 2), ("prefill", 1), ("decode", 1), ("decode", 2)]),
+        pytest.param("fixed-sp", {"sp": 1}, [("prefill", 2), ("prefill", 1), ("decode", 1), ("decode", 2)], marks=LONG),
         pytest.param("tetris", {"sizes": [1]}, [("prefill", 1), ("decode", 4)], marks=LONG),
         pytest.param("weave", {"sizes": [1]}, [("prefill", 2), ("prefill", 2), ("decode", 1)], marks=LONG),
         pytest.param("pecsched", {"long_tokens": 300}, [("prefill", 1), ("prefill", 1), ("decode", 2)], marks=LONG),

@@ -8,25 +8,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, MIXED, cluster, until, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 
 from headway.cli.main import main
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("cluster-llama"), max_position_embeddings=4096)
-
-
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((1500, 20, 3, 700, 60, 333, 2000, 100))]
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[list[int]]:
-    reference = GreedyReference(llama)
+def expected(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(prompt, 20) for prompt in PROMPTS]
 
 

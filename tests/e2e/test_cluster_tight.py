@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, cluster, instances, until, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import streamed_ids
@@ -28,6 +27,8 @@ from headway.cli.main import main
 )
 def test_prompts_that_do_not_fit_together_are_answered_one_after_the_other(
     tmp_path: Path,
+    short_llama: Path,
+    reference: GreedyReference,
     placement: str,
     options: dict[str, Any],
     count: int,
@@ -35,11 +36,9 @@ def test_prompts_that_do_not_fit_together_are_answered_one_after_the_other(
     said: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    llama = make_tiny("llama", tmp_path / "model", max_position_embeddings=2048)
-    reference = GreedyReference(llama)
     prompts = [prompt_of(seed, length) for seed, length in enumerate(lengths)]
     wanted = [reference.tokens(prompt, said) for prompt in prompts]
-    path = write(tmp_path, llama, placement, options, [{"count": count}], kv_cache_memory="512K")
+    path = write(tmp_path, short_llama, placement, options, [{"count": count}], kv_cache_memory="512K")
     log = str(tmp_path / "log.jsonl")
     with cluster(path, "--event-log", log) as run, ThreadPoolExecutor(len(prompts)) as pool:
         assert {each["kv_tokens_total"] for each in instances(run.url)} == {2048}
@@ -50,11 +49,15 @@ def test_prompts_that_do_not_fit_together_are_answered_one_after_the_other(
     assert "all as recorded" in capsys.readouterr().out
 
 
-def test_a_flood_is_answered_or_sent_away_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    llama = make_tiny("llama", tmp_path / "model", max_position_embeddings=2048)
+@pytest.mark.long
+def test_a_flood_is_answered_or_sent_away_and_leaves_nothing_behind(
+    tmp_path: Path, short_llama: Path, reference: GreedyReference
+) -> None:
     prompt, said = prompt_of(7, 600), 12
-    wanted = GreedyReference(llama).tokens(prompt, said)
-    path = write(tmp_path, llama, "tetris", {"sizes": [1, 2]}, APART, kv_cache_memory="512K", max_queued_requests=4)
+    wanted = reference.tokens(prompt, said)
+    path = write(
+        tmp_path, short_llama, "tetris", {"sizes": [1, 2]}, APART, kv_cache_memory="512K", max_queued_requests=4
+    )
     limits = httpx.Limits(max_connections=60)
     with cluster(path) as run, httpx.Client(timeout=120, limits=limits) as client, ThreadPoolExecutor(60) as pool:
         model = client.get(f"{run.url}/v1/models").json()["data"][0]["id"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, until, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
@@ -22,13 +21,7 @@ COUNT = 60
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("ulysses-llama"), max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def expected(llama: Path) -> list[list[int]]:
-    reference = GreedyReference(llama)
+def expected(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(prompt, COUNT) for prompt in (*LONGS, *SHORTS)]
 
 
@@ -40,16 +33,17 @@ def spans(log: str) -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(span["group"]), span["strategy"]["attn"]) for one in commits for span in one["spans"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("decode", "pool"),
-    [("in-place", "4M"), pytest.param("gather", "512K", marks=pytest.mark.long)],
+    [("in-place", "4M"), ("gather", "512K")],
     ids=["in place", "gather, and nobody has room for the whole"],
 )
 def test_long_prompts_are_computed_with_ulysses_and_decoded_by_their_group(
-    tmp_path: Path, llama: Path, expected: list[list[int]], decode: str, pool: str
+    tmp_path: Path, short_llama: Path, expected: list[list[int]], decode: str, pool: str
 ) -> None:
     log, options = str(tmp_path / "log"), {"long_tokens": 500, "long_replicas": "fixed", "long_sp": 2}
-    path = write(tmp_path, llama, "pecsched", options, APART, decode, kv_cache_memory=pool, event_log=log)
+    path = write(tmp_path, short_llama, "pecsched", options, APART, decode, kv_cache_memory=pool, event_log=log)
 
     def ask(prompt: list[int]) -> list[int]:
         return streamed_ids(running.url, prompt, COUNT, ignore_eos=True)

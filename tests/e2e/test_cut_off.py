@@ -11,19 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
-from tests.helpers.cluster_probe import cluster, pid_of, until, write
+from tests.helpers.cluster_probe import cluster, pid_of, rank_pids, until, write
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.http_probe import metric_reaches, model_of
 
 from headway.serving.load.server_process import ServerProcess
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("cut-llama"), max_position_embeddings=4096)
 
 
 class Client(threading.Thread):
@@ -87,15 +81,10 @@ def test_the_loss_of_a_worker_is_a_few_lines_without_a_trace(llama: Path, tmp_pa
     path = write(tmp_path, llama, "jsq", {}, pools, log_format="json", kv_cache_memory="16M")
     with cluster(path) as server:
         first = pid_of(server.url, 0)
-        (worker, *_) = [pid for child in children(first) for pid in children(child)]
+        worker = rank_pids(server.url, 0)[0]
         os.kill(worker, signal.SIGKILL)
         until(lambda: pid_of(server.url, 0) not in (0, first))
         lines = lines_of(server)
         (lost,) = (line for line in lines if line["message"].startswith("this engine ends: worker "))
         assert (lost["level"], lost["instance"]) == ("warning", 0)
         assert not any("exception" in line for line in lines)
-
-
-def children(pid: int) -> list[int]:
-    """Of a process of the system."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -25,6 +25,7 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     assert "corrected" not in store.load(out, None).provenance
 
 
+@pytest.mark.long
 def test_a_context_that_is_short_is_served_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = make_tiny("llama", tmp_path / "model"), tmp_path / "table.json"
     command = ["profile", str(model), "--threads", "1", "--budget", "0.2", "--out", str(out), "--max-model-len", "64"]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import (
     complete,
@@ -25,18 +24,12 @@ from tests.helpers.http_probe import (
 
 from headway.serving.load.server_process import ServerError, ServerProcess
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096)
+LONG = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def reference(llama: Path) -> GreedyReference:
-    return GreedyReference(llama)
-
-
-@pytest.fixture(scope="module", params=["lars", "srpt+static:64", "fcfs+whole"])
+@pytest.fixture(
+    scope="module", params=["lars", pytest.param("srpt+static:64", marks=LONG), pytest.param("fcfs+whole", marks=LONG)]
+)
 def server(request: pytest.FixtureRequest, llama: Path) -> Iterator[str]:
     policy, _, chunking = request.param.partition("+")
     arguments = [str(llama), "--scheduling-policy", policy, "--chunking", chunking or "adaptive", "--t-target-ms", "5"]
@@ -55,7 +48,7 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
     assert answers == [reference.tokens(p, n) for p, n in prompts]
 
 
-@pytest.mark.long
+@LONG
 def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: GreedyReference) -> None:
     arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512", "--block-size", "16"]
     with ServerProcess([*arguments, "--reserve-tokens", "16"]) as running:
@@ -96,6 +89,7 @@ def test_requests_that_cannot_be_served_say_why_and_name_the_limit(server: str) 
     assert bad.json()["error"]["param"] == "prompt"
 
 
+@LONG
 def test_timeouts_end_a_request_in_words(llama: Path) -> None:
     with ServerProcess([str(llama), "--request-timeout-s", "0.3"]) as running:
         body = {"model": model_of(running.url), "prompt": prompt_of(0, 50), "max_tokens": 4000, "ignore_eos": True}
@@ -106,16 +100,17 @@ def test_timeouts_end_a_request_in_words(llama: Path) -> None:
 
 def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, reference: GreedyReference) -> None:
     with ServerProcess([str(llama)]) as running:
-        events = stream(running.url, prompt_of(4, 64), 1500, ignore_eos=True)
+        events = stream(running.url, prompt_of(4, 64), 500, ignore_eos=True)
         ids = next(events)["choices"][0]["token_ids"]
         assert running._process is not None
         running._process.send_signal(signal.SIGTERM)
         for event in events:
             ids += event["choices"][0]["token_ids"]
-        assert ids == reference.tokens(prompt_of(4, 64), 1500)
+        assert ids == reference.tokens(prompt_of(4, 64), 500)
         assert running._process.wait(20) == 0
 
 
+@LONG
 def test_a_dead_engine_that_may_not_start_again_is_told_to_everyone_who_waits(llama: Path) -> None:
     with ServerProcess([str(llama), "--max-restarts", "0"]) as running:
         events = stream(running.url, prompt_of(4, 64), 3500, ignore_eos=True)
@@ -130,6 +125,7 @@ def test_a_dead_engine_that_may_not_start_again_is_told_to_everyone_who_waits(ll
         assert refused.status_code in (404, 503)
 
 
+@LONG
 def test_a_flood_beyond_the_queue_limit_is_refused_with_retry_after(llama: Path) -> None:
     arguments = [str(llama), "--max-num-seqs", "1", "--max-queued-requests", "2"]
     with ServerProcess(arguments) as running:
@@ -162,11 +158,11 @@ def test_the_embedded_model_answers_with_the_passkey_it_was_shown() -> None:
     ("arguments", "words"),
     [
         (["no-such-folder"], "is not a folder"),
-        (["--scheduling-policy", "fifo"], "choose one of"),
-        (["--chunking", "static:none"], "static:N"),
-        (["--max-model-len", "12parsecs"], "a number of tokens"),
+        pytest.param(["--scheduling-policy", "fifo"], "choose one of", marks=LONG),
+        pytest.param(["--chunking", "static:none"], "static:N", marks=LONG),
+        pytest.param(["--max-model-len", "12parsecs"], "a number of tokens", marks=LONG),
         (["--host", "0.0.0.0"], "API key"),
-        (["--kv-cache-memory", "4K", "--max-model-len", "4096"], "--kv-cache-memory"),
+        pytest.param(["--kv-cache-memory", "4K", "--max-model-len", "4096"], "--kv-cache-memory", marks=LONG),
     ],
 )
 def test_settings_that_cannot_work_end_with_a_sentence(arguments: list[str], words: str) -> None:

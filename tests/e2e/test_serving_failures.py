@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.http_probe import metric, stream
 from tests.helpers.process_tree import child_pids, ends_soon
 
@@ -18,11 +17,6 @@ from headway.serving.load.server_process import ServerProcess
 
 PROMPT = [3 + (i * i * 31 + i * 17) % 120 for i in range(700)]
 COUNT = 300
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +88,7 @@ def test_a_stream_goes_on_when_the_engine_is_killed(llama: Path, wanted: list[in
         assert all(ends_soon(pid) for pid in before)
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_leaves_its_requests_to_the_next(
     llama: Path, wanted: list[int], tmp_path: Path
 ) -> None:

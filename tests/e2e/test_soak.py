@@ -9,7 +9,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import model_of
 
@@ -83,12 +82,12 @@ async def soak(url: str, pid: int, answers: list[tuple[list[int], list[int]]]) -
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_256_streams_for_two_minutes_none_dropped_none_mixed_up_memory_flat(tmp_path: Path) -> None:
-    folder = make_tiny("llama", tmp_path / "llama", max_position_embeddings=4096)
-    reference = GreedyReference(folder)
+def test_256_streams_for_two_minutes_none_dropped_none_mixed_up_memory_flat(
+    llama: Path, reference: GreedyReference
+) -> None:
     shapes = [(5 + (7 * i) % 90, 8 + (11 * i) % 56) for i in range(40)] + [(900, 6), (1700, 4)]
     answers = [(prompt_of(i, n), reference.tokens(prompt_of(i, n), m)) for i, (n, m) in enumerate(shapes)]
-    with ServerProcess([str(folder), "--max-num-seqs", "256", "--kv-cache-memory", "64M"]) as server:
+    with ServerProcess([str(llama), "--max-num-seqs", "256", "--kv-cache-memory", "64M"]) as server:
         assert server._process is not None
         finished, memory = asyncio.run(soak(server.url, server._process.pid, answers))
     assert finished >= 10 * STREAMS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class GreedyReference:
-    """Greedy tokens by transformers, one request at a time, whole prompt at once."""
+    """Greedy tokens by transformers, one request at a time, whole prompt at once. Answers are kept."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -14,8 +14,15 @@ class GreedyReference:
 
         self._torch = torch
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(self._answers.get(key, ())) < count:  # a shorter answer is the beginning of a longer one
+            self._answers[key] = self._generate(prompt, count)
+        return self._answers[key][:count]
+
+    def _generate(self, prompt: list[int], count: int) -> list[int]:
         torch = self._torch
         ids = torch.tensor([prompt])
         with torch.inference_mode():
