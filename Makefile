@@ -23,11 +23,12 @@ setup: $(STAMP) ## make .venv with Headway and everything that its tests need
 demo: setup ## a long document and chats on one server: numbers, and a picture in out/
 	@$(BIN)/headway demo
 
-test: check ## checks, then all tests but the long ones (under 10 minutes on 2 cores)
-	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist loadfile
+test: check ## checks, then all tests but the long ones (about 6 minutes on 2 cores)
+	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal
 
-test-long: setup ## soaks and many-run chaos
-	@$(QUIET) $(BIN)/python -m pytest -m long --timeout 1800
+test-long: setup ## clusters, hosts, chaos, every product of parameters, soaks (about half an hour)
+	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadfile --timeout 1800
+	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 1800
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks

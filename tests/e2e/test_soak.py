@@ -81,6 +81,7 @@ async def soak(url: str, pid: int, answers: list[tuple[list[int], list[int]]]) -
 
 
 @pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_256_streams_for_two_minutes_none_dropped_none_mixed_up_memory_flat(
     llama: Path, reference: GreedyReference

@@ -24,6 +24,13 @@ PROMISED = {
 }  # fmt: skip
 
 
+SLOW = {
+    *("packing-prefetch.case3", "packing-prefetch.case4", "combined.azure", "pecsched.fig12"),
+    *(f"medha.{name}" for name in ("fig7", "fig9", "fig11", "fig13", "fig20")),
+}
+"""Experiments whose quick runs take seconds; `make test-long` has them."""
+
+
 def test_the_list_is_complete_and_every_id_leads_to_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     listed = capsys.readouterr().out.split("\n")[:-1]
@@ -33,7 +40,9 @@ def test_the_list_is_complete_and_every_id_leads_to_a_function(capsys: pytest.Ca
     assert all(about for _, about in EXPERIMENTS.values())
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in names()]
+)
 def test_quick_runs_yield_rows_with_allowed_verdicts(name: str) -> None:
     data: dict[str, Any] = experiment(name)(RunOptions(quick=True)).to_json(name)
     assert (data["schema"], data["id"]) == (SCHEMA, name)

@@ -12,6 +12,7 @@ from tests.helpers.checkpoints import make_tiny
 from tests.helpers.child_processes import python_path
 
 
+@pytest.mark.long
 def test_every_tensor_is_where_it_has_to_be(tmp_path: Path) -> None:
     """In a process of its own, because it teaches torch a device."""
     from torch.utils import backend_registration

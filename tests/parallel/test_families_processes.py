@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.marks import quick_diagonal
 from tests.helpers.model_families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
 from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, prompt_of, reference, serve
@@ -58,10 +59,9 @@ def hold(folder: Path, prompt: list[int], tokens: list[int], told: list[TokenLog
     assert clear
 
 
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)))
-@pytest.mark.parametrize("family", range(len(FAMILIES)))
+@pytest.mark.parametrize(("family", "layout"), quick_diagonal(range(len(FAMILIES)), range(len(LAYOUTS))))
 def test_tokens_and_logprobs_equal_transformers(family: int, layout: int) -> None:
-    """Every family in every layout, and every layout in every chunking; `make test-long` has every product."""
+    """Quick: every family and every layout once. `make test-long` has every product."""
     check(FAMILIES[family], LAYOUTS[layout], CHUNKINGS[(family + layout) % len(CHUNKINGS)])
 
 

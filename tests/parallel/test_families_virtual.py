@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tests.helpers.marks import quick_diagonal
 from tests.helpers.model_families import (
     BLOCK,
     BLOCKS,
@@ -66,8 +67,7 @@ def check(
     assert got == single(checkpoint(family), asks)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), quick_diagonal(FAMILIES, LAYOUTS))
 @settings(max_examples=2, phases=PHASES)
 @given(**CASES)
 def test_greedy_tokens_equal_with_shorts_beside_a_long_request(
@@ -124,14 +124,12 @@ def forced(family: str, dtype: str, name: str, chunking: str) -> None:
     assert torch.equal(torch.tensor(tokens)[clear], wanted.argmax(-1)[clear])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), quick_diagonal(FAMILIES, LAYOUTS))
 def test_logits_equal_transformers(family: str, name: str) -> None:
     forced(family, "float32", name, "static:17")
 
 
-@pytest.mark.parametrize("name", ["T4", "S4", "T2S2K2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), quick_diagonal(FAMILIES, ["T4", "S4", "T2S2K2"]))
 def test_bf16_logits_are_within_a_bound_and_clear_tokens_equal(family: str, name: str) -> None:
     forced(family, "bfloat16", name, "static:17")
 

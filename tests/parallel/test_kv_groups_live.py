@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.marks import quick_first
 from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, reference, serve
 from tests.helpers.virtual_ranks import VirtualWorld
@@ -77,7 +78,7 @@ def spread(world: VirtualWorld, layout: ParallelLayout, asks: list[Ask], blocks:
     return told
 
 
-@pytest.mark.parametrize(("tp", "stages", "kvp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "stages", "kvp"), quick_first(LAYOUTS, 3))
 @settings(max_examples=2)
 @given(
     family=st.sampled_from(("llama", "qwen3")),
@@ -149,7 +150,7 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
     assert any(one.assisted for one in trace.slices)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", quick_first(range(2)))
 def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(seed: int) -> None:
     """Small pools: longs give up their shards, come back elsewhere with what they have generated, and say the same."""
     rng = random.Random(seed)
@@ -252,7 +253,7 @@ def test_a_rank_that_cannot_follow_gets_a_snapshot_of_its_group(rank: int, seqs:
     assert told.joins
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", quick_first(range(4)))
 def test_aborts_at_any_moment_leave_no_blocks_and_disturb_nobody(seed: int) -> None:
     """Also between the moment when a group joins and its first batch with the request, and with the id used again."""
     rng = random.Random(seed)

@@ -64,7 +64,10 @@ MOMENTS = ("first plan", "long prefill", "decode", "late decode")
 HALF = {"killed": MOMENTS, "hung": MOMENTS[1::2], "cut off": MOMENTS[::2]}
 
 
-@pytest.mark.parametrize(("tp", "stages", "kvp"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tp", "stages", "kvp"),
+    [pytest.param(*layout, marks=() if layout == (1, 2, 1) else pytest.mark.long) for layout in LAYOUTS],
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_answer_is_that_of_an_undisturbed_run(
     llama: Path, wanted: list[list[int]], tp: int, stages: int, kvp: int, fault: str

@@ -9,6 +9,7 @@ from operator import add
 import pytest
 import torch
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.marks import quick_diagonal
 from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
 from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
@@ -40,8 +41,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("layer", range(LAYERS + 1))
+@pytest.mark.parametrize(("name", "layer"), quick_diagonal(list(ROUTES), range(LAYERS + 1)))
 def test_pause_at_every_layer_with_another_prompt_between(model: Model, name: str, layer: int) -> None:
     tp, parts = ROUTES[name]
     specs = route(parts, tp)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.marks import quick_diagonal
 from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
 from tests.helpers.sequence_routes import SMALL_CONFIG, routes
 from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
@@ -80,8 +81,7 @@ ROUTES: dict[str, tuple[int, list[Part]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize(("name", "rows"), quick_diagonal(list(ROUTES), [1, 6]))
 def test_answers_are_those_of_one_process(model: Model, name: str, rows: int) -> None:
     tp, parts = ROUTES[name]
     specs = [one for spec in route(parts, tp) for one in pieces(spec, rows)]

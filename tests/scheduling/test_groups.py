@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.grouped_world import GroupedWorld, grouped_world
+from tests.helpers.marks import quick_first
 from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import Linear, small_machine
 
@@ -41,7 +42,7 @@ def run_ten() -> None:
         run(seed)
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", quick_first(range(0, 300, 50), 2))
 def test_every_request_ends_and_every_token_is_computed_once_a_life(first: int) -> None:
     worlds = [run(seed) for seed in range(first, first + 50)]
     assert sum(world.assisted for world in worlds) > 1000

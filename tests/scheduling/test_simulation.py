@@ -8,6 +8,7 @@ A failing seed is named; `random_world(seed).run()` repeats it.
 from __future__ import annotations
 
 import pytest
+from tests.helpers.marks import quick_first
 from tests.helpers.random_worlds import random_world
 from tests.helpers.scheduler_simulation import World
 
@@ -20,7 +21,7 @@ def run(seed: int) -> World:
         raise
 
 
-@pytest.mark.parametrize("first", range(0, 1000, 50))
+@pytest.mark.parametrize("first", quick_first(range(0, 1000, 50), 4))
 def test_every_request_ends_and_every_token_is_computed_once_a_life(first: int) -> None:
     worlds = [run(seed) for seed in range(first, first + 50)]
     assert sum(len(world.finished) for world in worlds) > 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.helpers.marks import quick_first
 from tests.helpers.simulator_worlds import how, instance, requests
 
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
@@ -30,7 +31,7 @@ def spec(stages: int = 1, schedule: str = "stream", link: StageLink | None = Non
     return InstanceSpec(config=settings, latency=MACHINE, kv_tokens=6400, block_tokens=16, link=link or StageLink())
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", quick_first(range(0, 300, 50), 2))
 def test_fast_forward_changes_nothing(first: int) -> None:
     skipped = 0
     for seed in range(first, first + 50):

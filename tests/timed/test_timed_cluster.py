@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     [
         ("pecsched", None, 2000),
         ("fifo", 1, 0),
-        ("tetris", None, 0),
+        pytest.param("tetris", None, 0, marks=pytest.mark.long),
         pytest.param("pecsched", None, 0, marks=pytest.mark.long),
         pytest.param("weave", None, 2000, marks=pytest.mark.long),
         pytest.param("pecsched", 2, 2000, marks=pytest.mark.long),
