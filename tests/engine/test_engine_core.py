@@ -149,7 +149,7 @@ def test_beyond_the_queue_limit_requests_are_refused_as_overload() -> None:
     assert [submit(core, name, [1, 2]) for name in "ab"] == [None, None]
     delta = submit(core, "c", [1, 2])
     assert delta is not None
-    assert (delta.finish, delta.param) == ("error", "overloaded")
+    assert (delta.finish, delta.rejected) == ("error", "overloaded")
     core.step()
     assert submit(core, "d", [1, 2]) is None
     assert sorted(run(core).last) == ["a", "b", "d"]
@@ -162,7 +162,7 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
     core.draining = True
     delta = submit(core, "c", [5])
     assert delta is not None
-    assert (delta.finish, delta.param) == ("error", "unavailable")
+    assert (delta.finish, delta.rejected) == ("error", "unavailable")
     heard = run(core)
     assert {name: len(tokens) for name, tokens in heard.tokens.items()} == {"a": 6, "b": 3}
     assert core.idle

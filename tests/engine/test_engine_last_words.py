@@ -23,7 +23,7 @@ def last_words(folder: Path, model: str, **fields: object) -> FatalError:
         try:
             while not isinstance(message := await asyncio.wait_for(child.receive(), 60), FatalError):
                 assert not isinstance(message, IterationOutputs)
-            assert await child.gone() == "has ended with exit code 1"
+            assert await child.wait_until_exited() == "has ended with exit code 1"
             return message
         finally:
             child.end()

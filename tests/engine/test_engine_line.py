@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from headway.runtime.engine.engine_channel import EngineLine
+from headway.runtime.engine.engine_channel import EngineChannel
 from headway.runtime.engine.protocol import EngineStats, IterationOutputs
 from headway.runtime.launcher.secret import guard_client, guard_server, new_token
 
@@ -26,7 +26,7 @@ class Line:
         self.ports: list[int] = []
         self.peers: list[zmq.Socket[Any]] = []
         self.context = context
-        self.line = EngineLine(10.0, self._bind)
+        self.line = EngineChannel(10.0, self._bind)
 
     def _bind(self, *sockets: zmq.Socket[Any]) -> None:
         for one in sockets:
@@ -46,7 +46,7 @@ class Line:
     async def cut_within(self, seconds: float) -> bool:
         """Looked at all the time."""
         for _ in range(int(seconds / 0.02)):
-            if self.line.cut:
+            if self.line.disconnected:
                 return True
             await asyncio.sleep(0.02)
         return False
@@ -72,7 +72,7 @@ def opened() -> Iterator[Line]:
     try:
         yield made
     finally:
-        made.line.hang_up()
+        made.line.close()
         for peer in made.peers:
             peer.close()
         context.term()
@@ -128,9 +128,9 @@ def test_the_end_of_its_peer_is_a_cut_and_what_came_before_can_still_be_read(loo
         peer.close()
         assert await line.cut_within(5.0)
         assert await heard(line) == 2
-        assert line.line.cut
-        line.line.hang_up()
-        assert line.line.cut, "it stays"
+        assert line.line.disconnected
+        line.line.close()
+        assert line.line.disconnected, "it stays"
 
     go(test)
 
@@ -143,7 +143,7 @@ def test_looking_does_not_keep_messages_from_who_waits_for_them() -> None:
             await asyncio.sleep(0)
             peer.send(said(i))
             while not waits.done():
-                assert not line.line.cut
+                assert not line.line.disconnected
                 await asyncio.sleep(0)
             assert waits.result() == i
 

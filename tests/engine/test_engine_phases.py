@@ -119,4 +119,4 @@ def test_what_was_accepted_elsewhere_is_not_refused_for_a_queue_or_a_drain() -> 
     assert run(core).tokens["a"] == whole[1:]
     refused = submit_phase(core, "b", "prefill")
     assert refused is not None
-    assert refused.param == "unavailable"
+    assert refused.rejected == "unavailable"

@@ -138,7 +138,7 @@ def test_a_request_that_was_accepted_before_goes_on_behind_its_output() -> None:
     wanted = answer(PROMPTS["b"], 9)
     for told in range(9):
         message = SubmitRequest(
-            id="b", prompt_tokens=3, params=SamplingParams(max_tokens=9), received_s=0.0, again=True,
+            id="b", prompt_tokens=3, params=SamplingParams(max_tokens=9), received_s=0.0, resubmitted=True,
             output=tuple(wanted[:told]),
         )  # fmt: skip
         assert core.submit(message, frame(PROMPTS["b"])) is None
@@ -150,8 +150,8 @@ def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_output
     for i in range(INFO.max_queued_requests):
         assert submit(core, f"r{i}", [3]) is None
     message = SubmitRequest(id="late", prompt_tokens=1, params=SamplingParams(max_tokens=2), received_s=0.0)
-    assert core.submit(message, frame([3])).param == "overloaded"  # type: ignore[union-attr]
-    again = msgspec.structs.replace(message, again=True)
+    assert core.submit(message, frame([3])).rejected == "overloaded"  # type: ignore[union-attr]
+    again = msgspec.structs.replace(message, resubmitted=True)
     assert core.submit(again, frame([3])) is None
     for output in ((4, 5), (-1,), (INFO.vocab_size,)):
         refused = core.submit(msgspec.structs.replace(again, id="x", output=output), frame([3]))

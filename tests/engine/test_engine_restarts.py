@@ -17,7 +17,7 @@ from headway.core.errors import UnavailableError
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequest
 
@@ -202,8 +202,10 @@ def test_what_a_dying_engine_says_for_good_is_believed() -> None:
 
 def test_counters_never_fall() -> None:
     one = EngineStats(iterations_total=5, running=3, kv_tokens_total=64, stage_busy_s=((0, 0, 1.5),))
-    base = carried(one, EngineStats(engine_restarts_total=1))
-    two = carried(base, EngineStats(iterations_total=2, running=1, kv_tokens_total=64, stage_busy_s=((0, 0, 1.0),)))
+    base = accumulate_counters(one, EngineStats(engine_restarts_total=1))
+    two = accumulate_counters(
+        base, EngineStats(iterations_total=2, running=1, kv_tokens_total=64, stage_busy_s=((0, 0, 1.0),))
+    )
     assert (two.iterations_total, two.running, two.kv_tokens_total, two.engine_restarts_total) == (7, 1, 64, 1)
     assert two.stage_busy_s == ((0, 0, 2.5),)
 

@@ -29,15 +29,15 @@ from headway.runtime.embedded import model_path
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.protocol import (
-    BEATS,
+    HEARTBEAT_SUFFIX,
     DrainEngine,
     EngineInfo,
     EngineStats,
     IterationOutputs,
     OutputDelta,
     SubmitRequest,
-    both,
-    doors,
+    join_endpoints,
+    split_endpoints,
 )
 from headway.runtime.launcher.host_compatibility import CLUSTER, cluster_terms, mismatch
 from headway.runtime.launcher.host_coordinator import HostCoordinator
@@ -154,12 +154,12 @@ def test_engines_of_two_hosts_answer_and_each_goes_its_way() -> None:
                 assert abs(deltas[-1].emitted_s - time.monotonic()) < 5.0
                 assert abs(engine.ahead_s) < 0.1, "both have one clock"
             one.send([msgspec.msgpack.encode(DrainEngine())])
-            assert await one.gone() == "(on host 1) has ended with exit code 0"
+            assert await one.wait_until_exited() == "(on host 1) has ended with exit code 0"
             os.kill(await pid(two), signal.SIGKILL)
-            assert await two.gone() == "(on host 2) has ended with signal 9 (SIGKILL)"
+            assert await two.wait_until_exited() == "(on host 2) has ended with signal 9 (SIGKILL)"
             orphan = await pid(three)
             agents[2].kill()
-            assert await three.gone() == "was cut off: its connection has ended"
+            assert await three.wait_until_exited() == "was cut off: its connection has ended"
             await until(lambda: not alive(orphan))
             waiting = cluster.engine(3)
             cluster.agent(2)
@@ -179,7 +179,7 @@ def test_one_that_hangs_is_noticed_and_ended_there() -> None:
             engine.ready()
             hung = await pid(engine)
             os.kill(hung, signal.SIGSTOP)
-            assert await engine.gone() == "was not heard of for 1 s: it hangs, or is cut off"
+            assert await engine.wait_until_exited() == "was not heard of for 1 s: it hangs, or is cut off"
             engine.end()
             await until(lambda: not alive(hung))
 
@@ -200,7 +200,7 @@ def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyP
 
             monkeypatch.setattr(cluster.meeting, "launch", spied)
             engine = cluster.engine(1)
-            where, _ = both(launches[0])
+            where, _ = split_endpoints(launches[0])
             context = zmq.Context()
             for token in (None, TOKEN):
                 stranger = context.socket(zmq.PAIR)
@@ -290,5 +290,5 @@ def test_times_of_another_clock_are_moved_and_nothing_else_is() -> None:
 
 
 def test_two_doors_in_one_word() -> None:
-    assert both(doors("tcp://a:1", "tcp://a:2")) == ("tcp://a:1", "tcp://a:2")
-    assert both("ipc://x/e0") == ("ipc://x/e0", f"ipc://x/e0{BEATS}")
+    assert split_endpoints(join_endpoints("tcp://a:1", "tcp://a:2")) == ("tcp://a:1", "tcp://a:2")
+    assert split_endpoints("ipc://x/e0") == ("ipc://x/e0", f"ipc://x/e0{HEARTBEAT_SUFFIX}")

@@ -130,7 +130,7 @@ class FakeProcess:
 
     def __init__(self, cluster: FakeCluster, number: int, serial: int) -> None:
         self.cluster, self.number, self.serial = cluster, number, serial
-        self.words: FatalError | None = None
+        self.fatal_error: FatalError | None = None
         self.served = False
         self.alive = True
         self.pid = 1000 * serial + number
@@ -151,7 +151,7 @@ class FakeProcess:
         self._why: str | None = None
         why = cluster.refuse(number, serial)
         if why is not None:
-            self.words = FatalError(why)
+            self.fatal_error = FatalError(why)
             self._why, self.alive = "has ended with exit code 2", False
         else:
             self._out.put_nowait(
@@ -176,7 +176,7 @@ class FakeProcess:
     def ready(self) -> None:
         self.served = True
 
-    async def gone(self) -> str:
+    async def wait_until_exited(self) -> str:
         if self._gone is None:
             self._gone = asyncio.get_running_loop().create_future()
             if self._why is not None:

@@ -33,7 +33,7 @@ from headway.runtime.cluster.messages import (
 )
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.protocol import (
-    BEATS,
+    HEARTBEAT_SUFFIX,
     EngineInfo,
     EngineStats,
     FatalError,
@@ -65,7 +65,7 @@ class Instance:
         self._beats = self._context.socket(zmq.PULL)
         endpoint = f"ipc://{folder}/e{number}.{incarnation}"
         self._socket.bind(endpoint)
-        self._beats.bind(endpoint + BEATS)
+        self._beats.bind(endpoint + HEARTBEAT_SUFFIX)
         own = {"room_s": settings.get("room_s", 5.0)}
         config = EngineConfig(
             dtype="float32", threads=1, block_size=8, latency_profile="quick", worker_timeout_s=1.0,

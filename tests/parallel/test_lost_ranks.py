@@ -74,7 +74,9 @@ def begin(rewire: Callable[[], ScriptedWire] | None = None) -> tuple[ScriptedWir
 
 def ask(core: EngineCore, name: str, output: tuple[int, ...] = ()) -> None:
     params = SamplingParams(max_tokens=8, repetition_penalty=1.1)
-    submit = SubmitRequest(id=name, prompt_tokens=5, params=params, received_s=0.0, again=bool(output), output=output)
+    submit = SubmitRequest(
+        id=name, prompt_tokens=5, params=params, received_s=0.0, resubmitted=bool(output), output=output
+    )
     assert core.submit(submit, memoryview(np.arange(3, 8, dtype=np.int32).tobytes())) is None
 
 

@@ -21,7 +21,7 @@ from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.messages import BatchPlan, ToRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plan_stream import KEPT_EPOCHS, PlanWriter, StreamState, replay
+from headway.runtime.executor.plan_stream import REMEMBERED_EPOCHS, PlanWriter, StreamState, replay
 from headway.runtime.executor.rank_transport import RankLostError
 
 
@@ -62,15 +62,15 @@ def test_groups_and_tables_arrive_as_they_are(seed: int, sets: int, steps: int) 
         got = state.part_of(plan)
         assert got.decodes.members == tuple(str(numbers[name]) for name in group.members)
         assert [(c.request, c.tokens) for c in got.prefills] == [(str(numbers[c.request]), step) for c in part.prefills]
-        assert state.advance(replay(state.tables, plan), group.kv_sum) == plan.check
-    assert state.check == writer.check
+        assert state.advance(replay(state.tables, plan), group.kv_sum) == plan.state_checksum
+    assert state.state_checksum == writer.state_checksum
 
 
 def test_a_group_that_was_forgotten_is_sent_in_full() -> None:
     numbers = {f"r{i}": i for i in range(1, 200)}
     writer, state = PlanWriter(1, numbers), StreamState(BlockTables(1))
     old = DecodeGroup(("r1", "r2"), 2, 1, 0, ("r1", "r2"))
-    groups = [old, *(DecodeGroup((f"r{i}",), 1, i, 0, (f"r{i}",)) for i in range(3, 4 + KEPT_EPOCHS))]
+    groups = [old, *(DecodeGroup((f"r{i}",), 1, i, 0, (f"r{i}",)) for i in range(3, 4 + REMEMBERED_EPOCHS))]
     groups.append(DecodeGroup(("r2", "r99"), 2, 150, 1, ("r99",), ("r1",)))
     for group in groups:
         plan = writer.write(GroupBatch(0, group))
@@ -93,10 +93,10 @@ def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
     writer = PlanWriter(8, numbers)
     (reserved,) = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
     assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("rename", "a", 0, before="a/runs"),))).ops == ()
-    number = writer.holder("a")
+    number = writer.holder_number("a")
     assert number == reserved[0] < 0
     numbers["a"] = number
-    assert writer.holder("a/runs") is None
+    assert writer.holder_number("a/runs") is None
     ops = (KvOp("grow", "a", 1), KvOp("free", "a", 0))
     assert writer.write(GroupBatch(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0), (number, 0, 0))
 
@@ -168,7 +168,9 @@ def test_a_rank_that_never_follows_is_given_up(folder: Path) -> None:
         def tamper(target: int, frames: object) -> object:
             message = msgspec.msgpack.decode(frames[0], type=ToRank)  # type: ignore[index]
             if target == 1 and isinstance(message, BatchPlan):
-                return [msgspec.msgpack.encode(msgspec.structs.replace(message, check=message.check ^ 1))]
+                return [
+                    msgspec.msgpack.encode(msgspec.structs.replace(message, state_checksum=message.state_checksum ^ 1))
+                ]
             return frames
 
         world.wire.tamper = tamper  # type: ignore[assignment]

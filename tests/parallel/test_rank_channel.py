@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from headway.runtime.executor.messages import ASIDE
+from headway.runtime.executor.messages import CONTROL_IDENTITY
 from headway.runtime.executor.rank_process import ZmqChannel
 
 
@@ -31,5 +31,5 @@ def test_a_channel_ends_though_a_thread_has_spoken_aside(tmp_path: Path) -> None
     while engine.poll(1000 if len(said) < 2 else 0):
         name, frame = engine.recv_multipart()
         said.add((name, frame))
-    assert said == {(b"3", b"failed"), (ASIDE + b"3", b"came")}
+    assert said == {(b"3", b"failed"), (CONTROL_IDENTITY + b"3", b"came")}
     context.destroy(linger=0)

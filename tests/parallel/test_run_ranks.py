@@ -48,7 +48,7 @@ class Ranks:
         self._answers, self._mail = answers, list[tuple[int, RunFromRank]]()
         self.runs = MultiRankSpanExecutor(self, lambda: (KvOp("rename", "r", 0, before="r/runs"),))  # type: ignore[arg-type]
 
-    def aside(self, body: bytes) -> None:
+    def send_control(self, body: bytes) -> None:
         word = to_rank.decode(body)
         self.told.append(word)
         if answers := self._answers.get(type(word)):
@@ -60,9 +60,9 @@ class Ranks:
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         self.told.append(ops)
 
-    def attend(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float) -> None:
         if self._mail:
-            self.runs.hear(*self._mail.pop(0))
+            self.runs.on_message(*self._mail.pop(0))
 
     def begin(self, room: Callable[[int, bool], list[tuple[int, int]]] = lambda *_: [(0, 64)]) -> None:
         self.runs.admit("r", memoryview(b"\1\0\0\0"), SamplingParams(max_tokens=1), ())

@@ -286,7 +286,7 @@ def test_what_an_earlier_router_had_told_is_not_told_again() -> None:
         async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:
             ids = prompt(0, 50)
             known = tuple(answer(ids, 3))
-            said = await ask(client, "a", ids, 10, output=known, again=True)
+            said = await ask(client, "a", ids, 10, output=known, resubmitted=True)
             assert [*known, *said] == answer(ids, 10)
 
     asyncio.run(run())

@@ -231,7 +231,7 @@ def test_a_decode_that_an_instance_has_not_all_kv_of_begins_anew() -> None:
             (name,) = fake.processes[1].scheduled
             fake.processes[1]._leave(name)
             fake.processes[1]._delta(
-                OutputDelta(id=name, finish="error", error="KV of it has not all come", param="id")
+                OutputDelta(id=name, finish="error", error="KV of it has not all come", rejected="invalid", param="id")
             )
             assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
 

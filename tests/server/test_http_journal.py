@@ -68,7 +68,7 @@ async def test_the_next_server_finishes_it_and_keeps_the_answer(
     async with connect(journal=str(tmp_path)) as client:
         await until(lambda: engine.finished)
         (submit,) = engine.submits
-        assert submit.again
+        assert submit.resubmitted
         assert list(submit.output) == WANTED[:tokens]
         assert (submit.params.temperature, submit.priority) == (0.5, 3)
         await asyncio.sleep(0.01)

@@ -16,8 +16,8 @@ def _ranks() -> tuple[MultiRankKvTransfer, list[Any]]:
         layout=SimpleNamespace(accelerators=2),
         replay=lambda ops: None,
         number=lambda name: 7,
-        aside=lambda body: told.append(to_rank.decode(body)),
-        hears=None,
+        send_control=lambda body: told.append(to_rank.decode(body)),
+        on_control=None,
     )
     return MultiRankKvTransfer(cast(MultiProcessExecutor, executor), lambda: ()), told
 

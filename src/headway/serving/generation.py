@@ -65,7 +65,7 @@ async def generate(
         slo=job.slo,
         priority=job.priority,
         timeout_s=job.timeout_s,
-        again=ticket is not None and ticket.resumes,
+        resubmitted=ticket is not None and ticket.resumes,
         output=tuple(token for delta in before for token in delta.tokens),
     )
     # The protocol promises an iterator that can be closed early; closing is what tells the engine to abort.

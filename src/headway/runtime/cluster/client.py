@@ -28,7 +28,7 @@ from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.membership import Another, ClusterMembership
 from headway.runtime.cluster.merged import merged_info, merged_stats
 from headway.runtime.cluster.messages import FromInstance
-from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
 
 log = logging.getLogger("headway.cluster")
@@ -126,7 +126,7 @@ class ClusterClient:
                 lost_tokens_total=stats.lost_tokens_total + live.retries.lost_tokens,
                 recovering=self.state == "recovering",
             )
-        return carried(self._roster.gone, stats)
+        return accumulate_counters(self._roster.gone, stats)
 
     async def start(self) -> EngineInfo:
         """May be awaited by several; all get the same answer."""
@@ -199,7 +199,7 @@ class ClusterClient:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         self._check_size(submit)
         most = self._most_waiting
-        if not submit.again and live.unanswered >= most:
+        if not submit.resubmitted and live.unanswered >= most:
             raise OverloadedError(
                 f"{live.unanswered} requests are waiting, which is the limit; try again later", live.patience_s
             )

@@ -9,7 +9,7 @@ import msgspec
 
 from headway.core.request import Request
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
-from headway.runtime.engine.refusals import refusal
+from headway.runtime.engine.rejections import rejection_error
 
 
 class ClusterRequest:
@@ -87,7 +87,7 @@ class ClusterRequest:
             delta = await self._news.get()
             if isinstance(delta, Exception):
                 raise delta
-            if (error := refusal(delta)) is not None:
+            if (error := rejection_error(delta)) is not None:
                 raise error
             yield delta
             if delta.finish is not None:

@@ -58,7 +58,7 @@ class KvConnectorScheduler:
         self._asked: dict[str, ReserveKv] = {}
         self._words: list[FromInstance] = []
         self._came: dict[str, int] = {}
-        core.lacks = self.lacks
+        core.kv_incomplete = self.kv_incomplete
 
     def take(self, message: ReserveKv | SendKv) -> None:
         """See `Moves`."""
@@ -78,7 +78,7 @@ class KvConnectorScheduler:
         self._came[name] = self._asked[name].tokens
         self._port.receive(name, self._asked[name].tokens, self._ledger.where(name))
 
-    def lacks(self, name: str, tokens: int) -> bool:
+    def kv_incomplete(self, name: str, tokens: int) -> bool:
         """Whether KV of the first `tokens` tokens has not all come for a decode that is about to take it. What it takes
         is the scheduler's from then on, and grows with it."""
         if self._port.awaits(name) or self._came.get(name, tokens) < tokens:

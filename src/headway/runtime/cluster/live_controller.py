@@ -239,7 +239,7 @@ class LiveController:
         attempt = self.attempts.get(delta.id)
         if attempt is None or attempt.at != number or attempt.finished:
             return False
-        drains = delta.param == "unavailable"
+        drains = delta.rejected == "unavailable"
         lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"  # a move that was overtaken came on top
         if delta.finish == "error" and (drains or lacks_kv):
             self._retry(attempt, delta.error or "refused")

@@ -19,7 +19,7 @@ from headway.core.errors import ConfigError
 from headway.policy.placement.view import ClusterInstance, Role
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import (
     AbortRequest,
     DrainEngine,
@@ -51,7 +51,7 @@ class HasPid(Protocol):
 class InstanceProcess(Protocol):
     """What an instance needs of `runtime.engine.engine_child.EngineChild`; tests have another one."""
 
-    words: FatalError | None
+    fatal_error: FatalError | None
     served: bool
 
     @property
@@ -69,7 +69,7 @@ class InstanceProcess(Protocol):
 
     def ready(self) -> None: ...
 
-    def gone(self) -> Coroutine[Any, Any, str]: ...
+    def wait_until_exited(self) -> Coroutine[Any, Any, str]: ...
 
     def end(self, at_once: bool = False) -> None: ...
 
@@ -188,7 +188,7 @@ class LiveInstance:
     def submit(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         """Give its scheduler a request. Its own limit of waiting ones does not count: the router has one."""
         received_s = submit.received_s - self._process.ahead_s
-        self.tell(msgspec.structs.replace(submit, again=True, received_s=received_s), prompt)
+        self.tell(msgspec.structs.replace(submit, resubmitted=True, received_s=received_s), prompt)
 
     def abort(self, name: str) -> None:
         """Take a request from its scheduler, with its KV."""
@@ -231,19 +231,19 @@ class LiveInstance:
                 served, leaves = self._process.served, self.state == "draining"
                 if self.state == "failed":
                     break
-                words = self._process.words
+                fatal = self._process.fatal_error
                 where = f" (on host {self.host})" if self.host else ""
-                why = f"the process of instance {self.number} {why}" if words is None else f"{words.error}{where}"
+                why = f"the process of instance {self.number} {why}" if fatal is None else f"{fatal.error}{where}"
                 why, self._doomed = self._doomed or why, None
                 self._process.end(at_once=True)
                 self.state = "left" if leaves else "lost"
-                self._stats = carried(self._stats, EngineStats())
+                self._stats = accumulate_counters(self._stats, EngineStats())
                 if served:
                     listener.lost(self.number, why)
                 if leaves or self._leaves():
                     self.state = "left"
                     break
-                if not self._goes_on(why, served, words):
+                if not self._goes_on(why, served, fatal):
                     break
         except Exception as error:
             log.exception("instance %d cannot be looked after", self.number)
@@ -259,7 +259,7 @@ class LiveInstance:
     async def _live(self, listener: InstanceListener) -> str:
         """Listen to a process until it is gone; how it went."""
         listening = asyncio.create_task(self._listen(listener))
-        going = asyncio.ensure_future(self._process.gone())
+        going = asyncio.ensure_future(self._process.wait_until_exited())
         try:
             await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
             if self._ended or self._doomed is not None:  # its socket is closed, which is no word of the process
@@ -279,7 +279,7 @@ class LiveInstance:
             self.heard_s = time.monotonic()
             if isinstance(message, IterationOutputs):
                 if message.stats is not None:
-                    self._stats = carried(self._before, message.stats)
+                    self._stats = accumulate_counters(self._before, message.stats)
                     listener.measured(self.number)
                 for delta in message.deltas:
                     listener.heard(self.number, delta)
@@ -291,17 +291,17 @@ class LiveInstance:
                     self.state = "ready"
                 listener.joined(self.number)
             elif isinstance(message, FatalError):
-                process.words = message
+                process.fatal_error = message
                 log.error("instance %d: %s", self.number, message.error)
             else:
                 listener.said(self.number, message)
 
-    def _goes_on(self, why: str, served: bool, words: FatalError | None) -> bool:
+    def _goes_on(self, why: str, served: bool, fatal: FatalError | None) -> bool:
         """Whether another process was started. One that has never started is not tried again, nor one whose host has
         not come back, and what a process that had served called final is."""
         first = self.info is None
-        if first or self._process.abandoned or (words is not None and words.final and served):
-            self._fail(why if words is not None or not first else f"{why} while starting")
+        if first or self._process.abandoned or (fatal is not None and fatal.final and served):
+            self._fail(why if fatal is not None or not first else f"{why} while starting")
             return False
         if self._given_up:
             self._fail(why)
@@ -317,7 +317,7 @@ class LiveInstance:
     def _begin_again(self, why: str) -> None:
         log.warning("%s; starting it again", why)
         self.incarnation += 1
-        self._stats = self._before = carried(self._stats, EngineStats(engine_restarts_total=1))
+        self._stats = self._before = accumulate_counters(self._stats, EngineStats(engine_restarts_total=1))
         config = self.config
         if config.kv_cache_bytes is None and self.info is not None:  # the same room, however little is free now
             config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)

@@ -11,7 +11,7 @@ from headway.runtime.cluster.cluster_report import InstanceReport
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_controller import LiveController
 from headway.runtime.cluster.live_instance import InstanceListener, LiveInstance
-from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import EngineStats
 
 Another = Callable[[int, int, int, int | None], LiveInstance]
@@ -115,7 +115,7 @@ class ClusterMembership:
 
     def remove(self, instance: LiveInstance) -> None:
         """It is no longer in the cluster."""
-        self.gone = carried(self.gone, carried(instance.stats, EngineStats()))
+        self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
         self._incarnations[instance.number] = instance.incarnation + 1
         self._fleet.remove(instance.number)
         self._tasks.pop(instance.number, None)

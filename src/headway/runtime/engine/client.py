@@ -13,7 +13,7 @@ import msgspec
 from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.core.scratch_folder import ScratchFolder
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.cumulative_counters import carried
+from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import (
     AbortRequest,
@@ -26,7 +26,7 @@ from headway.runtime.engine.protocol import (
     OutputDelta,
     SubmitRequest,
 )
-from headway.runtime.engine.refusals import refusal
+from headway.runtime.engine.rejections import rejection_error
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
 
 log = logging.getLogger("headway.server")
@@ -38,18 +38,18 @@ _ENDS = "the server is ending; send the request again later"
 class _ResponseStream:
     """A request that the server has accepted: all that another engine needs to go on with it."""
 
-    __slots__ = ("deltas", "output", "over", "prompt", "submit")
+    __slots__ = ("deltas", "finished", "output", "prompt", "submit")
 
     def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         self.submit = submit
         self.prompt = prompt
         self.output: list[int] = list(submit.output)
         self.deltas: asyncio.Queue[OutputDelta | None] = asyncio.Queue()
-        self.over = False
+        self.finished = False
 
     def take(self, delta: OutputDelta) -> None:
         self.output.extend(delta.tokens)
-        self.over = delta.finish is not None
+        self.finished = delta.finish is not None
         self.deltas.put_nowait(delta)
 
 
@@ -65,23 +65,23 @@ class ProcessEngineClient:
     def __init__(self, config: EngineConfig, module: str = "headway.runtime.build.engine_process") -> None:
         self._folder = ScratchFolder("headway-engine-")
         self._config, self._module = config, module
-        self._serial = 0
+        self._incarnation = 0
         self._child = EngineChild(config, module, self._folder.path, 0)
         self._restarts = RestartLimit(config.max_restarts, "the engine")
         self._state: EngineState = "starting"
         self._info: EngineInfo | None = None
-        self._stats = self._before = EngineStats()
+        self._stats = self._stats_at_restart = EngineStats()
         self._streams: dict[str, _ResponseStream] = {}
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._drained = asyncio.Event()
-        self._drains = False
+        self._draining = False
         self.failure: str | None = None
         """Why the engine could not start, or cannot go on, once that is known."""
 
     @property
     def state(self) -> EngineState:
-        if self._drains and self._state != "lost":
+        if self._draining and self._state != "lost":
             return "draining"
         return "recovering" if self._state == "ready" and self._stats.recovering else self._state
 
@@ -104,7 +104,7 @@ class ProcessEngineClient:
         """May be awaited by several; all get the same answer."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._live(self._ready))
+            self._task = asyncio.create_task(self._supervise(self._ready))
         try:
             return await asyncio.shield(self._ready)
         except ConfigError as error:
@@ -129,7 +129,7 @@ class ProcessEngineClient:
                     finished = True
                     raise UnavailableError(self.failure or _ENDS)
                 finished = delta.finish is not None
-                if (error := refusal(delta)) is not None:
+                if (error := rejection_error(delta)) is not None:
                     raise error
                 yield delta
         finally:
@@ -140,7 +140,7 @@ class ProcessEngineClient:
     async def drain(self) -> None:
         if self._state in ("lost", "starting"):
             return
-        self._drains = True
+        self._draining = True
         if self._state == "ready":
             self._child.send([_encoder.encode(DrainEngine())])
         await self._drained.wait()
@@ -155,16 +155,16 @@ class ProcessEngineClient:
 
     def end(self) -> None:
         """What `close` does, for callers without an event loop. Harmless when repeated."""
-        self._lose()
+        self._mark_lost()
         self._child.end()
         self._folder.close()
 
     # -- one incarnation after another --------------------------------------------------------------------------
 
-    async def _live(self, ready: asyncio.Future[EngineInfo]) -> None:
+    async def _supervise(self, ready: asyncio.Future[EngineInfo]) -> None:
         """For as long as there is an engine or hope of one. Whatever goes wrong here, nobody is left waiting."""
         try:
-            while self._goes_on(await self._incarnation(ready), ready):
+            while self._restart_or_fail(await self._watch_engine(ready), ready):
                 pass
         except Exception as error:
             log.exception("the engine's process cannot be looked after")
@@ -173,12 +173,12 @@ class ProcessEngineClient:
                 ready.set_exception(ConfigError(self.failure))
             self._child.end(at_once=True)
         finally:
-            self._lose()
+            self._mark_lost()
 
-    async def _incarnation(self, ready: asyncio.Future[EngineInfo]) -> str:
+    async def _watch_engine(self, ready: asyncio.Future[EngineInfo]) -> str:
         """Listen to an engine until it is gone; how it went. Raises what listening raises."""
         listening = asyncio.create_task(self._listen(ready))
-        going = asyncio.create_task(self._child.gone())
+        going = asyncio.create_task(self._child.wait_until_exited())
         try:
             await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
@@ -188,21 +188,21 @@ class ProcessEngineClient:
             listening.cancel()
             going.cancel()
 
-    def _goes_on(self, why: str, ready: asyncio.Future[EngineInfo]) -> bool:
+    def _restart_or_fail(self, why: str, ready: asyncio.Future[EngineInfo]) -> bool:
         """Whether another engine was started in the place of one that is gone. What that one called final is so unless
         it was itself a restart that failed: the next may find what it missed."""
-        words = self._child.words
+        words = self._child.fatal_error
         if not ready.done():
             ready.set_exception(ConfigError(f"{why} while starting" if words is None else words.error))
-        elif self._drains and self._child.process.returncode == 0:
+        elif self._draining and self._child.process.returncode == 0:
             pass
         elif words is not None and words.final and self._child.served:
             self._fail(words.error)
         else:
-            return self._begin_again(why if words is None else words.error)
+            return self._restart(why if words is None else words.error)
         return False
 
-    def _begin_again(self, why: str) -> bool:
+    def _restart(self, why: str) -> bool:
         """False when that has been tried often enough."""
         try:
             self._restarts.spend(time.monotonic(), why)
@@ -211,15 +211,15 @@ class ProcessEngineClient:
             return False
         log.warning("%s; starting it again, with %d requests", why, len(self._streams))
         self._state = "recovering"
-        self._stats = self._before = carried(self._stats, EngineStats(engine_restarts_total=1))
+        self._stats = self._stats_at_restart = accumulate_counters(self._stats, EngineStats(engine_restarts_total=1))
         self._child.end(at_once=True)
-        self._serial += 1
+        self._incarnation += 1
         config = self._config
         if config.kv_cache_bytes is None:  # however little is free now: what was accepted must fit again
             config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)
         if config.event_log is not None:  # the log of the one that is gone stays
-            config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self._serial}")
-        self._child = EngineChild(config, self._module, self._folder.path, self._serial)
+            config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self._incarnation}")
+        self._child = EngineChild(config, self._module, self._folder.path, self._incarnation)
         return True
 
     async def _listen(self, ready: asyncio.Future[EngineInfo]) -> None:
@@ -228,7 +228,7 @@ class ProcessEngineClient:
             message = await child.receive()
             if isinstance(message, IterationOutputs):
                 if message.stats is not None:
-                    self._stats = carried(self._before, message.stats)
+                    self._stats = accumulate_counters(self._stats_at_restart, message.stats)
                 for delta in message.deltas:
                     stream = self._streams.get(delta.id)
                     if stream is not None:
@@ -241,26 +241,26 @@ class ProcessEngineClient:
                     ready.set_result(message)
                 self._resubmit(child)
             elif isinstance(message, FatalError):
-                child.words = message
+                child.fatal_error = message
                 log.error(message.error)
 
     def _resubmit(self, child: EngineChild) -> None:
         """Hand an engine what an earlier one has not finished."""
         for stream in self._streams.values():
-            if not stream.over:
-                submit = msgspec.structs.replace(stream.submit, again=True, output=tuple(stream.output))
+            if not stream.finished:
+                submit = msgspec.structs.replace(stream.submit, resubmitted=True, output=tuple(stream.output))
                 child.send([_encoder.encode(submit), stream.prompt])
-        if self._drains:
+        if self._draining:
             child.send([_encoder.encode(DrainEngine())])
 
     def _fail(self, why: str) -> None:
         self.failure = why
         log.error("the engine is lost for good: %s", why)
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         """Nothing follows. Counters stay; nothing runs or waits in an engine that is gone."""
         self._state = "lost"
-        self._stats = carried(self._stats, EngineStats())
+        self._stats = accumulate_counters(self._stats, EngineStats())
         self._drained.set()
         for stream in self._streams.values():
             stream.deltas.put_nowait(None)

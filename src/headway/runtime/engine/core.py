@@ -25,7 +25,7 @@ from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
-from headway.runtime.engine.refusals import refused
+from headway.runtime.engine.rejections import rejection_delta
 from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
 
 log = logging.getLogger("headway.engine")
@@ -62,7 +62,7 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.draining = False
-        self.lacks: Callable[[str, int], bool] = lambda request_id, tokens: False
+        self.kv_incomplete: Callable[[str, int], bool] = lambda request_id, tokens: False
         """Whether KV of so many tokens of a request, which a decode is about to take, has not all come; told by who
         brings it."""
         self.staged: list[KvStaged] = []
@@ -76,11 +76,11 @@ class EngineCore:
         self._stats: dict[str, int | float] = {}
         self._stage_busy_s: dict[tuple[int, int], float] = {}
         self._restarts = restarts or RestartLimit(3, "the workers")
-        self._bereaved = PoisonRequestTracker()
+        self._poison_requests = PoisonRequestTracker()
         self._lost_s: float | None = None
         if log is not None:
             ledger = scheduler.ledgers[0]
-            self._note(
+            self._log_event(
                 "start",
                 config=asdict(scheduler.config),
                 kv_tokens=ledger.total_tokens,
@@ -105,11 +105,11 @@ class EngineCore:
         try:
             self._admit(submit, prompt, now)
         except (RequestError, OverloadedError, UnavailableError) as error:
-            return refused(submit.id, error, now)
+            return rejection_delta(submit.id, error, now)
         return None
 
     def _admit(self, submit: SubmitRequest, prompt: memoryview, now: float) -> None:
-        known = submit.again or submit.phase == "decode"  # accepted before
+        known = submit.resubmitted or submit.phase == "decode"  # accepted before
         if self.draining and submit.phase != "decode":
             raise UnavailableError("the server is shutting down and takes no new requests")
         if self.scheduler.waiting >= self.info.max_queued_requests and not known:
@@ -132,7 +132,7 @@ class EngineCore:
         most, told = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)), len(submit.output)
         if told >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
             raise RequestError(f"{told} tokens cannot be the output so far of at most {most} tokens", "output")
-        if submit.phase == "decode" and self.lacks(submit.id, int(ids.size) + told - 1):
+        if submit.phase == "decode" and self.kv_incomplete(submit.id, int(ids.size) + told - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
         request = Request(
             id=submit.id,
@@ -153,7 +153,7 @@ class EngineCore:
         if submit.timeout_s is not None:
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         if self._log is not None:
-            self._note(
+            self._log_event(
                 "add",
                 request=submit.id,
                 at_s=now,
@@ -173,16 +173,16 @@ class EngineCore:
         now = self._clock.now()
         if self.scheduler.abort(request_id, now):
             self.executor.forget(request_id)
-        self._note("abort", request=request_id, at_s=now)
+        self._log_event("abort", request=request_id, at_s=now)
         return OutputDelta(id=request_id, finish=reason, emitted_s=now)
 
     def stage(self, request_id: str) -> None:
         """A request that decodes goes on elsewhere: `staged` will tell of it, with its KV left here, unless it ends
         before. Ids that are unknown are ignored."""
         if request_id in self._live:
-            self._staged(self.scheduler.stage(request_id, self._clock.now()))
+            self._record_staged(self.scheduler.stage(request_id, self._clock.now()))
 
-    def _staged(self, events: Iterable[RequestEvent]) -> None:
+    def _record_staged(self, events: Iterable[RequestEvent]) -> None:
         for event in events:
             del self._live[event.request]
             self.executor.forget(event.request)
@@ -196,8 +196,8 @@ class EngineCore:
         `wait_s` bounds the wait for an executor with several batches in flight (None: until something is done). A batch
         is made when the executor would begin it at once, before and after looking at results.
         """
-        deltas = self._expire()
-        self._fill()
+        deltas = self._expire_timeouts()
+        self._submit_batches()
         elsewhere = bool(self.executor.waits_on)
         if not (self._batches or elsewhere):
             return deltas
@@ -207,16 +207,16 @@ class EngineCore:
                 deltas.extend(self._update(result))
                 result = self.executor.result(0.0)
         except LostError as error:
-            deltas.extend(self._begin_again(str(error)))
+            deltas.extend(self._recover_from_loss(str(error)))
         if self._lost_s is not None and self.executor.accepts:
             self._count("recovery_s_total", self._clock.now() - self._lost_s)
             self._lost_s = None
             self._restarts.up(self._clock.now())
         if elsewhere:
-            self._fill()
+            self._submit_batches()
         return deltas
 
-    def _begin_again(self, why: str) -> list[OutputDelta]:
+    def _recover_from_loss(self, why: str) -> list[OutputDelta]:
         """All KV and everything in flight is lost: every request's known tokens will be computed again. Raises
         GaveUpError when that has happened too often; returns the ends of requests to which it has
         (`PoisonRequestTracker`)."""
@@ -230,18 +230,18 @@ class EngineCore:
         self._batches.clear()
         self._count("recoveries_total", 1)
         self._count("lost_tokens_total", lost)
-        self._note("lost", at_s=now, why=why, tokens=lost)
+        self._log_event("lost", at_s=now, why=why, tokens=lost)
         log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
         self._restarts.spend(now, why)
         limit, ended = self._restarts.limit, []
-        for name in self._bereaved.lost((event.request for event in events if event.tokens), self._live, limit):
+        for name in self._poison_requests.lost((event.request for event in events if event.tokens), self._live, limit):
             self.abort(name, "error")
             words = f"the request was given up: it was being computed at {limit + 1} losses of workers, at last: {why}"
             ended.append(OutputDelta(id=name, finish="error", error=words, emitted_s=now))
         self.executor.recover()
         return ended
 
-    def _fill(self) -> None:
+    def _submit_batches(self) -> None:
         """Give the executor batches while it would begin them at once."""
         while self.executor.accepts:
             now, free = self._clock.now(), self.executor.free
@@ -250,7 +250,7 @@ class EngineCore:
                 return
             self._batches[batch.id] = (batch, now)
             some = free is not None and len(free) < len(self.scheduler.ledgers)
-            self._note("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
+            self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
 
@@ -268,7 +268,7 @@ class EngineCore:
             elif event.kind in ("finished", "aborted"):
                 self.executor.forget(event.request)
             elif event.kind == "staged":
-                self._staged((event,))
+                self._record_staged((event,))
             elif event.kind == "preempted":
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)
@@ -290,7 +290,7 @@ class EngineCore:
             del self._live[emitted.request]
         return [delta]
 
-    def _expire(self) -> list[OutputDelta]:
+    def _expire_timeouts(self) -> list[OutputDelta]:
         deltas = []
         now = self._clock.now()
         while self._timeouts and self._timeouts[0][0] <= now:
@@ -340,7 +340,7 @@ class EngineCore:
         self._stats["last_chunk_tokens"] = prefill
         self._stats["last_iteration_s"] = elapsed_s
         if self._log is not None:
-            self._note(
+            self._log_event(
                 "batch",
                 id=batch.id,
                 at_s=now,
@@ -360,7 +360,7 @@ class EngineCore:
     def _count(self, name: str, amount: float) -> None:
         self._stats[name] = self._stats.get(name, 0) + amount
 
-    def _note(self, kind: str, **fields: object) -> None:
+    def _log_event(self, kind: str, **fields: object) -> None:
         if self._log is not None:
             self._log(kind, fields)
 

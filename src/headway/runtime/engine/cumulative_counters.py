@@ -12,7 +12,7 @@ _COUNTERS = tuple(
 _NOTHING = EngineStats()
 
 
-def carried(before: EngineStats, now: EngineStats) -> EngineStats:
+def accumulate_counters(before: EngineStats, now: EngineStats) -> EngineStats:
     """A snapshot of an engine, with all that earlier ones had counted. What is not counted, but is so at the time, is
     the newer one's."""
     if before == _NOTHING:

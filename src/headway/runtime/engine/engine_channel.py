@@ -21,7 +21,7 @@ START_TIMEOUT_S = 120.0
 _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | FromInstance)
 
 
-class EngineLine:
+class EngineChannel:
     """Two sockets, bound by `bind`, which is given both and raises what it likes.
 
     timeout_s: how long an engine that has started may be silent. limit_s: how long it may be now.
@@ -30,18 +30,18 @@ class EngineLine:
     def __init__(self, timeout_s: float, bind: Callable[[zmq.Socket[Any], zmq.Socket[Any]], None]) -> None:
         self._timeout_s = timeout_s
         self.limit_s = START_TIMEOUT_S
-        self._pulse: HeartbeatMonitor | None = None
+        self._heartbeats: HeartbeatMonitor | None = None
         self._context = zmq.asyncio.Context()
         self._plain: zmq.Context[Any] = zmq.Context.shadow(self._context.underlying)
         self._socket = self._context.socket(zmq.PAIR)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
             self._socket.setsockopt(option, value)
         self._beats = self._plain.socket(zmq.PULL)
-        self._was_there = self._is_cut = False
+        self._was_there = self._disconnected = False
         try:
             bind(self._socket, self._beats)
         except BaseException:
-            self.hang_up()
+            self.close()
             raise
 
     def send(self, frames: Sequence[Any]) -> None:
@@ -59,41 +59,41 @@ class EngineLine:
 
     def started(self) -> None:
         """From now on its silence means something, should it never say a word."""
-        if self._pulse is None:
-            self._pulse = HeartbeatMonitor([0], self.limit_s, time.monotonic())
+        if self._heartbeats is None:
+            self._heartbeats = HeartbeatMonitor([0], self.limit_s, time.monotonic())
 
     def ready(self) -> None:
         """From now on its silence means more."""
         self.limit_s = self._timeout_s
-        if self._pulse is not None:
-            self._pulse.timeout_s = self.limit_s
+        if self._heartbeats is not None:
+            self._heartbeats.timeout_s = self.limit_s
 
     @property
-    def cut(self) -> bool:
+    def disconnected(self) -> bool:
         """Whether the connection has ended, after it was there. What was on its way may be lost: no other follows.
 
         A PAIR that may queue without bound can send exactly while its peer, which has shown its key, is there: others
         who connect and leave change nothing.
         """
-        if not self._is_cut and not self._socket.closed:
+        if not self._disconnected and not self._socket.closed:
             there = bool(cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
-            self._is_cut = self._was_there and not there
+            self._disconnected = self._was_there and not there
             self._was_there |= there
-        return self._is_cut
+        return self._disconnected
 
-    def silent(self, now: float) -> bool:
+    def is_silent(self, now: float) -> bool:
         """Whether nothing was heard for too long. Before `started`, one that has never sent a beat sends none."""
         while True:
             try:
                 self._beats.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if self._pulse is None:
-                self._pulse = HeartbeatMonitor([0], self.limit_s, now)
-            self._pulse.heard(0, now)
-        return self._pulse is not None and self._pulse.silent(now) is not None
+            if self._heartbeats is None:
+                self._heartbeats = HeartbeatMonitor([0], self.limit_s, now)
+            self._heartbeats.heard(0, now)
+        return self._heartbeats is not None and self._heartbeats.silent(now) is not None
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Harmless when repeated."""
         for socket in (self._socket, self._beats):
             socket.close()

@@ -17,8 +17,8 @@ import zmq
 
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.engine_channel import EngineLine
-from headway.runtime.engine.protocol import BEATS, EngineInfo, FatalError, IterationOutputs
+from headway.runtime.engine.engine_channel import EngineChannel
+from headway.runtime.engine.protocol import HEARTBEAT_SUFFIX, EngineInfo, FatalError, IterationOutputs
 from headway.runtime.launcher.engine_spawn import spawn
 
 _LOOK_S = 0.1
@@ -38,10 +38,10 @@ class EngineChild:
 
         def bind(messages: zmq.Socket[Any], beats: zmq.Socket[Any]) -> None:
             messages.bind(endpoint)
-            beats.bind(endpoint + BEATS)
+            beats.bind(endpoint + HEARTBEAT_SUFFIX)
 
-        self._line = EngineLine(config.worker_timeout_s, bind)
-        self.words: FatalError | None = None
+        self._channel = EngineChannel(config.worker_timeout_s, bind)
+        self.fatal_error: FatalError | None = None
         """What it said of its own end."""
         self.served = False
         """Whether it has ever been ready."""
@@ -49,28 +49,28 @@ class EngineChild:
         try:
             self.process = spawn(endpoint, config, module)
         except BaseException:
-            self._line.hang_up()
+            self._channel.close()
             raise
 
     def send(self, frames: Sequence[Any]) -> None:
         """See `EngineLine.send`."""
-        self._line.send(frames)
+        self._channel.send(frames)
 
     async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
         """The next message."""
-        return await self._line.receive()
+        return await self._channel.receive()
 
     def ready(self) -> None:
         """It has started: from now on its silence means more."""
         self.served = True
-        self._line.ready()
+        self._channel.ready()
 
-    async def gone(self) -> str:
+    async def wait_until_exited(self) -> str:
         """Returns when the process has ended, or hangs: how, in words that follow 'the engine process'."""
         while self.process.poll() is None:
             await asyncio.sleep(_LOOK_S)
-            if self._line.silent(time.monotonic()):
-                return f"was not heard of for {self._line.limit_s:g} s: it hangs"
+            if self._channel.is_silent(time.monotonic()):
+                return f"was not heard of for {self._channel.limit_s:g} s: it hangs"
         await asyncio.sleep(2 * _LOOK_S)  # what it said last may still be on its way
         code = self.process.returncode
         with suppress(OSError):  # its workers end with it; one that is stopped might not
@@ -80,7 +80,7 @@ class EngineChild:
     def end(self, at_once: bool = False) -> None:
         """End it, whatever it is doing. at_once: returns at once; else it has a moment to end in order. One that the
         system does not let go of (it frees much memory, or waits for a disk) is left behind. Harmless when repeated."""
-        self._line.hang_up()
+        self._channel.close()
         if self.process.poll() is None and self._reaper is None:
             if not at_once:
                 self.process.terminate()

@@ -1,4 +1,4 @@
-"""What the server and the engine say to each other, and the seam between them.
+"""Messages between the server process and the engine process, and the server's interface to the engine.
 
 The server process never imports torch; the engine process never sees HTTP. They exchange the messages below
 (msgspec over ZeroMQ). A prompt crosses once, as one binary frame of little-endian int32, beside the message that
@@ -17,34 +17,32 @@ from headway.core.sampling import SamplingParams, TokenLogprobs
 from headway.core.span import Phase
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+Rejection = Literal["invalid", "overloaded", "unavailable"]
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A new request. The prompt's token ids follow as the next frame (int32, little-endian).
-
-    received_s is `time.monotonic()` when the server had read the request: queueing counts from there. `again`: it was
-    accepted before, by an engine that is gone, and `output` is what the client has been told: no limit of a queue
-    refuses it, and its answer goes on from there.
-
-    phase: "prefill" ends with the first token and keeps the KV (`cluster_messages.Staged`), unless that token ends the
-    request. "decode": KV of all tokens but the last, `output` included, is in custody under the id; no limit of a queue
-    refuses it either.
-    """
+    """A new request. The prompt's token ids follow as the next frame (int32, little-endian)."""
 
     id: str
     prompt_tokens: int
     params: SamplingParams
     received_s: float
+    """`time.monotonic()` when the server had read the request: queue time counts from here."""
     slo: Slo = Slo()
     priority: int = 0
     timeout_s: float | None = None
-    again: bool = False
+    resubmitted: bool = False
+    """Accepted before, by an engine that is gone: no queue limit refuses it."""
     output: tuple[int, ...] = ()
+    """Tokens that the client already has; the answer continues after them."""
     phase: Phase = "all"
+    """"prefill" ends with the first token and keeps the KV (`cluster.messages.KvStaged`), unless that token ends the
+    request. "decode": KV of all tokens but the last, `output` included, is staged under the id, and no queue limit
+    refuses it."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """The client is gone, or a stop string matched: free the request's work at the next chunk edge."""
+    """Free a request at the next chunk edge: its client is gone, or a stop string matched."""
 
     id: str
 
@@ -54,40 +52,38 @@ class DrainEngine(msgspec.Struct, frozen=True, tag=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one iteration produced for one request: usually one token; the last one carries `finish`.
-
-    emitted_s: `time.monotonic()` at the engine when the iteration was complete (system-wide on Linux, so that the
-    server may subtract). stop_token: the end token that finished the request (it is not in `tokens`). With
-    `finish == "error"`, `error` says why and `param` which field was at fault (None: not the request's fault).
-    """
+    """What one iteration produced for one request: usually one token. The last delta carries `finish`."""
 
     id: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishReason | None = None
     stop_token: int | None = None
+    """The end token that finished the request; it is not in `tokens`."""
     emitted_s: float = 0.0
+    """`time.monotonic()` at the engine when the iteration was complete. System-wide on Linux: the server may
+    subtract."""
     error: str | None = None
+    """Why, with `finish == "error"`."""
+    rejected: Rejection | None = None
+    """The engine did not take the request on, for this reason. None: it was accepted."""
     param: str | None = None
+    """The request's field at fault, with `rejected == "invalid"`."""
     first_scheduled_s: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the engine, sent with outputs at most every 0.1 s and when idle begins. Counters never fall.
-
-    in_flight: batches under way. stage_busy_s: (group, stage, seconds that it computed). recovering: workers are gone
-    and new ones start. lost_tokens_total: what was in the KV of those that were lost, and is computed again.
-    run_tokens_total: those of the prefill tokens that were no scheduler's but this instance's share of runs.
-    engine_restarts_total is the server's own count.
-    """
+    """A snapshot of the engine, sent with outputs at most every 0.1 s and when it becomes idle. Counters never fall."""
 
     running: int = 0
     waiting: int = 0
     in_flight: int = 0
+    """Batches submitted to the executor and not completed."""
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
     prefill_tokens_total: int = 0
     run_tokens_total: int = 0
+    """The part of `prefill_tokens_total` computed as this instance's share of spans, outside its scheduler."""
     decode_tokens_total: int = 0
     iterations_total: int = 0
     preemptions_total: int = 0
@@ -98,11 +94,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_chunk_tokens: int = 0
     last_iteration_s: float = 0.0
     stage_busy_s: tuple[tuple[int, int, float], ...] = ()
+    """(KV group, pipeline stage, seconds that it computed)."""
     recoveries_total: int = 0
     lost_tokens_total: int = 0
+    """Tokens whose KV was lost with a worker and is computed again."""
     recovery_s_total: float = 0.0
     recovering: bool = False
+    """Workers are gone and new ones start."""
     engine_restarts_total: int = 0
+    """Counted by the server, not by the engine."""
 
 
 class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -113,9 +113,7 @@ class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the engine is ready to serve. latency: its model as data (`perf.latency.recorded`), for a router.
-    peer_address: where other instances of its cluster reach it; None: it takes no part in runs, and no KV moves.
-    peer_others: of one that is several processes, where they reach its other ranks."""
+    """Sent once, when the engine is ready to serve."""
 
     model: str
     architecture: str
@@ -137,46 +135,50 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids: tuple[int, ...] = ()
     layout: str = "tp1-pp1-kvp1"
     latency: dict[str, Any] | None = None
+    """The latency model as data (`perf.latency.recorded`), for a cluster's controller."""
     peer_address: str | None = None
+    """Where other instances of the cluster reach this one. None: it computes no spans, and no KV moves."""
     peer_others: tuple[str, ...] = ()
+    """Where they reach its other ranks, if the instance is several processes."""
 
 
 class FatalError(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on; the message is fit to be shown to a user. `final` false: another engine process
-    may fare better."""
+    """The engine cannot start or go on."""
 
     error: str
+    """Fit to be shown to a user."""
     final: bool = True
+    """False: a restarted engine process may succeed."""
 
 
-BEATS = "-b"
-"""What is added to the endpoint to have the one at which the server hears the engine's beats."""
+HEARTBEAT_SUFFIX = "-b"
+"""Added to an engine's endpoint: where the server receives its heartbeats."""
 
 
-def doors(messages: str, beats: str) -> str:
-    """One word for two endpoints of which the second does not follow from the first."""
+def join_endpoints(messages: str, beats: str) -> str:
+    """Return one string for the endpoints of messages and of heartbeats."""
     return f"{messages},{beats}"
 
 
-def both(endpoint: str) -> tuple[str, str]:
-    """Where messages go, and where beats do."""
+def split_endpoints(endpoint: str) -> tuple[str, str]:
+    """Return the endpoints of messages and of heartbeats: the inverse of `join_endpoints`, or `HEARTBEAT_SUFFIX`."""
     messages, _, beats = endpoint.partition(",")
-    return messages, beats or endpoint + BEATS
+    return messages, beats or endpoint + HEARTBEAT_SUFFIX
 
 
 EngineState = Literal["starting", "ready", "recovering", "draining", "lost"]
 
 
 class EngineClient(Protocol):
-    """The server's only way to the engine. The live one speaks ZeroMQ; tests pass a double.
+    """The server's interface to an engine or a cluster of engines. Tests pass a double.
 
     All methods are called on the server's event loop and none blocks it.
     """
 
     @property
     def state(self) -> EngineState:
-        """'recovering' while workers or the engine process are lost and new ones start: what was accepted goes on, and
-        new requests wait. 'lost' when that was given up: /health then says so."""
+        """'recovering' while workers or the engine process are lost and new ones start: accepted requests continue
+        afterwards, and new ones wait. 'lost' when restarting was given up: /health reports it."""
 
     @property
     def info(self) -> EngineInfo:

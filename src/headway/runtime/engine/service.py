@@ -29,7 +29,7 @@ from headway.runtime.engine.protocol import (
     IterationOutputs,
     OutputDelta,
     SubmitRequest,
-    both,
+    split_endpoints,
 )
 from headway.runtime.launcher.heartbeat import HeartbeatSender
 from headway.runtime.launcher.secret import guard_client
@@ -55,7 +55,7 @@ class EngineService:
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        where, self._beats_at = both(endpoint)
+        where, self._beats_at = split_endpoints(endpoint)
         self._socket.connect(where)
         self._heart: HeartbeatSender | None = None
         self._parent = parent

@@ -1,6 +1,6 @@
-"""What the engine and its ranks say to each other: msgspec arrays, never pickle. No torch.
+"""Messages between the engine and its ranks: msgspec arrays, never pickle. No torch.
 
-Requests are numbers here, given out by the engine in order of admission: a plan never carries an id of the outside.
+Requests are numbers here, assigned by the engine in order of admission: a plan never carries a client's id.
 """
 
 from __future__ import annotations
@@ -9,108 +9,113 @@ import msgspec
 
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL = 4
+PROTOCOL_VERSION = 4
 """Raised with every change of these messages; a rank of another number is refused."""
 
-BEAT = b"beat-"
-"""What the identity of the connection begins with over which a rank's beats come; its number follows."""
+HEARTBEAT_IDENTITY = b"beat-"
+"""Prefix of the identity of a rank's connection for heartbeats; the rank's number follows."""
 
-ASIDE = b"aside-"
-"""The same of the connection over which it says what does not wait for what it computes."""
+CONTROL_IDENTITY = b"aside-"
+"""Prefix of the identity of its connection for messages that do not wait for what it computes."""
 
 
 class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A rank's first word. `store_port`: where rank 0 keeps the rendezvous store, 0 from others."""
+    """A rank's first message."""
 
     protocol: int
     version: str
     rank: int
     pid: int
     store_port: int = 0
+    """The port of the rendezvous store, from rank 0; 0 from others."""
 
 
 class RankWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """All ranks have come: join the others at the store, and load."""
+    """All ranks have connected: join the others at the store, and load the model."""
 
     store_port: int
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The rank has its weights and its KV pool. `mark` is the checkpoint's fingerprint, which all must share.
-    peer_address: where it hears other instances, if it does."""
+    """The rank has its weights and its KV pool."""
 
     mark: str
+    """The checkpoint's fingerprint, which all ranks must share."""
     dtype: str
     threads: int
     weights_bytes: int
     kv_bytes: int
     peer_address: str | None = None
+    """Where other instances reach this rank, if KV moves."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The rank cannot start or go on. `ours` false: the error's words are made for a user."""
+    """The rank cannot start or go on."""
 
     error: str
     ours: bool = False
+    """True: an error of this package, fit to be shown to a user."""
 
 
 class AdmitToRank(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
-    """A new request. Ranks that embed or sample get `params`; if `has_prompt`, the token ids follow as the next frame.
-
-    `output` is what it has generated already, when a new incarnation of the ranks takes it on.
-    """
+    """A new request."""
 
     request: int
     prompt_tokens: int
     params: SamplingParams | None = None
+    """None for ranks that do not sample."""
     has_prompt: bool = False
+    """The token ids follow as the next frame."""
     output: tuple[int, ...] = ()
+    """Tokens generated already, when restarted ranks continue the request."""
 
 
 class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
-    """One batch for one group: what has changed since the plan before, and nothing that grows with a context.
+    """One batch for one group: the changes since the plan before. Its size does not grow with a context's length.
 
-    forget: requests that have ended. ops: (request, blocks, first token held here), in order, 0 blocks for free. The
-    decodes are group `epoch`, which is group `base` without `left` and with `joined` at its end (0: nobody). chunks:
-    (request, start, tokens, last, first token held here). `said` is the rolling checksum of all plans up to this one,
-    `check` that of the states they led to.
-
-    Between KV groups: assists are `core.batch.Assist`s; asks: (guest group, requests), whose rows go there, in the
-    order of the guest's assists; told: (request, tokens known before, tokens), generated in other groups, for a request
-    that this group begins to hold. What it knows of them already is passed over.
+    The decodes are group `epoch`: group `base` without `left` and with `joined` at its end.
     """
 
     seq: int
     forget: tuple[int, ...]
+    """Requests that have ended."""
     ops: tuple[tuple[int, int, int], ...]
+    """KV operations in order: (request, blocks, first token held here); 0 blocks frees."""
     epoch: int
+    """0: no decodes."""
     base: int
     joined: tuple[int, ...]
     left: tuple[int, ...]
     chunks: tuple[tuple[int, int, int, bool, int], ...]
-    said: int = 0
-    check: int = 0
+    """Prefills: (request, start, tokens, last, first token held here)."""
+    plans_checksum: int = 0
+    """Rolling checksum of all plans up to this one."""
+    state_checksum: int = 0
+    """Rolling checksum of the states that they led to."""
     assists: tuple[tuple[int, int, int, int, int], ...] = ()
-    asks: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    told: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """Rows of other KV groups to attend here: the fields of `core.batch.RemoteAttention`."""
+    query_targets: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(remote group, requests): their rows are attended there too, in the order of that group's `assists`."""
+    foreign_tokens: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """(request, tokens known before, tokens): generated in other groups, for requests that this group begins to hold.
+    Tokens that it has already are skipped."""
 
 
 class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """A rank has carried out plan `seq`, computing from `start_s` to `end_s` (CLOCK_MONOTONIC of its host).
-
-    tokens: what was drawn, decodes first, then finished prompts; only from the rank that samples. logprobs: likewise,
-    empty when nobody asked.
-    """
+    """A rank has carried out plan `seq`."""
 
     seq: int
     start_s: float
+    """When computing began and ended, by CLOCK_MONOTONIC of the rank's host."""
     end_s: float
     tokens: tuple[int, ...] = ()
+    """The sampled tokens, decodes first, then finished prompts; only from the rank that samples."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One for each token; empty when no request asked for any."""
 
 
 class PlanDesync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
-    """The rank has stopped before plan `seq`, having carried out all up to `done`: `why`. It waits for a snapshot."""
+    """The rank has stopped before plan `seq`, having carried out all up to `done`. It waits for a snapshot."""
 
     seq: int
     done: int
@@ -118,27 +123,25 @@ class PlanDesync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
-    """The state of a group after plan `seq`, to start over from; the plans that follow it are sent again.
-
-    requests: (request, tokens known to the group, runs of blocks, first token held). groups: (epoch, members), as many
-    as are kept.
-    """
+    """The state of a group after plan `seq`, to start over from. The plans that follow it are sent again."""
 
     seq: int
-    said: int
-    check: int
+    plans_checksum: int
+    state_checksum: int
     requests: tuple[tuple[int, int, tuple[tuple[int, int], ...], int], ...]
+    """(request, tokens known to the group, ranges of blocks, first token held here)."""
     groups: tuple[tuple[int, tuple[int, ...]], ...]
+    """Decode groups: (epoch, members)."""
 
 
 class RankProbe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
-    """Nothing was heard for a while: are you there, and have you got all plans up to `seq`?"""
+    """Asks a rank after a silence whether it is alive and has received all plans up to `seq`."""
 
     seq: int
 
 
 class RankAlive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """Yes; the last plan carried out is `done`. A rank that computes answers when it has finished its plan."""
+    """Answers `RankProbe`: the last plan carried out is `done`. A rank that computes answers after its plan."""
 
     done: int
 
@@ -160,22 +163,20 @@ class MeasureResult(msgspec.Struct, frozen=True, array_like=True, tag="measured"
 
 
 class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag="aside"):
-    """For whoever moves KV to and from other instances here (`runtime.kv_transfer.rank_transfer`), once plan `after`
-    has been carried out;
-    before the next one."""
+    """For the rank's KV transfers (`runtime.kv_transfer.rank_transfer`): to be taken behind plan `after`."""
 
     after: int
     body: bytes
 
 
 class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="word"):
-    """From whoever moves KV (`runtime.kv_transfer.rank_transfer`)."""
+    """From the rank's KV transfers (`runtime.kv_transfer.rank_transfer`)."""
 
     body: bytes
 
 
 class StopRank(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """End, without finishing anything."""
+    """End at once, without finishing plans."""
 
 
 ToRank = RankWelcome | AdmitToRank | BatchPlan | GroupSnapshot | RankProbe | MeasureRequest | ControlMessage | StopRank

@@ -1,7 +1,7 @@
 """The engine's executor over many ranks: batches become plans, what ranks report becomes results. No torch.
 
 Several batches are in flight, one a stage. The engine is no rank: it schedules while they compute. It keeps what a
-rank would need to start over (prompts, what was generated, where the plan stream stood when the last batch was done).
+rank needs to start over: prompts, generated tokens, and the state of the plan stream at the last committed batch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from headway.core.batch import Batch, DecodeGroup, GroupBatch, KvOp
 from headway.core.errors import InvariantError, LostError
 from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
-from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.messages import (
     AdmitToRank,
-    BatchPlan,
     ControlMessage,
     ControlReply,
     FromRank,
-    GroupSnapshot,
     MeasureRequest,
     MeasureResult,
     PlanDesync,
@@ -35,111 +32,64 @@ from headway.runtime.executor.messages import (
     RankProbe,
     ToRank,
 )
-from headway.runtime.executor.plan_stream import Asks, PlanWriter, StreamState, Told, replay
+from headway.runtime.executor.plan_stream import QueryTargets
+from headway.runtime.executor.plans_in_flight import GroupStream, PlanInFlight, TrackedRequest, make_groups
 from headway.runtime.executor.rank_layout import RankPosition, places
 from headway.runtime.executor.rank_transport import Frame, HostLauncher, RankLostError, RankTransport
 from headway.runtime.executor.restart import RankRestart
 
-_MOST_RESYNCS = 8
-"""A rank that asks so often without carrying out a plan in between will not recover."""
+_MAX_RESYNCS = 8
+"""A rank that desyncs more often without carrying out a plan in between is lost."""
 
 _NO_BATCH = -1
-"""Of a plan that only carries KV operations: nobody waits for its result."""
+"""The batch id of a plan that only carries KV operations: it has no result."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-class _TrackedRequest:
-    """What the engine keeps of a live request, for ranks that start over. `heard`, for each group: how many of its
-    output tokens the group knows, as of its last batch that is done."""
-
-    __slots__ = ("heard", "number", "output", "params", "prompt")
-
-    def __init__(self, number: int, prompt: bytes, params: SamplingParams, groups: int) -> None:
-        self.number = number
-        self.prompt = prompt
-        self.params = params
-        self.output: list[int] = []
-        self.heard = [0] * groups
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt) // 4
-
-
-class _PlanInFlight:
-    """A plan that not all ranks of its group have carried out."""
-
-    __slots__ = ("batch_id", "names", "part", "passed", "plan", "spans", "told", "waiting")
-
-    def __init__(
-        self, batch_id: int, part: GroupBatch, plan: BatchPlan, passed: Told, ranks: set[int], stages: int
-    ) -> None:
-        self.batch_id = batch_id
-        self.part = part
-        self.passed = passed
-        self.plan = plan
-        self.waiting = ranks
-        self.names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
-        self.spans: list[tuple[float, float] | None] = [None] * stages
-        self.told: PlanDone | None = None
-
-
-class _GroupStream:
-    """One group's stream: its writer, its plans in flight, and the state that follows those that are done. `heard_s`,
-    `moved_s`: when it was last asked or heard, and when it last got or said something; groups run freely."""
-
-    def __init__(self, ranks: tuple[RankPosition, ...], kv_blocks: int, numbers: dict[str, int]) -> None:
-        self.ranks = ranks
-        self.writer = PlanWriter(kv_blocks, numbers)
-        self.settled = StreamState(BlockTables(kv_blocks))
-        self.bases: dict[str, int] = {}
-        self.seq = 0
-        self.flights: deque[_PlanInFlight] = deque()
-        self.resyncs: dict[int, int] = {}
-        self.heard_s = self.moved_s = 0.0
-
-
 class MultiProcessExecutor:
-    """`Executor` over the ranks behind a wire, all of which are ready. `rewire` starts new ones, when these are lost,
-    and returns when they are ready; without it nothing recovers."""
+    """`Executor` over ranks that are ready, reached by a transport.
+
+    restart: starts new ranks when these are lost, and returns their transport when they are ready. None: a loss is
+    final.
+    """
 
     def __init__(
         self,
-        wire: RankTransport,
+        transport: RankTransport,
         layout: ParallelLayout,
         kv_blocks: int,
-        rewire: Callable[[], RankTransport] | None = None,
+        restart: Callable[[], RankTransport] | None = None,
     ) -> None:
         self.layout = layout
         self.plans = self.plan_bytes = self.resyncs = 0
         self.probe_s = 1.0
         self.stall_s = 900.0
-        self._wire = wire
+        self._transport = transport
         self._places = places(layout)
         self._numbers: dict[str, int] = {}
-        self._requests: dict[str, _TrackedRequest] = {}
-        self._given = 0
+        self._requests: dict[str, TrackedRequest] = {}
+        self._last_number = 0
         self._kv_blocks = kv_blocks
-        self._groups = self._fresh_groups()
-        self._rewire = rewire
+        self._groups = make_groups(layout, kv_blocks, self._numbers)
+        self._start_ranks = restart
         self._restart: RankRestart | None = None
         self._lost: LostError | None = None
-        self._batches: deque[tuple[int, list[_PlanInFlight]]] = deque()
+        self._batches: deque[list[PlanInFlight]] = deque()
         self.peer_addresses: tuple[str, ...] = ()
-        """Where each rank hears other instances, if they do."""
-        self.hears: Callable[[int, bytes], None] | None = None
-        """Who is told of what ranks say of KV that moves: (rank, what)."""
+        """Where other instances reach each rank, if KV moves."""
+        self.on_control: Callable[[int, bytes], None] | None = None
+        """Called with what a rank reports of KV transfers: (rank, message)."""
         self.hosts: HostLauncher | None = None
-        """Set where ranks run on several hosts: their clocks differ, and they end with us."""
+        """Set where ranks run on several hosts: corrects their clocks, and ends them with this process."""
 
     # -- the executor's contract --------------------------------------------------------------------------------
 
     @property
     def waits_on(self) -> tuple[Any, ...]:
         """See `Executor.waits_on`."""
-        return self._wire.waits_on if self._restart is None else (self._restart.ready,)
+        return self._transport.waits_on if self._restart is None else (self._restart.ready,)
 
     @property
     def accepts(self) -> bool:
@@ -151,7 +101,7 @@ class MultiProcessExecutor:
         """See `Executor.free`."""
         if self._lost is not None or self._restart is not None:
             return ()
-        entered = (group.flights[-1].waiting if group.flights else () for group in self._groups)
+        entered = (group.in_flight[-1].pending_ranks if group.in_flight else () for group in self._groups)
         return tuple(
             index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
         )
@@ -164,39 +114,39 @@ class MultiProcessExecutor:
         output: tuple[int, ...] = (),
         kept: bool = False,
     ) -> None:
-        """See `Executor.admit`. Who embeds gets the prompt; who samples the settings, and the prompt if they ask it."""
-        number = self._groups[0].writer.holder(request_id) if kept else None
+        """See `Executor.admit`. Ranks that embed get the prompt; the one that samples gets the settings."""
+        number = self._groups[0].writer.holder_number(request_id) if kept else None
         if number is None:
-            self._given += 1
-            number = self._given
+            self._last_number += 1
+            number = self._last_number
         else:
-            self._groups[0].writer.spare(number)
-        request = _TrackedRequest(number, bytes(prompt), params, len(self._groups))
+            self._groups[0].writer.keep_number(number)
+        request = TrackedRequest(number, bytes(prompt), params, len(self._groups))
         request.output += output
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
         if self._restart is None:
             for place in self._places:
-                self._introduce(place, request)
+                self._admit_to_rank(place, request)
 
     def submit(self, batch: Batch) -> None:
         """See `Executor.submit`."""
-        flights = []
+        in_flight = []
         for part in batch.parts:
             group = self._groups[part.group]
-            passed = self._untold(part)
-            plan = group.writer.write(part, _asks(batch, part.group), passed)
+            foreign = group.unknown_tokens(part, self._requests)
+            plan = group.writer.write(part, _query_targets(batch, part.group), foreign)
             ranks = {place.rank for place in group.ranks}
-            flight = _PlanInFlight(batch.id, part, plan, passed, ranks, self.layout.stages)
-            group.flights.append(flight)
-            flights.append(flight)
-            group.heard_s = group.moved_s = time.monotonic()
+            flight = PlanInFlight(batch.id, part, plan, foreign, ranks, self.layout.stages)
+            group.in_flight.append(flight)
+            in_flight.append(flight)
+            group.touch(time.monotonic())
             frame = _encoder.encode(plan)
             self.plans += 1
             self.plan_bytes += len(frame)
             for rank in sorted(ranks):
                 self._put(rank, (frame,))
-        self._batches.append((batch.id, flights))
+        self._batches.append(in_flight)
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         """KV operations that were made since the last batch, ahead of the next one's. Of one KV group."""
@@ -204,11 +154,11 @@ class MultiProcessExecutor:
             self.submit(Batch(id=_NO_BATCH, parts=(GroupBatch(0, DecodeGroup(), (), ops),)))
 
     def number(self, request_id: str) -> int | None:
-        """By what number ranks know a request, live or as who holds KV; None: they do not."""
-        return self._numbers.get(request_id, self._groups[0].writer.holder(request_id))
+        """Return the number of a request at the ranks, live or as the owner of KV; None if they do not know it."""
+        return self._numbers.get(request_id, self._groups[0].writer.holder_number(request_id))
 
-    def aside(self, body: bytes) -> None:
-        """Something for whoever moves KV at each rank, behind all that was submitted."""
+    def send_control(self, body: bytes) -> None:
+        """Send a message to the KV transfers of each rank, to be taken behind all plans submitted so far."""
         for place in self._places:
             self._send(place.rank, ControlMessage(self._groups[place.group].writer.seq, body))
 
@@ -216,7 +166,7 @@ class MultiProcessExecutor:
         """See `Executor.result`."""
         try:
             if self._restart is not None:
-                self._take_over(self._restart, timeout_s)
+                self._adopt_ranks(self._restart, timeout_s)
                 return None
             return self._next(timeout_s)
         except LostError as error:
@@ -225,40 +175,34 @@ class MultiProcessExecutor:
 
     def recover(self) -> None:
         """See `Executor.recover`. The old ranks are gone when it returns; new ones are on their way."""
-        self._wire.kill()
-        if self._rewire is None:
+        self._transport.kill()
+        if self._start_ranks is None:
             raise self._lost or LostError("these workers cannot be started again")
         self._lost = None
         self._batches.clear()
-        self._groups = self._fresh_groups()
-        self._restart = RankRestart(self._rewire)
+        self._groups = make_groups(self.layout, self._kv_blocks, self._numbers)
+        self._restart = RankRestart(self._start_ranks)
 
-    def _fresh_groups(self) -> list[_GroupStream]:
-        return [
-            _GroupStream(tuple(place for place in self._places if place.group == group), self._kv_blocks, self._numbers)
-            for group in range(self.layout.kvp)
-        ]
-
-    def _take_over(self, restart: RankRestart, timeout_s: float | None) -> None:
-        """When the new ranks are ready, tell them of all requests and what they have said so far."""
+    def _adopt_ranks(self, restart: RankRestart, timeout_s: float | None) -> None:
+        """When the new ranks are ready, admit all live requests to them, with the output so far."""
         try:
-            wire = restart.wire(timeout_s)
+            transport = restart.wire(timeout_s)
         except LostError:
             self._restart = None
             raise
-        if wire is None:
+        if transport is None:
             return
-        self._wire, self._restart = wire, None
+        self._transport, self._restart = transport, None
         for request in self._requests.values():
             for place in self._places:
-                self._introduce(place, request)
+                self._admit_to_rank(place, request)
 
     def _next(self, timeout_s: float | None) -> StepResult | None:
         """The next finished batch. Raises RankLostError when a rank is gone."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            if self._finished():
-                result = self._settle(self._take_finished())
+            if (batch := self._pop_finished()) is not None:
+                result = self._commit(batch)
                 if result.batch_id != _NO_BATCH:
                     return result
                 continue
@@ -269,19 +213,18 @@ class MultiProcessExecutor:
                 return None
 
     def _receive(self, timeout_s: float) -> bool:
-        """Hear a rank's message, or ask after those who are silent."""
-        message = self._wire.receive(timeout_s)
+        """Take a rank's message; without one, probe the ranks that were silent. Returns whether one came."""
+        message = self._transport.receive(timeout_s)
         if message is None:
             self._probe()
             return False
         group = self._groups[self._places[message[0]].group]
-        group.heard_s = group.moved_s = time.monotonic()
-        self._hear(*message)
+        group.touch(time.monotonic())
+        self._on_message(*message)
         return True
 
-    def attend(self, timeout_s: float) -> None:
-        """Hear what a rank says within so many seconds, while no result is asked for. Raises LostError, as `result`
-        does then too."""
+    def poll(self, timeout_s: float) -> None:
+        """Take one message of a rank while no result is asked for. Raises LostError; `result` does then too."""
         if self._lost is not None:
             raise self._lost
         try:
@@ -302,27 +245,30 @@ class MultiProcessExecutor:
         """See `Executor.close`."""
         if self._restart is not None:
             self._restart.abandon()
-        self._wire.close()
+        self._transport.close()
         if self.hosts is not None:
             self.hosts.close()
 
     def _probe(self) -> None:
-        """After a silence, ask every rank that owes something whether it is there and has all its plans."""
+        """After a silence, ask every rank with plans in flight whether it is alive and has received all of them."""
         now = time.monotonic()
         for group in self._groups:
-            if now - group.heard_s < self.probe_s:
+            if now - group.last_contact_s < self.probe_s:
                 continue
-            group.heard_s = now
-            for rank in sorted(set().union(*(flight.waiting for flight in group.flights))):
-                if now - group.moved_s > self.stall_s:
+            group.last_contact_s = now
+            for rank in sorted(set().union(*(flight.pending_ranks for flight in group.in_flight))):
+                if now - group.last_progress_s > self.stall_s:
                     raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
                 self._send(rank, RankProbe(group.writer.seq))
 
     # -- measuring ----------------------------------------------------------------------------------------------
 
     def measure(self, kind: str, first: int, second: int, repeats: int) -> float:
-        """Seconds of the slowest rank. Only while there are no requests. For "exchange", of `first` rows, groups pair
-        up, the first with the last: of neighbours, who may share a host, the others' links would not be seen."""
+        """Return the seconds of the slowest rank. Only while there are no requests.
+
+        For "exchange", of `first` rows, groups pair up, the first with the last: neighbours may share a host, and their
+        link would be the faster one.
+        """
         asked = 0
         for place in self._places:
             message = MeasureRequest(kind, first, second, repeats)
@@ -335,7 +281,7 @@ class MultiProcessExecutor:
             asked += 1
         slowest = 0.0
         for _ in range(asked):
-            heard = self._wire.receive(None)
+            heard = self._transport.receive(None)
             assert heard is not None
             rank, frames = heard
             said = _decoder.decode(frames[0])
@@ -344,128 +290,64 @@ class MultiProcessExecutor:
             slowest = max(slowest, said.seconds)
         return slowest
 
-    # -- what ranks say -----------------------------------------------------------------------------------------
+    # -- messages from ranks -----------------------------------------------------------------------------------------
 
-    def _finished(self) -> bool:
-        return any(map(self._carried_out, self._batches))
+    def _pop_finished(self) -> list[PlanInFlight] | None:
+        """Take the first batch that all its ranks have carried out, and all batches before it in its groups.
 
-    def _carried_out(self, batch: tuple[int, list[_PlanInFlight]]) -> bool:
-        """Whether all its ranks are done, and all batches before it in its groups are settled. Groups that share no
-        request run freely: theirs are not in order of submission."""
-        return all(not f.waiting and self._groups[f.part.group].flights[0] is f for f in batch[1])
+        Groups that share no request advance independently, so this may not be the oldest batch.
+        """
+        for batch in self._batches:
+            if all(not f.pending_ranks and self._groups[f.part.group].in_flight[0] is f for f in batch):
+                self._batches.remove(batch)
+                return batch
+        return None
 
-    def _take_finished(self) -> list[_PlanInFlight]:
-        batch = next(filter(self._carried_out, self._batches))
-        self._batches.remove(batch)
-        return batch[1]
-
-    def _hear(self, rank: int, frames: list[bytes]) -> None:
+    def _on_message(self, rank: int, frames: list[bytes]) -> None:
         said = _decoder.decode(frames[0])
         place = self._places[rank]
         group = self._groups[place.group]
         if isinstance(said, PlanDone):
-            self._done(group, place, said)
+            group.record_done(place, said, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
         elif isinstance(said, PlanDesync):
-            self._resync(group, place, said)
+            self._resync(group, rank, said.why)
         elif isinstance(said, RankAlive):
-            if any(rank in flight.waiting and flight.plan.seq <= said.done for flight in group.flights):
+            if any(rank in flight.pending_ranks and flight.plan.seq <= said.done for flight in group.in_flight):
                 raise RankLostError(rank, f"has carried out plan {said.done}, and what it said of it was lost")
         elif isinstance(said, ControlReply):
-            if self.hears is not None:
-                self.hears(rank, said.body)
+            if self.on_control is not None:
+                self.on_control(rank, said.body)
         elif isinstance(said, RankFailed):
             raise RankLostError(rank, f"failed: {said.error}")
         else:
-            raise InvariantError(f"worker {rank} says {said!r}, which nobody asked for")
+            raise InvariantError(f"worker {rank} says {said!r}, which was not asked for")
 
-    def _done(self, group: _GroupStream, place: RankPosition, said: PlanDone) -> None:
-        flight = next((flight for flight in group.flights if flight.plan.seq == said.seq), None)
-        if flight is None or place.rank not in flight.waiting:
-            raise InvariantError(f"worker {place.rank} has carried out plan {said.seq}, which is not in flight")
-        flight.waiting.remove(place.rank)
-        group.resyncs.pop(place.rank, None)
-        before = flight.spans[place.stage]
-        ahead_s = 0.0 if self.hosts is None else self.hosts.ahead_s(place.rank)
-        span = (said.start_s + ahead_s, said.end_s + ahead_s)
-        flight.spans[place.stage] = span if before is None else (min(before[0], span[0]), max(before[1], span[1]))
-        if place.draws:
-            flight.told = said
-
-    def _settle(self, flights: list[_PlanInFlight]) -> StepResult:
-        """A batch is done everywhere: bring the settled state up to it and tell the engine."""
+    def _commit(self, batch: list[PlanInFlight]) -> StepResult:
+        """A batch is done on all ranks: advance the committed state by it and report it to the engine."""
         emitted: list[EmittedToken] = []
         spans: list[tuple[tuple[float, float], ...]] = []
-        for flight in flights:
-            group = self._groups[flight.part.group]
-            assert group.flights.popleft() is flight
-            assert flight.told is not None
-            group.settled.part_of(flight.plan)
-            group.settled.advance(replay(group.settled.tables, flight.plan), flight.part.decodes.kv_sum)
-            group.seq = flight.plan.seq
-            index = flight.part.group
-            for number, blocks, start in flight.plan.ops:
-                if start:
-                    group.bases[str(number)] = start
-                elif not blocks:
-                    group.bases.pop(str(number), None)
-            for name, known, tokens in flight.passed:
-                if name in self._requests:
-                    request = self._requests[name]
-                    request.heard[index] = max(request.heard[index], known + len(tokens) - request.prompt_tokens)
-            logprobs = flight.told.logprobs or (None,) * len(flight.names)
-            for name, token, reported in zip(flight.names, flight.told.tokens, logprobs, strict=True):
-                emitted.append(EmittedToken(name, token, reported))
-                if name in self._requests:
-                    self._requests[name].output.append(token)
-                    self._requests[name].heard[index] += 1
-            spans.append(tuple(span for span in flight.spans if span is not None))
+        for flight in batch:
+            emitted += self._groups[flight.part.group].commit(flight, self._requests)
+            spans.append(tuple(span for span in flight.stage_spans if span is not None))
         elapsed_s = max(end - start for stages in spans for start, end in stages)
-        return StepResult(flights[0].batch_id, emitted, elapsed_s, tuple(spans))
+        return StepResult(batch[0].batch_id, emitted, elapsed_s, tuple(spans))
 
-    def _resync(self, group: _GroupStream, place: RankPosition, said: PlanDesync) -> None:
-        """Give a rank the state as of the last batch that is done, and the plans since."""
+    def _resync(self, group: GroupStream, rank: int, why: str) -> None:
+        """Send a rank the state as of the last committed batch, and the plans since."""
         self.resyncs += 1
-        count = group.resyncs[place.rank] = group.resyncs.get(place.rank, 0) + 1
-        if count > _MOST_RESYNCS:
-            raise RankLostError(place.rank, f"does not follow the plan stream: {said.why}")
-        state, tables = group.settled, group.settled.tables
-        known = {str(r.number): r.prompt_tokens + r.heard[place.group] for r in self._requests.values()}
-        names = dict.fromkeys((*known, *tables.owners()))
-        holders = set(tables.owners())
-        self._send(
-            place.rank,
-            GroupSnapshot(
-                seq=group.seq,
-                said=state.said,
-                check=state.check,
-                requests=tuple(
-                    (int(n), known.get(n, 0), tables.runs(n) if n in holders else (), group.bases.get(n, 0))
-                    for n in names
-                ),
-                groups=tuple((epoch, tuple(map(int, members))) for epoch, members in state.epochs.items()),
-            ),
-        )
-        for flight in group.flights:
-            self._send(place.rank, flight.plan)
+        count = group.resyncs[rank] = group.resyncs.get(rank, 0) + 1
+        if count > _MAX_RESYNCS:
+            raise RankLostError(rank, f"does not follow the plan stream: {why}")
+        self._send(rank, group.snapshot(self._requests.values()))
+        for flight in group.in_flight:
+            self._send(rank, flight.plan)
 
-    def _untold(self, part: GroupBatch) -> Told:
-        """What a group has not heard of the requests that it begins to hold: tokens generated in other groups. Nothing
-        of theirs is in flight here, so what has come back is all that there is."""
-        told = []
-        for op in part.kv_ops:
-            request = self._requests.get(op.request)
-            if op.verb == "reserve" and request is not None:
-                heard = request.heard[part.group]
-                if heard < len(request.output):
-                    told.append((op.request, request.prompt_tokens + heard, tuple(request.output[heard:])))
-        return tuple(told)
+    # -- messages to ranks ----------------------------------------------------------------------------------------
 
-    # -- what ranks hear ----------------------------------------------------------------------------------------
-
-    def _introduce(self, place: RankPosition, request: _TrackedRequest) -> None:
+    def _admit_to_rank(self, place: RankPosition, request: TrackedRequest) -> None:
         reads = place.embeds or (place.draws and request.params.repetition_penalty != 1.0)
         params = request.params if place.draws else None
-        request.heard[place.group] = len(request.output)
+        request.known_outputs[place.group] = len(request.output)
         message = AdmitToRank(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
         frames: list[Frame] = [_encoder.encode(message)]
         self._put(place.rank, [*frames, request.prompt] if reads else frames)
@@ -474,15 +356,15 @@ class MultiProcessExecutor:
         self._put(rank, (_encoder.encode(message),))
 
     def _put(self, rank: int, frames: Sequence[Frame]) -> None:
-        """What cannot be sent is noted for `result` to raise: only there may a loss come out."""
+        """Send, or record the loss of the rank for `result` to raise: callers of `submit` do not expect one."""
         if self._lost is None:
             try:
-                self._wire.send(rank, frames)
+                self._transport.send(rank, frames)
             except RankLostError as error:
                 self._lost = error
 
 
-def _asks(batch: Batch, owner: int) -> Asks:
-    """Which other groups of a batch attend rows of `owner`'s requests, in the order in which they do."""
-    asks = ((part.group, tuple(a.request for a in part.assists if a.owner == owner)) for part in batch.parts)
-    return tuple((group, names) for group, names in asks if names)
+def _query_targets(batch: Batch, owner: int) -> QueryTargets:
+    """Return the other groups of a batch that attend rows of `owner`'s requests, with the requests in their order."""
+    query_targets = ((part.group, tuple(a.request for a in part.assists if a.owner == owner)) for part in batch.parts)
+    return tuple((group, names) for group, names in query_targets if names)

@@ -1,9 +1,8 @@
 """The plan stream of one group, at both ends: batches to deltas at the engine, deltas to batches at a rank. No torch.
 
-Both ends fold every plan into two rolling checksums: of what was said, compared when a plan comes, and of what it led
-to: the runs of blocks that its operations gave (the allocator) and the KV tokens that its decodes read (the cursors),
-compared before it is computed. So a plan that was lost, doubled or damaged, or an allocator that went its own way, does
-no harm.
+Both ends fold every plan into two rolling checksums. One is of the plans, compared when a plan comes: it finds a plan
+that was lost, doubled or damaged. The other is of the states that they led to (the ranges of blocks that the operations
+gave, and the KV tokens that the decodes read), compared before the plan is computed: it finds allocators that diverge.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp, KvVerb, Rem
 from headway.kv.block_allocator import BlockTables, Run
 from headway.runtime.executor.messages import BatchPlan
 
-Asks = tuple[tuple[int, tuple[str, ...]], ...]
-"""(guest group, requests): whose rows of a part other groups attend as well."""
+QueryTargets = tuple[tuple[int, tuple[str, ...]], ...]
+"""(remote group, requests): rows of a part that other KV groups attend as well."""
 
-Told = tuple[tuple[str, int, tuple[int, ...]], ...]
-"""(request, tokens known before, tokens): what was generated in other groups, for a group that takes over."""
+ForeignTokens = tuple[tuple[str, int, tuple[int, ...]], ...]
+"""(request, tokens known before, tokens): generated in other KV groups, for a group that takes the request over."""
 
 Runs = list[tuple[Run, ...]]
-"""Of each block operation, in order: what the request then holds."""
+"""For each block operation, in order: the ranges of blocks that the request then holds."""
 
 _encoder = msgspec.msgpack.Encoder()
 
-KEPT_EPOCHS = 32
+REMEMBERED_EPOCHS = 32
 """Decode groups that both ends remember. Few are alive (one a batch in flight, one that waits); a group that builds on
 a forgotten one is sent in full."""
 
@@ -52,11 +51,11 @@ class DecodeEpochs(Generic[T]):
         return self._groups[epoch]
 
     def use(self, epoch: int, group: T) -> None:
-        """A plan has named this group. Epoch 0 is nobody and not kept."""
+        """Remember a group that a plan names. Epoch 0, the empty group, is not kept."""
         if epoch:
             self._groups[epoch] = group
             self._groups.move_to_end(epoch)
-            while len(self._groups) > KEPT_EPOCHS:
+            while len(self._groups) > REMEMBERED_EPOCHS:
                 self._groups.popitem(last=False)
 
     def items(self) -> tuple[tuple[int, T], ...]:
@@ -69,28 +68,28 @@ class PlanWriter:
 
     def __init__(self, kv_blocks: int, numbers: Mapping[str, int]) -> None:
         self.seq = 0
-        self.said = self.check = 0
+        self.plans_checksum = self.state_checksum = 0
         self._numbers = numbers
         self._holders: dict[str, int] = {}
-        self._strays = 0
+        self._last_stray = 0
         self._tables = BlockTables(kv_blocks)
         self._epochs: DecodeEpochs[dict[str, int]] = DecodeEpochs()
         self._forget: list[int] = []
 
     def forget(self, request: int) -> None:
-        """Tell the ranks with the next plan that a request has ended."""
+        """Announce with the next plan that a request has ended."""
         self._forget.append(request)
 
-    def holder(self, request: str) -> int | None:
-        """The number under which blocks of a request are held, as far as was told; live or not."""
+    def holder_number(self, request: str) -> int | None:
+        """Return the number that owns a request's blocks as of the last plan, whether or not the request is live."""
         return self._holders.get(request)
 
-    def spare(self, request: int) -> None:
-        """A number that was to be forgotten is in use again."""
+    def keep_number(self, request: int) -> None:
+        """Cancel a `forget` that was not sent: the number is in use again."""
         self._forget = [number for number in self._forget if number != request]
 
-    def write(self, part: GroupBatch, asks: Asks = (), told: Told = ()) -> BatchPlan:
-        """The next plan. It is part of the stream from here on, and must be sent."""
+    def write(self, part: GroupBatch, query_targets: QueryTargets = (), told: ForeignTokens = ()) -> BatchPlan:
+        """Return the next plan. It is part of the stream from here on, and must be sent."""
         numbers = self._numbers
         self.seq += 1
         epoch, base, joined, left = self._delta(part.decodes)
@@ -104,13 +103,13 @@ class PlanWriter:
             left=left,
             chunks=tuple((numbers[c.request], c.start, c.tokens, c.last, c.base) for c in part.prefills),
             assists=tuple((self._holders[a.request], a.rows, a.owner, a.start, a.tokens) for a in part.assists),
-            asks=tuple((group, tuple(numbers[name] for name in names)) for group, names in asks),
-            told=tuple((numbers[name], known, tokens) for name, known, tokens in told),
+            query_targets=tuple((group, tuple(numbers[name] for name in names)) for group, names in query_targets),
+            foreign_tokens=tuple((numbers[name], known, tokens) for name, known, tokens in told),
         )
         self._forget.clear()
-        self.said = spoken(self.said, plan)
-        self.check = fold(self.check, replay(self._tables, plan), part.decodes.kv_sum)
-        return msgspec.structs.replace(plan, said=self.said, check=self.check)
+        self.plans_checksum = fold_plan(self.plans_checksum, plan)
+        self.state_checksum = fold_state(self.state_checksum, replay(self._tables, plan), part.decodes.kv_sum)
+        return msgspec.structs.replace(plan, plans_checksum=self.plans_checksum, state_checksum=self.state_checksum)
 
     def _delta(self, group: DecodeGroup) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         """(epoch, base, joined, left) as numbers. In full when the group's base is forgotten."""
@@ -132,9 +131,12 @@ class PlanWriter:
         return epoch, base, joined, left
 
     def _numbered(self, op: KvOp) -> tuple[int, int, int] | None:
-        """An id may be in use again before the blocks of who had it before are freed. Who has ended before its blocks
-        could be given, or was never submitted, has a number of its own, below 0. Who takes over the blocks of another
-        has their number, of which ranks need not hear."""
+        """Return an operation with the number of the blocks' owner, or None if ranks need not know of it.
+
+        Numbers are remembered by owner because an id may be in use again before the blocks of its former request are
+        freed. A request that ended before its blocks could be given, or was never submitted, gets a number below 0. A
+        request that takes over blocks of another takes over their number too, so nothing changes at the ranks.
+        """
         if op.verb == "rename":
             self._holders[op.request] = self._holders.pop(op.before)
             return None
@@ -142,27 +144,31 @@ class PlanWriter:
             return self._holders.pop(op.request), 0, 0
         if op.verb == "reserve":
             if op.request not in self._numbers:
-                self._strays -= 1
-            self._holders[op.request] = self._numbers.get(op.request, self._strays)
+                self._last_stray -= 1
+            self._holders[op.request] = self._numbers.get(op.request, self._last_stray)
         return self._holders[op.request], op.blocks, op.start
 
 
 class StreamState:
-    """The receiving end: what a rank knows after the plans so far. The engine has one too, which follows the batches
-    that are done: snapshots are made of it. Requests are their numbers as text."""
+    """The receiving end: a rank's state after the plans so far. Requests are their numbers as text.
+
+    The engine has one too, advanced when a batch is committed: snapshots are made of it.
+    """
 
     def __init__(self, tables: BlockTables, said: int = 0, check: int = 0) -> None:
-        self.said = said
-        self.check = check
+        self.plans_checksum = said
+        self.state_checksum = check
         self.tables = tables
         self.epochs: DecodeEpochs[tuple[str, ...]] = DecodeEpochs()
 
     def part_of(self, plan: BatchPlan) -> GroupBatch:
-        """The plan as a batch's part. Called once a plan, in order. ValueError when it is not the one that was written,
-        KeyError when it builds on an unknown group."""
-        self.said = spoken(self.said, plan)
-        if self.said != plan.said:
-            raise ValueError(f"its checksum is {plan.said:08x}, and here {self.said:08x}")
+        """Return the plan as a batch's part. Called once for each plan, in order.
+
+        Raises ValueError when it is not the plan that was written, KeyError when it builds on an unknown group.
+        """
+        self.plans_checksum = fold_plan(self.plans_checksum, plan)
+        if self.plans_checksum != plan.plans_checksum:
+            raise ValueError(f"its checksum is {plan.plans_checksum:08x}, and here {self.plans_checksum:08x}")
         members: tuple[str, ...] = ()
         if plan.epoch:
             members = self.epochs[plan.base] if plan.base else ()
@@ -177,10 +183,9 @@ class StreamState:
         return GroupBatch(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
 
     def advance(self, runs: Runs, kv_sum: int) -> int:
-        """A plan's block operations have given `runs`, and its decodes read `kv_sum` tokens: the checksum that results,
-        which is kept."""
-        self.check = fold(self.check, runs, kv_sum)
-        return self.check
+        """Fold into the checksum that a plan's operations gave `runs` and its decodes read `kv_sum` tokens."""
+        self.state_checksum = fold_state(self.state_checksum, runs, kv_sum)
+        return self.state_checksum
 
 
 def replay(tables: BlockTables, plan: BatchPlan) -> Runs:
@@ -198,17 +203,17 @@ def replay(tables: BlockTables, plan: BatchPlan) -> Runs:
 
 
 def _verb(blocks: int, start: int) -> KvVerb:
-    """Of an operation as it comes: "reserve" and "grow" add blocks alike, but a new shard begins at `start`."""
+    """Return the verb of an operation as received. Only a new shard has a `start`; "reserve" and "grow" add alike."""
     if not blocks:
         return "free"
     return "reserve" if start else "grow"
 
 
-def spoken(said: int, plan: BatchPlan) -> int:
-    """The rolling checksum of plans: CRC-32 of this one, begun at the one before."""
-    return zlib.crc32(_encoder.encode(msgspec.structs.replace(plan, said=0, check=0)), said)
+def fold_plan(said: int, plan: BatchPlan) -> int:
+    """Return the rolling checksum of plans: CRC-32 of this one, seeded with the one before."""
+    return zlib.crc32(_encoder.encode(msgspec.structs.replace(plan, plans_checksum=0, state_checksum=0)), said)
 
 
-def fold(check: int, runs: Runs, kv_sum: int) -> int:
-    """The rolling checksum of states: CRC-32 of what a plan led to, begun at the one before."""
+def fold_state(check: int, runs: Runs, kv_sum: int) -> int:
+    """Return the rolling checksum of states: CRC-32 of the state after a plan, seeded with the one before."""
     return zlib.crc32(_encoder.encode((runs, kv_sum)), check)

@@ -39,129 +39,136 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 class RankLoop:
     """Drives one worker by the engine's plan stream until told to stop.
 
-    A plan is replayed and its checksum compared before anything is computed. When it does not follow from what this
-    rank knows, the rank stops there, says so, and goes on from the snapshot that it gets. `kv`: who moves KV to and
-    from other instances, if somebody does.
+    A plan is replayed and its checksums compared before anything is computed. When it does not follow from this rank's
+    state, the rank stops there, sends `PlanDesync`, and continues from the snapshot that it gets. kv: moves KV to and
+    from other instances; None where KV does not move.
     """
 
     def __init__(self, worker: ModelWorker, channel: RankChannel, kv: RankKvTransfer | None = None) -> None:
         self._worker = worker
         self._channel = channel
         self._kv = kv
-        self._asides: deque[ControlMessage] = deque()
+        self._control_messages: deque[ControlMessage] = deque()
         self._admitted: dict[int, int] = {}
         self._state = StreamState(worker.tables)
         self._queue: deque[tuple[BatchPlan, GroupBatch]] = deque()
-        self._heard = self._asked = self._done = self._followed = 0
-        self._halted = self.stopped = False
+        self._received_seq = self._expected_seq = self._computed_seq = self._replayed_seq = 0
+        self._desynced = self.stopped = False
         if kv is not None:
             kv.runs.loop = self
 
     def serve(self) -> None:
-        """Return when told to stop. Raises what the worker raises."""
+        """Run until `StopRank`. Raises what the worker raises."""
         while not self.stopped:
-            self.turn()
+            self.step()
 
-    def turn(self) -> None:
-        """Take the next message, or carry out the next plan; waits for one. A run calls it where all ranks of the
-        instance do, and may have begun with words behind its own that have come already."""
-        if self._due:
-            self._attend()
+    def step(self) -> None:
+        """Take the next message, or carry out the next plan; wait for one.
+
+        A span under way calls it where all ranks of the instance do. Messages behind the one that began the span may
+        have been received already.
+        """
+        if self._control_is_due:
+            self._take_control_messages()
             return
         frames = self._channel.receive(wait=not self._queue)
         if frames is not None:
-            self._hear(_decoder.decode(frames[0]), frames[1:])
+            self._on_message(_decoder.decode(frames[0]), frames[1:])
         elif self._queue:
             self._carry_out(*self._queue.popleft())
-        self._attend()
+        self._take_control_messages()
 
-    def glance(self) -> None:
-        """From within a run: take what has come, and carry out plans up to one that computes, in which other ranks
-        would be waited for."""
+    def poll(self) -> None:
+        """From within a span: take messages that have come, and carry out plans up to the first that computes.
+
+        A plan that computes waits for other ranks, which may be inside the span still.
+        """
         while not self.stopped and (frames := self._channel.receive(wait=False)) is not None:
-            self._hear(_decoder.decode(frames[0]), frames[1:])
-        self._attend()
-        while self._queue and not (self._queue[0][1].tokens or self._queue[0][1].assists or self._leaves):
+            self._on_message(_decoder.decode(frames[0]), frames[1:])
+        self._take_control_messages()
+        while self._queue and not (self._queue[0][1].tokens or self._queue[0][1].assists or self._span_is_ending):
             self._carry_out(*self._queue.popleft())
-            self._attend()
+            self._take_control_messages()
 
     @property
-    def _leaves(self) -> bool:
-        """Whether the run under way is to end: what comes behind that word waits until it has."""
+    def _span_is_ending(self) -> bool:
+        """Whether the span under way is to end: messages behind that one wait until it has ended."""
         return self._kv is not None and self._kv.runs.over
 
-    def _hear(self, message: ToRank, frames: list[memoryview]) -> None:
+    def _on_message(self, message: ToRank, frames: list[memoryview]) -> None:
         if isinstance(message, BatchPlan):
-            self._take(message)
+            self._enqueue(message)
         elif isinstance(message, AdmitToRank):
             prompt = frames[0] if message.has_prompt else None
             name = str(message.request)
-            self._admitted[message.request] = self._heard
+            self._admitted[message.request] = self._received_seq
             self._worker.admit(name, message.prompt_tokens, prompt, message.params, message.output)
         elif isinstance(message, GroupSnapshot):
             self._restore(message)
         elif isinstance(message, RankProbe):
-            self._answer(message)
+            self._answer_probe(message)
         elif isinstance(message, MeasureRequest):
             seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
             self._say(MeasureResult(seconds))
         elif isinstance(message, ControlMessage):
-            self._asides.append(message)
+            self._control_messages.append(message)
         elif isinstance(message, StopRank):
             self.stopped = True
         else:
             raise InvariantError(f"the engine says {message!r} to a rank that is at work")
 
-    def _take(self, plan: BatchPlan) -> None:
-        """A plan has come: make a part of it, and ask for the rows that it will need."""
-        if self._halted:
+    def _enqueue(self, plan: BatchPlan) -> None:
+        """Queue a plan that has come, and post the receives for the rows that it needs."""
+        if self._desynced:
             return
-        if plan.seq != self._heard + 1:
-            self._halt(plan.seq, f"plan {plan.seq} came after plan {self._heard}")
+        if plan.seq != self._received_seq + 1:
+            self._desync(plan.seq, f"plan {plan.seq} came after plan {self._received_seq}")
             return
         try:
             part = self._state.part_of(plan)
         except (KeyError, ValueError) as error:
-            self._halt(plan.seq, f"plan {plan.seq} does not follow from what is known here: {error}")
+            self._desync(plan.seq, f"plan {plan.seq} does not follow from what is known here: {error}")
             return
-        self._heard = plan.seq
-        if plan.seq > self._asked:
-            self._asked = plan.seq
+        self._received_seq = plan.seq
+        if plan.seq > self._expected_seq:
+            self._expected_seq = plan.seq
             self._worker.expect(part)
         self._queue.append((plan, part))
 
-    def _answer(self, probe: RankProbe) -> None:
-        """Still here. Should the newest plan have got lost, nothing that follows would tell."""
-        self._say(RankAlive(self._done))
-        if not self._halted and self._heard < probe.seq:
-            self._halt(probe.seq, f"plan {probe.seq} was sent, and {self._heard} was the last to come")
+    def _answer_probe(self, probe: RankProbe) -> None:
+        """Answer a probe. A lost newest plan is noticed here: no later plan would show the gap."""
+        self._say(RankAlive(self._computed_seq))
+        if not self._desynced and self._received_seq < probe.seq:
+            self._desync(probe.seq, f"plan {probe.seq} was sent, and {self._received_seq} was the last to come")
 
     def _carry_out(self, plan: BatchPlan, part: GroupBatch) -> None:
         worker, state = self._worker, self._state
         try:
             runs = worker.replay(part.kv_ops)
-            for number, known, tokens in plan.told:
-                worker.hear(str(number), known, tokens)
+            for number, known, tokens in plan.foreign_tokens:
+                worker.learn_tokens(str(number), known, tokens)
             check = state.advance(runs, worker.kv_sum(part.decodes))
         except (InvariantError, KeyError) as error:
-            self._halt(plan.seq, f"plan {plan.seq} cannot be replayed: {error}")
+            self._desync(plan.seq, f"plan {plan.seq} cannot be replayed: {error}")
             return
-        if check != plan.check:
-            self._halt(
-                plan.seq, f"the state's checksum after plan {plan.seq} is {plan.check:08x}, and here {check:08x}"
+        if check != plan.state_checksum:
+            self._desync(
+                plan.seq,
+                f"the state's checksum after plan {plan.seq} is {plan.state_checksum:08x}, and here {check:08x}",
             )
             return
-        self._followed = plan.seq
+        self._replayed_seq = plan.seq
         for request in plan.forget:
-            if plan.seq > self._admitted.get(request, 0):  # else it is in use again, and this was of who had it before
+            # A request that was admitted behind this plan has the number of the one that ended.
+            if plan.seq > self._admitted.get(request, 0):
                 worker.forget(str(request))
                 self._admitted.pop(request, None)
-        if plan.seq <= self._done:
+        if plan.seq <= self._computed_seq:
             worker.skip(part)
             return
-        asks = tuple((group, tuple(map(str, numbers))) for group, numbers in plan.asks)
-        emitted = worker.run(part, asks)
-        self._done = plan.seq
+        query_targets = tuple((group, tuple(map(str, numbers))) for group, numbers in plan.query_targets)
+        emitted = worker.run(part, query_targets)
+        self._computed_seq = plan.seq
         if self._kv is not None:
             self._kv.computed(part)
         logprobs = tuple(one.logprobs for one in emitted)
@@ -169,38 +176,39 @@ class RankLoop:
         reported = logprobs if any(one is not None for one in logprobs) else ()
         self._say(PlanDone(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
 
-    def _attend(self) -> None:
-        """What concerns KV that moves, as far as the plans before it have been followed."""
-        while self._kv is not None and self._due:
-            self._kv.hear(self._asides.popleft().body)
+    def _take_control_messages(self) -> None:
+        """Take control messages of KV transfers whose plans before them have been carried out."""
+        while self._kv is not None and self._control_is_due:
+            self._kv.on_message(self._control_messages.popleft().body)
 
     @property
-    def _due(self) -> bool:
-        return bool(self._asides) and self._asides[0].after <= self._followed and not self._leaves
+    def _control_is_due(self) -> bool:
+        waiting = self._control_messages
+        return bool(waiting) and waiting[0].after <= self._replayed_seq and not self._span_is_ending
 
-    def _halt(self, seq: int, why: str) -> None:
+    def _desync(self, seq: int, why: str) -> None:
         self._queue.clear()
-        self._halted = True
-        self._say(PlanDesync(seq, self._done, why))
+        self._desynced = True
+        self._say(PlanDesync(seq, self._computed_seq, why))
 
     def _restore(self, snapshot: GroupSnapshot) -> None:
-        """Begin again behind `snapshot.seq`; plans up to the last one that was carried out only move cursors."""
+        """Start over after `snapshot.seq`. Plans up to the last one computed here only move cursors when sent again."""
         held = {str(request): runs for request, _, runs, _ in snapshot.requests if runs}
         bases = {str(request): base for request, _, _, base in snapshot.requests if base}
         tables = BlockTables.of(self._worker.tables.allocator.n_blocks, held)
         self._worker.restore(
             tables, {str(request): known for request, known, _, _ in snapshot.requests if known}, bases
         )
-        self._state = StreamState(tables, snapshot.said, snapshot.check)
+        self._state = StreamState(tables, snapshot.plans_checksum, snapshot.state_checksum)
         for epoch, members in snapshot.groups:
             self._state.epochs.use(epoch, tuple(map(str, members)))
-        self._heard = self._followed = snapshot.seq
-        self._halted = False
+        self._received_seq = self._replayed_seq = snapshot.seq
+        self._desynced = False
 
     def _say(self, message: FromRank) -> None:
         self._channel.send(_encoder.encode(message))
 
 
 def failure(error: BaseException) -> RankFailed:
-    """An error as the engine is told of it."""
+    """Return the message that reports an error to the engine."""
     return RankFailed(f"{type(error).__name__}: {error}")

@@ -26,9 +26,9 @@ from headway.runtime.attention.base import make_backend
 from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, rendezvous
 from headway.runtime.executor.group_attention import GroupAttention
 from headway.runtime.executor.messages import (
-    ASIDE,
-    BEAT,
-    PROTOCOL,
+    CONTROL_IDENTITY,
+    HEARTBEAT_IDENTITY,
+    PROTOCOL_VERSION,
     ControlReply,
     FromRank,
     RankFailed,
@@ -70,7 +70,7 @@ class ZmqChannel:
 
     def live(self, rank: int, every_s: float) -> None:
         """Begin to send beats, over a connection of their own."""
-        self._heart = HeartbeatSender(lambda: self._connected(BEAT + b"%d" % rank), b"", every_s)
+        self._heart = HeartbeatSender(lambda: self._connected(HEARTBEAT_IDENTITY + b"%d" % rank), b"", every_s)
 
     def _connected(self, name: bytes) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
@@ -91,7 +91,7 @@ class ZmqChannel:
                 if self._closed:
                     return
                 if self._aside is None:
-                    self._aside = self._connected(ASIDE + b"%d" % rank)
+                    self._aside = self._connected(CONTROL_IDENTITY + b"%d" % rank)
                 self._aside.send(frame)
 
         return send
@@ -147,7 +147,7 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
 def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     place = place_of(config.layout, rank)
     store = None if rank else rendezvous(config.host, None, config.patience_s)
-    _say(channel, RankHello(PROTOCOL, __version__, rank, os.getpid(), 0 if store is None else store.port))
+    _say(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), 0 if store is None else store.port))
     frames = channel.receive(wait=True)
     assert frames is not None
     welcome = _decoder.decode(frames[0])

@@ -17,9 +17,9 @@ from headway import __version__
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
 from headway.runtime.executor.messages import (
-    ASIDE,
-    BEAT,
-    PROTOCOL,
+    CONTROL_IDENTITY,
+    HEARTBEAT_IDENTITY,
+    PROTOCOL_VERSION,
     FromRank,
     RankFailed,
     RankHello,
@@ -88,10 +88,10 @@ class ProcessTransport:
         try:
             hellos = self._gather(RankHello)
             for rank, hello in enumerate(hellos):
-                if (hello.protocol, hello.version) != (PROTOCOL, __version__):
+                if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
                     raise ConfigError(
                         f"worker {rank} is of version {hello.version} (protocol {hello.protocol}), the engine of "
-                        f"{__version__} (protocol {PROTOCOL})"
+                        f"{__version__} (protocol {PROTOCOL_VERSION})"
                     )
             for rank in range(len(hellos)):
                 self.send(rank, (_encoder.encode(RankWelcome(hellos[0].store_port)),))
@@ -124,9 +124,9 @@ class ProcessTransport:
         while True:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                rank = int(name.removeprefix(BEAT).removeprefix(ASIDE))
+                rank = int(name.removeprefix(HEARTBEAT_IDENTITY).removeprefix(CONTROL_IDENTITY))
                 self._pulse.heard(rank, time.monotonic())
-                if not name.startswith(BEAT):
+                if not name.startswith(HEARTBEAT_IDENTITY):
                     return rank, frames
                 continue
             except zmq.Again:

@@ -14,8 +14,8 @@ from headway.runtime.model.sampling import SamplerState, make_state
 class RequestTokens:
     """A request's token state on one rank. `known` counts prompt and generated tokens.
 
-    The ids are here only where rows are made of them, and may come later than they are counted: `count` is called by
-    the plan, `append` when the token is there. Whoever samples has a `sampler`.
+    Ids are kept only on ranks that embed or sample, and may arrive after they are counted: `count` is called with the
+    plan, `append` with the token. Only the rank that samples has a `sampler`.
     """
 
     __slots__ = ("_prompt", "_prompt_tokens", "known", "last", "output", "sampler")
@@ -30,22 +30,22 @@ class RequestTokens:
 
     @property
     def behind(self) -> bool:
-        """Whether tokens have been counted that are not here yet."""
+        """Whether tokens have been counted whose ids have not arrived."""
         return self._prompt_tokens + len(self.output) < self.known
 
     def count(self) -> None:
-        """The request has one token more; which one may come later, or never where nobody needs it."""
+        """Count one token more. Its id comes later, or never on ranks that do not need it."""
         self.known += 1
 
     def append(self, token: int) -> None:
-        """Which token it was that has been counted."""
+        """Take the id of the oldest token that was counted without one."""
         self.output.append(token)
         self.last = token
         if self.sampler is not None:
             self.sampler.append(token)
 
-    def hear(self, known: int, tokens: tuple[int, ...]) -> None:
-        """Tokens generated elsewhere, of which `known` were known before. Those that are here are passed over."""
+    def learn(self, known: int, tokens: tuple[int, ...]) -> None:
+        """Take tokens generated in another group or instance, behind the first `known` ones. Known ones are skipped."""
         self.known = max(self.known, known + len(tokens))
         if self._prompt is not None or self.sampler is not None:
             for token in tokens[self._prompt_tokens + len(self.output) - known :]:

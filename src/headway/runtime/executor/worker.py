@@ -1,7 +1,7 @@
 """One rank's share of a model: a batch in, sampled tokens out where this rank is the one that samples.
 
-It keeps its own copy of the block tables by replaying each batch's KV operations, so that nobody sends it a table. A
-single process is the rank that has everything and is linked to nobody.
+It keeps its own copy of the block tables by replaying each batch's KV operations, so that no table is ever sent. A
+single process is a rank that holds the whole model and has no links.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headway.kv.block_allocator import BlockTables, Run
 from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.slots import cut_runs
 from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
-from headway.runtime.executor.plan_stream import Asks
+from headway.runtime.executor.plan_stream import QueryTargets
 from headway.runtime.executor.rank_links import RankLinks
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.model.decoder import DecoderModel
@@ -29,11 +29,7 @@ from headway.runtime.model.sampling import sample
 
 
 class ModelWorker:
-    """Holds the model, the KV pool and the tokens of the requests that were admitted.
-
-    `began_s` is when the last batch began to compute (CLOCK_MONOTONIC): all that it waited for had come. `leaving` is
-    told of each request whose blocks are about to be others'.
-    """
+    """Holds the model, the KV pool and the tokens of the requests that were admitted."""
 
     def __init__(
         self,
@@ -47,7 +43,9 @@ class ModelWorker:
         self.pool = decoder.make_pool(kv_blocks * block_tokens)
         self.tables = BlockTables(kv_blocks)
         self.began_s = 0.0
-        self.leaving: Callable[[str], None] = _nobody
+        """When the last batch began to compute, by CLOCK_MONOTONIC: all of its inputs had arrived."""
+        self.on_free: Callable[[str], None] = _ignore
+        """Called with each request whose blocks are about to be freed."""
         shard = decoder.shard
         self._embeds, self._ends, self._draws = shard.first, shard.last, shard.last and shard.rank == 0
         self._links = links
@@ -70,7 +68,7 @@ class ModelWorker:
         params: SamplingParams | None,
         output: tuple[int, ...] = (),
     ) -> None:
-        """Keep of a request what this rank needs; costs what making its sampler costs, and no copy of the prompt."""
+        """Keep what this rank needs of a request. The prompt is not copied."""
         sampler = None
         if self._draws and params is not None:
             sampler = sampler_of(prompt, params, self.decoder.config.vocab_size, self._eos)
@@ -81,20 +79,20 @@ class ModelWorker:
         self._residents[request_id] = resident
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's tokens; its KV goes with the next batch's `free`."""
+        """Drop a request's tokens. Its KV is freed by an operation of the next batch."""
         self._residents.pop(request_id, None)
 
-    def hear(self, request_id: str, known: int, tokens: tuple[int, ...]) -> None:
-        """Take in what other KV groups have generated of a request, of which `known` tokens were known before."""
+    def learn_tokens(self, request_id: str, known: int, tokens: tuple[int, ...]) -> None:
+        """Take tokens of a request that other KV groups generated, behind its first `known` ones."""
         if self._embeds and not self._draws:
             while self._residents[request_id].behind:
-                self._hear_tokens()
-        self._residents[request_id].hear(known, tokens)
+                self._receive_tokens()
+        self._residents[request_id].learn(known, tokens)
 
     # -- block tables and cursors -------------------------------------------------------------------------------
 
     def replay(self, ops: tuple[KvOp, ...]) -> list[tuple[Run, ...]]:
-        """Carry out a part's KV operations. Returns what each request then holds, as runs of blocks."""
+        """Carry out a part's KV operations. Returns the ranges of blocks that each request then holds."""
         held: list[tuple[Run, ...]] = []
         for op in ops:
             verb, request, blocks, start = op.verb, op.request, op.blocks, op.start
@@ -104,7 +102,7 @@ class ModelWorker:
                 held.append(self.tables.runs(request))
                 continue
             if verb == "free":
-                self.leaving(request)
+                self.on_free(request)
                 self.tables.free(request)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
@@ -121,19 +119,20 @@ class ModelWorker:
         return held
 
     def kv_sum(self, group: DecodeGroup) -> int:
-        """KV tokens that a group's next step reads here: the sum of its members' cursors, less what other KV groups
-        hold."""
+        """Return the KV tokens that a group's next step reads here: its members' cursors, less other groups' shards."""
         known = sum(resident.known for resident in self._members(group))
         return known - sum(map(self._base, group.members)) if self._bases else known
 
     def skip(self, part: GroupBatch) -> None:
-        """Move cursors as `run` would; the part was run before, and its tokens are here or on their way."""
+        """Move cursors as `run` would, for a part that was run before: its tokens are here or on their way."""
         for resident in self._yielding(part):
             resident.count()
 
     def restore(self, tables: BlockTables, known: Mapping[str, int], bases: Mapping[str, int]) -> None:
-        """Take over block tables and cursors of a snapshot. Requests that it does not name are dropped. bases: the
-        first token held here, where it is not 0."""
+        """Replace block tables and cursors by a snapshot's. Requests that it does not name are dropped.
+
+        bases: the first token held here of each request, where it is not 0.
+        """
         self._bases = dict(bases)
         self.tables = tables
         self._slots = {name: self._slots_of(tables.runs(name)) for name in tables.owners()}
@@ -145,24 +144,28 @@ class ModelWorker:
     # -- computing ----------------------------------------------------------------------------------------------
 
     def expect(self, part: GroupBatch) -> None:
-        """Ask the stage before for the rows of a part that is going to be run. In order, and once each."""
+        """Post the receive of a part's rows from the stage before. Called once for each part, in order."""
         if not self._embeds and part.tokens:
             assert self._links is not None
             self._rows.append(self._links.expect_rows(part.tokens))
 
     @torch.inference_mode()
-    def run(self, part: GroupBatch, asks: Asks = ()) -> list[EmittedToken]:
-        """Compute one part and draw the tokens that it yields: decodes in group order, then finished prompts. Empty on
-        ranks that do not sample. Its KV operations have been replayed. asks: whose rows other KV groups attend too."""
+    def run(self, part: GroupBatch, query_targets: QueryTargets = ()) -> list[EmittedToken]:
+        """Compute one part and sample its tokens: decodes in group order, then finished prompts.
+
+        Returns nothing on ranks that do not sample. The part's KV operations have been replayed. query_targets: the
+        requests whose rows other KV groups attend too.
+        """
         if not part.tokens:
             if part.assists:
                 self._visit(part)
             return []
+        # The same order everywhere: decodes first, then the prompts that end with this part.
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         decoding, yielding = self._members(part.decodes), self._yielding(part)
         segments, positions, wanted = self._layout(part, decoding)
         hidden = self._begin(part, decoding)
-        plan = self._plan(part, segments, asks)
+        plan = self._plan(part, segments, query_targets)
         hidden = self.decoder.run_layers(hidden, self.decoder.rotary_table(positions), plan)
         if not self._ends:
             assert self._links is not None
@@ -200,22 +203,22 @@ class ModelWorker:
                 wanted.append(at - 1)
         return segments, places[0] if len(places) == 1 else torch.cat(places), wanted
 
-    def _plan(self, part: GroupBatch, segments: list[BatchSegment], asks: Asks) -> AttentionPlan:
-        """What attention does in this part, together with other KV groups where requests lie in several."""
+    def _plan(self, part: GroupBatch, segments: list[BatchSegment], query_targets: QueryTargets) -> AttentionPlan:
+        """Return the attention plan of a part, together with other KV groups for requests that lie in several."""
         backend = self.decoder.backend
-        if not (asks or part.assists):
+        if not (query_targets or part.assists):
             return backend.plan(segments, self.pool)
         assert isinstance(backend, GroupAttention)
         names = (*part.decodes.members, *(chunk.request for chunk in part.prefills))
         rows = dict(zip(names, segments, strict=True))
-        asked = [RemoteQuery(group, tuple(rows[name] for name in requests)) for group, requests in asks]
+        asked = [RemoteQuery(group, tuple(rows[name] for name in requests)) for group, requests in query_targets]
         return backend.share(segments, self.pool, asked, self._visits(part))
 
     def _visits(self, part: GroupBatch) -> list[RemoteRows]:
         return [RemoteRows(a.owner, a.rows, cut_runs(self._slots[a.request], 0, a.tokens)) for a in part.assists]
 
     def _visit(self, part: GroupBatch) -> None:
-        """A part without rows of its own: attend those of other groups."""
+        """Attend rows of other groups, in a part without rows of its own."""
         backend = self.decoder.backend
         assert isinstance(backend, GroupAttention)
         plan = backend.share((), self.pool, (), self._visits(part))
@@ -224,11 +227,11 @@ class ModelWorker:
         self.began_s = plan.began_s
 
     def _base(self, request_id: str) -> int:
-        """The first token of a request that is held here."""
+        """Return the first token of a request that is held here."""
         return self._bases.get(request_id, 0)
 
     def _begin(self, part: GroupBatch, decoding: list[RequestTokens]) -> Tensor:
-        """The rows that enter this rank's first layer: embedded tokens, or what the stage before sends."""
+        """Return the rows that enter this rank's first layer: embedded tokens, or those sent by the stage before."""
         if not self._embeds:
             hidden = self._rows.popleft()()
             self.began_s = time.monotonic()
@@ -236,22 +239,22 @@ class ModelWorker:
         prompts = [(chunk, self._residents[chunk.request]) for chunk in part.prefills]
         for resident in (*decoding, *(resident for _, resident in prompts)):
             while resident.behind:
-                self._hear_tokens()
+                self._receive_tokens()
         self.began_s = time.monotonic()
         pieces = [torch.tensor([resident.last for resident in decoding], dtype=torch.int64)] if decoding else []
         pieces += [resident.tokens(chunk.start, chunk.tokens) for chunk, resident in prompts]
         return self.decoder.embed(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
-    def _hear_tokens(self) -> None:
-        """Take in the oldest tokens that were drawn elsewhere."""
+    def _receive_tokens(self) -> None:
+        """Wait for the oldest tokens that another rank sampled, and append them."""
         if not self._drawn:
-            raise InvariantError("a request waits for a token that nobody draws")
+            raise InvariantError("a request waits for a token that is not being sampled")
         residents, wait = self._drawn.popleft()
         for resident, token in zip(residents, wait(), strict=True):
             resident.append(token)
 
     def _draw(self, names: list[str], residents: list[RequestTokens], logits: Tensor) -> list[EmittedToken]:
-        # A request that was aborted while its batch waited is still computed; its token goes nowhere.
+        # A request that was aborted while its batch was in flight is still computed; its token is dropped.
         samplers = [resident.sampler for resident in residents]
         drawn = sample(logits, [s for s in samplers if s is not None], [resident.known for resident in residents])
         if self._links is not None:
@@ -273,5 +276,5 @@ class ModelWorker:
         return tuple((first * self._block, count * self._block) for first, count in runs)
 
 
-def _nobody(request: str) -> None:
-    """Nobody cares whose blocks are given to others."""
+def _ignore(request: str) -> None:
+    """The default of `ModelWorker.on_free`."""

@@ -46,7 +46,7 @@ class MultiRankKvTransfer:
         self._received: list[KvReceived] = []
         self._lost: list[KvLost] = []
         self.computes = MultiRankSpanExecutor(executor, untold)
-        executor.hears = self._hear
+        executor.on_control = self._hear
 
     def meet(self, peers: Iterable[PeerAddress]) -> None:
         """See `Peers.meet`."""
@@ -129,7 +129,7 @@ class MultiRankKvTransfer:
         elif isinstance(said, RankLost):
             self._lost.append(KvLost(said.name, said.why, said.end))
         else:
-            self.computes.hear(rank, said)
+            self.computes.on_message(rank, said)
 
     def _came(self, rank: int, said: RankReceived) -> None:
         if said.name not in self._awaited:
@@ -144,7 +144,7 @@ class MultiRankKvTransfer:
             self._received.append(KvReceived(said.name, said.piece, said.source, began_s, ended_s))
 
     def _tell(self, word: ToRank) -> None:
-        self._executor.aside(encode(word))
+        self._executor.send_control(encode(word))
 
 
 class MultiRankPeers:

@@ -67,7 +67,7 @@ class KvPort:
         self._pieces: dict[str, list[_SliceInFlight]] = {}
         self._awaited: dict[str, int] = {}
         self._opened: list[str] = []
-        worker.leaving = self.settle
+        worker.on_free = self.settle
 
     # -- what comes ---------------------------------------------------------------------------------------------------
 

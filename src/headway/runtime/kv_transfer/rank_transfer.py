@@ -66,7 +66,7 @@ class RankKvTransfer:
         runs = SpanExecutor(worker, self._peers, eos, config)
         self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)
         self.runs = RankSpanExecutor(runs, self._port, lambda word: say(encode(word)))
-        worker.leaving = self._leaving
+        worker.on_free = self._leaving
         self._names: dict[str, str] = {}
         self._computed: dict[str, int] = {}
         self._lives: dict[str, int] = {}
@@ -78,7 +78,7 @@ class RankKvTransfer:
         """Where other instances find this rank."""
         return self._peers.address
 
-    def hear(self, body: bytes) -> None:
+    def on_message(self, body: bytes) -> None:
         """The engine's word, in order with the plans that have been carried out."""
         said = to_rank.decode(body)
         if isinstance(said, RankMeet):
@@ -109,7 +109,7 @@ class RankKvTransfer:
         else:
             if isinstance(said, SuspendRequest) and said.number:
                 self._names[str(said.number)] = said.name
-            self.runs.hear(said)
+            self.runs.on_message(said)
 
     def computed(self, part: GroupBatch) -> None:
         """A part has been computed here: what it added may go."""

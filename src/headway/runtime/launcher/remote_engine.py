@@ -20,8 +20,8 @@ import zmq
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.engine_channel import EngineLine
-from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, doors
+from headway.runtime.engine.engine_channel import EngineChannel
+from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, join_endpoints
 from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.remote_rank import RemoteProcess
 from headway.runtime.launcher.secret import guard_server, new_token
@@ -43,13 +43,15 @@ class RemoteEngine:
                 guard_server(socket, token)
                 ports.append(socket.bind_to_random_port(f"tcp://{meeting.address}"))
 
-        self._line = EngineLine(config.worker_timeout_s, bind)
-        self.words: FatalError | None = None
+        self._channel = EngineChannel(config.worker_timeout_s, bind)
+        self.fatal_error: FatalError | None = None
         """What it said of its own end."""
         self.served = False
         """Whether it has ever been ready."""
         settings = msgspec.json.encode(msgspec.structs.replace(config, rdzv_token=token))
-        process = meeting.launch(number, doors(*(f"tcp://{meeting.address}:{port}" for port in ports)), settings)
+        process = meeting.launch(
+            number, join_endpoints(*(f"tcp://{meeting.address}:{port}" for port in ports)), settings
+        )
         assert process is not None, "of this host it would be a child"
         self.process: RemoteProcess = process
 
@@ -65,18 +67,18 @@ class RemoteEngine:
 
     def send(self, frames: Sequence[Any]) -> None:
         """See `EngineLine.send`."""
-        self._line.send(frames)
+        self._channel.send(frames)
 
     async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
         """The next message, its times by our clock."""
-        return by_our_clock(await self._line.receive(), self.ahead_s)
+        return by_our_clock(await self._channel.receive(), self.ahead_s)
 
     def ready(self) -> None:
         """It has started: from now on its silence means more."""
         self.served = True
-        self._line.ready()
+        self._channel.ready()
 
-    async def gone(self) -> str:
+    async def wait_until_exited(self) -> str:
         """Returns when the process has ended, is cut off or hangs, or its host is lost: how, in words that follow 'the
         process of instance 3'."""
         cut_s: float | None = None
@@ -84,17 +86,17 @@ class RemoteEngine:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             if self.process.pid is not None:
-                self._line.started()
-            if self._line.cut:
+                self._channel.started()
+            if self._channel.disconnected:
                 cut_s = now if cut_s is None else cut_s
                 if now - cut_s > _REPORT_S:
                     return "was cut off: its connection has ended"
-            elif self._line.silent(now):
-                return f"was not heard of for {self._line.limit_s:g} s: it hangs, or is cut off"
+            elif self._channel.is_silent(now):
+                return f"was not heard of for {self._channel.limit_s:g} s: it hangs, or is cut off"
         await asyncio.sleep(2 * _LOOK_S)  # what it said last may still be on its way
         return self.process.ended
 
     def end(self, at_once: bool = False) -> None:
         """Have it ended, whatever it is doing; not waited for. Harmless when repeated."""
-        self._line.hang_up()
+        self._channel.close()
         self.process.kill()

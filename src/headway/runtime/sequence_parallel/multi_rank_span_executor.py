@@ -66,7 +66,7 @@ class MultiRankSpanExecutor:
         self._name = ""
         self._said: dict[int, RunFromRank] = {}
 
-    def hear(self, rank: int, said: RunFromRank) -> None:
+    def on_message(self, rank: int, said: RunFromRank) -> None:
         """A rank's word. What it says of a request that was forgotten is ignored."""
         if said.name == self._name and (rank not in self._said or isinstance(said, SpanBroken)):
             self._said[rank] = said
@@ -173,12 +173,12 @@ class MultiRankSpanExecutor:
                     raise SpanTaskError(said.why) if said.end is None else PeerLostError(said.why, said.end)
             if len(self._said) == self._ranks:
                 return [self._said[rank] for rank in range(self._ranks)]
-            self._executor.attend(_WAIT_S)
+            self._executor.poll(_WAIT_S)
             meanwhile()
             look()
 
     def _tell(self, word: RunToRank) -> None:
-        self._executor.aside(encode(word))
+        self._executor.send_control(encode(word))
 
 
 def _all(words: Sequence[RunFromRank], kind: type[W]) -> list[W]:

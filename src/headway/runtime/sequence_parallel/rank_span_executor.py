@@ -1,7 +1,7 @@
 """A rank's part in runs, as its engine tells it: computed in the rank's own thread, which goes on hearing meanwhile.
 
 A run is computed from inside the rank's loop, and calls back into it: within layers for what concerns KV, a pause or an
-end (`glance`), and where all ranks of the instance stand at the same point, for plans as well (`turn`): while room is
+end (`poll`), and where all ranks of the instance stand at the same point, for plans as well (`step`): while room is
 awaited, and behind a layer where the engine asks for that. Ranks would wait for each other for ever otherwise, one in
 a layer of the run and one in a batch.
 """
@@ -45,10 +45,10 @@ class RankLoopCalls(Protocol):
     def stopped(self) -> bool:
         """Whether the rank was told to end."""
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Take the next message, or carry out the next plan; waits for one."""
 
-    def glance(self) -> None:
+    def poll(self) -> None:
         """Take what has come, and carry out what computes nothing."""
 
 
@@ -69,7 +69,7 @@ class RankSpanExecutor:
         """Whether nobody wants the run under way any more: it ends before anything else is heard."""
         self._given: list[Sequence[tuple[int, int]]] = []
 
-    def hear(self, said: RunToRank) -> None:
+    def on_message(self, said: RunToRank) -> None:
         """The engine's word. What it says of a request that was forgotten is ignored."""
         name = said.name
         if isinstance(said, AdmitSpan):
@@ -160,12 +160,12 @@ class RankSpanExecutor:
         self._say(SpanEnded(name, emitted, moved, self._runs.whole_tokens(name)))
 
     def _look(self) -> None:
-        self.loop.glance()
+        self.loop.poll()
         self._check()
         self._runs.check(self._name)
 
     def _turn(self) -> None:
-        self.loop.turn()
+        self.loop.step()
         self._check()
 
     def _check(self) -> None:

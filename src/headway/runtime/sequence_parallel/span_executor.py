@@ -212,7 +212,7 @@ class _SpanMember:
             self._prefill.adopt(held, self._place(len(own.heads), len(own.positions)))
         resident, start, end = self._resident, chunks[0].start, chunks[-1].end
         if drawn and resident.known >= end - len(drawn):
-            resident.hear(end - len(drawn), drawn)
+            resident.learn(end - len(drawn), drawn)
         if resident.known < end:
             raise ConfigError(f"run [{start}, {end}): {resident.known} tokens are known here")
         self._own = 0
