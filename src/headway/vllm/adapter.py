@@ -1,0 +1,379 @@
+"""The scheduler class that vLLM loads, and all that depends on vLLM's internals.
+
+Written for the seams of vLLM 0.32 (`seams.KNOWN`). vLLM's `schedule()` runs unchanged: before it, the waiting queue
+shows the policy's choice only and prefills get quotas; after it, the policy's cursors follow vLLM's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.request import RequestStatus
+
+from headway.core.request import Request
+from headway.policy.iteration.decision import IterationPolicy
+from headway.vllm import seams
+from headway.vllm.driver import PolicyDriver, StepPlan
+from headway.vllm.gate import GatedQueueMethods
+from headway.vllm.kv_pool import VllmKvPool
+from headway.vllm.latency import EngineFacts, latency_model
+from headway.vllm.settings import VllmSettings, read_settings
+from headway.vllm.slo import read_slo
+from headway.vllm.step_clock import StepClock
+
+logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
+
+_LOOKUP_STEPS = 16
+"""What a waiting request would take of the pool is asked anew after so many steps: the prefix cache changes."""
+_REPORT_S = 60.0
+
+
+class _GatedRequestQueue(GatedQueueMethods, RequestQueue):
+    """vLLM's queue interface behind the gate."""
+
+
+class Scheduler:
+    """`--scheduler-cls headway.vllm.Scheduler`. Makes a scheduler over the base class that vLLM itself would take."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises ConfigError for a vLLM whose scheduler is not known, and for impossible settings."""
+        import vllm
+
+        warning = seams.require_known(seams.compare(vllm.__version__, seams.digests(VllmScheduler)))
+        if warning is not None:
+            logger.warning(warning)
+        chosen = _AsyncHeadwayScheduler if vllm_config.scheduler_config.async_scheduling else _SyncHeadwayScheduler
+        return chosen(vllm_config, *args, **kwargs)
+
+
+class HeadwaySchedulerMethods:
+    """What the plug-in changes of vLLM's scheduler, whichever class that is.
+
+    An exception in the policy costs one step in stock order; the policy is then made anew from vLLM's own state. After
+    `max_errors` of them the stock order stays.
+    """
+
+    headway_clock: Callable[[], float] = staticmethod(time.monotonic)
+    headway_wall_clock: Callable[[], float] = staticmethod(time.time)
+    """The clock that vLLM stamps arrivals with."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.headway_errors = 0
+        self.headway_decision_s: deque[float] = deque(maxlen=4096)
+        """Seconds that the policy took of the last steps."""
+        self._headway_settings: VllmSettings = read_settings(vllm_config.additional_config)
+        self._headway_latency, start = latency_model(self._headway_settings, _engine_facts(vllm_config))
+        self.waiting = _GatedRequestQueue(self.waiting)
+        self._headway_plan: StepPlan | None = None
+        self._headway_clock = StepClock()
+        self._headway_off: set[str] = set()  # waiting requests that no policy decides about
+        self._headway_blocked: dict[str, Any] = {}  # waiting for a grammar to be compiled
+        self._headway_needs: dict[str, tuple[int, int, int]] = {}  # by request: (step, tokens, free blocks for them)
+        self._headway_step = 0
+        self._headway_error_share = 0.0
+        self._headway_reported_s = 0.0
+        self._headway = self._make_driver()
+        logger.info(
+            "Headway schedules prefills: policy %s, steps of %g ms, starts from %s",
+            self._headway_settings.policy,
+            self._headway_settings.t_target_ms,
+            start,
+        )
+
+    # -- what vLLM calls ----------------------------------------------------------------------------------------
+
+    def add_request(self: Any, request: Any) -> None:
+        """A new request, or more input for one."""
+        fresh = request.request_id not in self.requests
+        super().add_request(request)
+        if fresh:
+            self._guard(self._enter, request)
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Decide, let vLLM schedule, and note what it did."""
+        began_s, started_s = self.headway_clock(), time.perf_counter()
+        if not self._headway_active or not self._guard(self._decide, began_s):
+            self._headway_plan = None
+            self.waiting.open()
+        decided_s = time.perf_counter()
+        output = super().schedule(*args, **kwargs)
+        returned_s = time.perf_counter()
+        if self._headway_plan is not None and output.total_num_scheduled_tokens:
+            self._guard(self._note, output, began_s)
+        self.headway_decision_s.append(decided_s - started_s + time.perf_counter() - returned_s)
+        return output
+
+    def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """The last cap in both of vLLM's loops. Others may wrap it too: the least of all wins."""
+        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        quota = self._quota(request)
+        if quota is None or tokens <= quota:
+            return tokens
+        return min(quota, super()._reserve_prefill_lookahead(request, num_computed_tokens, quota))
+
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
+        """Hybrid models: the quota before vLLM rounds it down to where recurrent state can be kept."""
+        quota = self._quota(request)
+        tokens = num_new_tokens if quota is None else min(num_new_tokens, quota)
+        if tokens == 0:
+            return 0
+        split: int = super()._mamba_block_aligned_split(request, tokens, *args, **kwargs)
+        return split
+
+    def _preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        """vLLM takes a request's KV."""
+        super()._preempt_request(request, *args, **kwargs)
+        if self._headway is not None:
+            self._headway_needs.pop(request.request_id, None)
+            self._guard(self._headway.lost, request)
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """A step's results are there."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._headway_active and scheduler_output.total_num_scheduled_tokens:
+            self._guard(self._measured, scheduler_output, self.headway_clock())
+        return outputs
+
+    # -- decisions ----------------------------------------------------------------------------------------------
+
+    @property
+    def _headway_active(self) -> bool:
+        return self.headway_errors < self._headway_settings.max_errors
+
+    def _guard(self: Any, call: Any, *args: Any) -> bool:
+        """Whether the call succeeded. An exception puts this step into stock order."""
+        if not self._headway_active:
+            return False
+        try:
+            return call(*args) is not False
+        except Exception:
+            self.headway_errors += 1
+            off = not self._headway_active
+            if self.headway_errors == 1 or off:
+                then = "the stock order stays from now on" if off else "this step goes in stock order"
+                logger.exception("Headway's policy failed (%d): %s", self.headway_errors, then)
+            self._headway_plan = None
+            self._headway = None
+            self.waiting.open()
+            return False
+
+    def _decide(self: Any, now: float) -> bool:
+        """Quotas, and what of the waiting queue is visible. False: this step goes in stock order."""
+        if self._headway is None:
+            self._rebuild()
+        driver: PolicyDriver = self._headway
+        for name in self.finished_req_ids:
+            driver.ended(name)
+            self._headway_off.discard(name)
+            self._headway_blocked.pop(name, None)
+            self._headway_needs.pop(name, None)
+        if self._headway_blocked:
+            self._enter_unblocked()
+        self._headway_step += 1
+        running: list[Any] = self.running
+        decodes = [r for r in running if not r.is_prefill_chunk]
+        kv_sum = sum([r.num_computed_tokens for r in decodes])
+        rows = len(decodes) * (1 + self.num_spec_tokens)
+        room = len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs
+        plan = driver.plan(len(decodes), rows, kv_sum, now, room)
+        quotas = plan.quotas
+        if not quotas and not running and driver.prefills:
+            self._headway = None  # the policy would wait, and there is nothing to wait for: vLLM's word goes
+            return False
+        if len(decodes) < len(running):
+            place = {name: i for i, name in enumerate(quotas)}
+            prefills = [r for r in running if r.is_prefill_chunk]
+            # vLLM serves in this order and preempts from its end.
+            prefills.sort(key=lambda r: place.get(r.request_id, len(place)))
+            self.running = decodes + prefills
+        visible = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
+        begun = driver.prefills
+        visible += [begun[name] for name in quotas if begun[name].status != RequestStatus.RUNNING]
+        self.waiting.show([r for r in visible if not self._holds_kv_blocks(r)])
+        self._headway_plan = plan
+        return True
+
+    def _quota(self: Any, request: Any) -> int | None:
+        """Tokens that a prefill may take in this step; None: no limit of ours."""
+        plan = self._headway_plan
+        if plan is None:
+            return None
+        quota = plan.quotas.get(request.request_id)
+        if quota is not None or request.request_id not in self._headway.prefills:
+            return quota
+        if request.status == RequestStatus.RUNNING:
+            return 0
+        # Its KV was loaded by a connector: vLLM ends its scan where such a request gets nothing.
+        return int(self._headway.policy.config.min_chunk)
+
+    def _note(self: Any, output: Any, began_s: float) -> None:
+        """Move the policy to where vLLM is."""
+        driver, plan = self._headway, self._headway_plan
+        if self._headway_off:
+            self._headway_off.difference_update(output.num_scheduled_tokens)
+        load = driver.scheduled(plan, output.num_scheduled_tokens)
+        self._headway_clock.made(id(output), began_s, load, plan.predicted_s)
+
+    def _measured(self: Any, output: Any, now: float) -> None:
+        """Teach the latency model what a step took."""
+        step = self._headway_clock.returned(id(output), now)
+        if step is None or self._headway is None:
+            return
+        load, seconds, predicted_s = step
+        self._headway.observed(load, seconds)
+        self._headway_error_share += 0.02 * (
+            abs(seconds - predicted_s) / max(seconds, 1e-6) - self._headway_error_share
+        )
+        if now - self._headway_reported_s >= _REPORT_S:
+            self._headway_reported_s = now
+            times = sorted(self.headway_decision_s)
+            logger.info(
+                "Headway: decisions take %.0f us (median), step times are predicted to %.0f%%, %d policy errors",
+                1e6 * times[len(times) // 2],
+                100 * self._headway_error_share,
+                self.headway_errors,
+            )
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _enter(self: Any, request: Any) -> None:
+        """Let the policy decide about a request, if it may."""
+        if not _decidable(request):
+            self._headway_off.add(request.request_id)
+        elif request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self._headway_blocked[request.request_id] = request
+        elif self._headway is not None:  # else all requests enter when the driver is made
+            cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+            self._headway.enter(self._facts(request, cached), request)
+
+    def _enter_unblocked(self: Any) -> None:
+        """Requests whose grammar is compiled enter; one that failed is shown, for vLLM to refuse it."""
+        for name, request in list(self._headway_blocked.items()):
+            grammar = request.structured_output_request.grammar
+            if grammar is None:
+                continue
+            del self._headway_blocked[name]
+            if isinstance(grammar, Exception):
+                self._headway_off.add(name)
+            else:
+                cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+                self._headway.enter(self._facts(request, cached), request)
+
+    def _rebuild(self: Any) -> None:
+        """Make the policy anew from vLLM's state."""
+        self._headway = driver = self._make_driver()
+        self._headway_off.clear()
+        self._headway_blocked.clear()
+        running = {r.request_id for r in self.running}
+        for request in list(self.requests.values()):
+            if request.is_finished():
+                continue
+            if request.request_id not in running:
+                self._enter(request)
+            elif _decidable(request):
+                driver.enter(self._facts(request, request.num_computed_tokens), request, running=True)
+
+    def _make_driver(self: Any) -> PolicyDriver:
+        pool_blocks = self.kv_cache_manager.block_pool
+        groups = max(1, len(self.kv_cache_config.kv_cache_groups))
+        n_blocks = self.cache_config.num_gpu_blocks - 1  # one is the null block
+        watermark = getattr(self.kv_cache_manager, "watermark_blocks", 0)
+        pool = VllmKvPool(
+            n_blocks,
+            max(n_blocks // groups * self.block_size, self.max_model_len),
+            lambda: pool_blocks.get_num_free_blocks() - watermark,
+            self._needed_blocks,
+        )
+        least = self.cache_config.block_size if self.need_mamba_block_aligned_split else 1
+        config = self._headway_settings.scheduler_config(
+            self.max_num_active_reqs,
+            self.max_num_scheduled_tokens,
+            max(least, self.num_prefill_lookahead),
+            self.parallel_config.pipeline_parallel_size,
+            self.block_size,
+        )
+        return PolicyDriver(IterationPolicy(config, self._headway_latency, pool), pool)
+
+    def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:
+        """Free blocks that a request would take for so many tokens, by vLLM's own count (windows, groups, prefix hits)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return 0
+        manager = self.kv_cache_manager
+        computed, blocks = request.num_computed_tokens, manager.empty_kv_cache_blocks
+        if not computed:
+            step, known, needed = self._headway_needs.get(request_id, (-_LOOKUP_STEPS, 0, 0))
+            if self._headway_step - step < _LOOKUP_STEPS and known == tokens:
+                return needed
+            blocks, computed = manager.get_computed_blocks(request)[:2]
+        slots = min(tokens, self.max_model_len)
+        needed = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request_id,
+            num_tokens=slots,
+            new_computed_blocks=blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=computed,
+            num_tokens_main_model=slots,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+        if not request.num_computed_tokens:
+            self._headway_needs[request_id] = (self._headway_step, tokens, needed)
+        return int(needed)
+
+    def _facts(self: Any, request: Any, computed: int) -> Request:
+        """What a policy may know of a request. Its arrival is brought to the monotonic clock."""
+        tokens = request.num_tokens
+        return Request(
+            id=request.request_id,
+            arrival_s=self.headway_clock() - max(0.0, self.headway_wall_clock() - request.arrival_time),
+            prompt_tokens=tokens,
+            max_output_tokens=max(1, request.max_tokens - request.num_output_tokens),
+            cached_tokens=max(0, min(computed, tokens - 1)),
+            slo=read_slo(request.sampling_params.extra_args),
+            priority=request.priority,
+        )
+
+
+class _SyncHeadwayScheduler(HeadwaySchedulerMethods, VllmScheduler):
+    """Where vLLM schedules a step after the one before has come back."""
+
+
+class _AsyncHeadwayScheduler(HeadwaySchedulerMethods, AsyncScheduler):
+    """Where vLLM schedules a step while the one before runs."""
+
+
+def _decidable(request: Any) -> bool:
+    """Whether the policy may make a request wait. Those that may not start as soon as vLLM lets them: remote prefills
+    (another instance holds KV for them), pooling, input that still streams in, and encoder inputs, which vLLM has cut
+    at their own borders before it asks for a quota."""
+    remote = (request.kv_transfer_params or {}).get("do_remote_prefill")
+    return not (
+        request.pooling_params is not None
+        or request.resumable
+        or remote
+        or request.has_encoder_inputs
+        or request.abort_immediately
+    )
+
+
+def _engine_facts(vllm_config: Any) -> EngineFacts:
+    from vllm.platforms import current_platform
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return EngineFacts(
+        hf_config=model.hf_text_config.to_dict(),
+        dtype_bytes=model.dtype.itemsize,
+        device_name="cpu" if current_platform.is_cpu() else current_platform.get_device_name(),
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+    )

@@ -1,0 +1,110 @@
+"""What a step of vLLM costs before any was measured: a stored profile, else a roofline of the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import ACCELERATORS, AcceleratorSpec
+from headway.perf.hardware.models import from_hf_config
+from headway.perf.hardware.models import model as named_model
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.roofline import MachineRates, roofline
+from headway.perf.latency.store import load
+from headway.perf.latency.tables import TableLatency
+from headway.vllm.settings import VllmSettings
+
+_FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8
+"""What of its data sheet's peaks an accelerator is taken to reach."""
+_TRUST_ROOFLINE, _TRUST_PROFILE = 0.3, 2.0
+"""Weight of the start against measurements, in steps (`CorrectedLatency.confidence`)."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the roofline needs to know of an engine."""
+
+    hf_config: Mapping[str, Any]
+    dtype_bytes: int
+    """Of weights and KV."""
+    device_name: str
+    """As its driver calls it, or "cpu"."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+
+def latency_model(settings: VllmSettings, facts: EngineFacts) -> tuple[LatencyModel, str]:
+    """(a model that corrects itself, where it starts from). Raises ConfigError for a profile that cannot be read."""
+    if settings.profile is not None:
+        source = load(settings.profile, None)
+        return CorrectedLatency(TableLatency(source), _TRUST_PROFILE), f"profile {settings.profile}"
+    shape, told = model_shape(facts)
+    rates = machine_rates(facts)
+    return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {told}"
+
+
+def model_shape(facts: EngineFacts) -> tuple[ModelShape, str]:
+    """(the shape of one pipeline stage, in words). Where the config is not that of a Llama-like decoder, an 8B one."""
+    try:
+        shape, told = from_hf_config(facts.hf_config), "shape of the checkpoint"
+    except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
+        shape, told = named_model("llama-3-8b"), f"shape of llama-3-8b, since the checkpoint's is unknown ({error})"
+    layers = max(1, round(shape.layers / facts.pipeline_parallel))
+    return msgspec.structs.replace(shape, layers=layers, dtype_bytes=facts.dtype_bytes), told
+
+
+def machine_rates(facts: EngineFacts) -> MachineRates:
+    """Of one pipeline stage: its tensor-parallel ranks share the work evenly, and their exchange is left to learning."""
+    if facts.device_name == "cpu":
+        return _probe_cpu(facts.tensor_parallel)
+    spec = _accelerator(facts.device_name)
+    ranks = facts.tensor_parallel
+    return MachineRates(
+        linear_flops=spec.flops * _FLOPS_SHARE * ranks,
+        attention_flops=spec.flops * _FLOPS_SHARE * 0.7 * ranks,
+        bandwidth=spec.bandwidth * _BANDWIDTH_SHARE * ranks,
+        fixed_s=3e-3,
+        per_decode_s=0.0,
+        name=f"{facts.device_name} as {spec.name}",
+    )
+
+
+def _accelerator(device_name: str) -> AcceleratorSpec:
+    """The preset whose chip the device's name has; an H100's where none does."""
+    lowered = device_name.lower()
+    for name, spec in ACCELERATORS.items():
+        if name.split("-")[0] in lowered:
+            return spec
+    return ACCELERATORS["h100-80gb"]
+
+
+def _probe_cpu(ranks: int) -> MachineRates:
+    """Rates of this processor from a product and a copy that take some tens of milliseconds together."""
+    a, b = np.ones((256, 1024), np.float32), np.ones((1024, 1024), np.float32)
+    flops = 2.0 * 256 * 1024 * 1024 / _best_s(lambda: a @ b)
+    source = np.ones(8 << 20, np.float32)
+    target = np.empty_like(source)
+    bandwidth = 2.0 * source.nbytes / _best_s(lambda: np.copyto(target, source))
+    return MachineRates(
+        linear_flops=flops * 0.7 * ranks,
+        attention_flops=flops * 0.3 * ranks,
+        bandwidth=bandwidth * ranks,
+        fixed_s=5e-3,
+        per_decode_s=2e-5,
+        name="this processor",
+    )
+
+
+def _best_s(work: Any, times: int = 4) -> float:
+    best = float("inf")
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return max(best, 1e-6)

@@ -1,0 +1,76 @@
+"""Settings of the plug-in: `--additional-config '{"headway": {...}}'` on vLLM's command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headway.core.errors import ConfigError
+from headway.policy.iteration.config import SchedulerConfig
+
+
+class VllmSettings(BaseModel):
+    """All fields are optional. Unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    t_target_ms: float = Field(55.0, gt=0, description="longest step aimed at: the TBT that running requests see, ms")
+    policy: str = Field("lars", description="order of waiting prefills: fcfs, edf, lrs, srpt or lars")
+    long_tokens: int = Field(8192, ge=1, description="prompts above this are long: at most one of them in a step")
+    min_chunk: int = Field(8, ge=1, description="smallest chunk of a prompt that is worth a step, tokens")
+    least_gain: float = Field(3.0, ge=0, description="a step may take so many times the time of one token's step")
+    stretch: float = Field(
+        0.15, ge=0, description="share by which a step may exceed its aim to complete a short prompt"
+    )
+    rho_max: float = Field(0.7, ge=0, lt=1, description="largest share of a step that a long prefill yields to shorts")
+    deadline_base_ms: float = Field(1000.0, ge=0, description="TTFT deadline without an SLO: at least this, ms")
+    deadline_factor: float = Field(5.0, gt=0, description="the same: at least so many times the prefill's time alone")
+    admission_age_s: float = Field(10.0, ge=0, description="a request that lacked KV so long keeps later ones out")
+    profile: Path | None = Field(None, description="file of a measured latency profile (`headway profile --out`)")
+    max_errors: int = Field(10, ge=1, description="policy errors after which the stock order is kept for good")
+
+    def scheduler_config(
+        self, max_num_seqs: int, max_num_batched_tokens: int, least_chunk: int, stages: int, reserve_tokens: int
+    ) -> SchedulerConfig:
+        """The policy's own settings. `least_chunk`: tokens below which vLLM would round a chunk down to nothing.
+        `reserve_tokens`: KV that is set aside beyond a prompt, for its first outputs.
+
+        Raises ConfigError on an impossible combination.
+        """
+        return SchedulerConfig(
+            policy=self.policy,
+            t_target_s=self.t_target_ms / 1000,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            least_gain=self.least_gain,
+            stretch=self.stretch,
+            min_chunk=max(self.min_chunk, least_chunk),
+            long_tokens=self.long_tokens,
+            rho_max=self.rho_max,
+            rho_min=min(0.2, self.rho_max),
+            deadline_base_s=self.deadline_base_ms / 1000,
+            deadline_factor=self.deadline_factor,
+            admission_age_s=self.admission_age_s,
+            reserve_tokens=reserve_tokens,
+            stages=stages,
+        )
+
+
+def read_settings(additional_config: object) -> VllmSettings:
+    """The settings in vLLM's `additional_config`. Raises ConfigError that names each wrong field."""
+    given: Any = additional_config.get("headway", {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'additional_config["headway"] must be an object, not {given!r}')
+    try:
+        return VllmSettings.model_validate(dict(given))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_plain(e)}" for e in error.errors())
+        known = ", ".join(VllmSettings.model_fields)
+        raise ConfigError(f'additional_config["headway"]: {faults} (settings: {known})') from None
+
+
+def _plain(error: Any) -> str:
+    return "no such setting" if error["type"] == "extra_forbidden" else f"{error['msg']}, not {error['input']!r}"

@@ -1,0 +1,285 @@
+"""Headway inside vLLM's real scheduler: what the seams promise. Run by the Python of vLLM's environment (make test-vllm)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
+
+from tests.vllm.contract.virtual_engine import BLOCK, VirtualEngine, model_config
+
+from headway.core.errors import ConfigError
+from headway.vllm import seams
+
+Make = Callable[..., VirtualEngine]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model: Any) -> Make:
+    return lambda **settings: VirtualEngine(model, **settings)
+
+
+def convoy(engine: VirtualEngine, chats: int = 12) -> list[float]:
+    """A 20,000-token prompt, and chats that come while it is computed: their times to the first token."""
+    start = engine.now
+    engine.add("long", 20_000, 8)
+    for i in range(chats):
+        engine.until(start + 0.2 * (i + 1))
+        engine.add(f"chat{i}", 200, 16)
+    engine.run()
+    return [engine.ttft_s(f"chat{i}") for i in range(chats)]
+
+
+def test_the_installed_version_is_one_that_is_known() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    import vllm
+
+    report = seams.compare(vllm.__version__, seams.digests(Scheduler))
+    assert report.known_as == vllm.__version__, report.moved
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_short_requests_do_not_wait_for_a_long_one(make: Make, asynchronous: bool) -> None:
+    stock = convoy(make(stock=True, asynchronous=asynchronous))
+    engine = make(asynchronous=asynchronous, settings={"t_target_ms": 50})
+    plugged = convoy(engine)
+    assert max(plugged) < 0.1 * max(stock)
+    assert engine.scheduler.headway_errors == 0
+    assert engine.used_blocks == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_as_many_tokens_are_computed_as_by_stock(make: Make, asynchronous: bool) -> None:
+    stock, engine = make(stock=True, asynchronous=asynchronous), make(asynchronous=asynchronous)
+    convoy(stock)
+    convoy(engine)
+    assert engine.tokens_computed == stock.tokens_computed
+    assert {n: engine.generated(n) for n in engine.arrived} == {n: stock.generated(n) for n in stock.arrived}
+
+
+def test_chunks_keep_steps_near_the_aim(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 40})
+    engine.add("chat", 100, 400)
+    engine.until(engine.now + 1.0)
+    engine.add("long", 24_000, 4)
+    engine.until(engine.now + 0.5)  # the latency model has seen its first chunks
+    steps = []
+
+    def note() -> None:
+        steps.append(engine.now)
+
+    engine.run(each=note)
+    times = sorted(b - a for a, b in zip(steps, steps[1:], strict=False))
+    assert times[int(0.95 * len(times))] < 0.040 * 1.3
+
+
+def test_several_long_prefills_in_a_small_pool_all_finish(make: Make) -> None:
+    engine = make(blocks=700, settings={"t_target_ms": 30})
+    for i in range(6):
+        engine.add(f"long{i}", 5_000, 4)
+    for i in range(20):
+        engine.until(engine.now + 0.1)
+        engine.add(f"chat{i}", 150, 8)
+    engine.run()
+    assert len(engine.finished) == 26
+    assert engine.used_blocks == 0
+    assert engine.preemptions == 0  # what half-done prefills will need is set aside
+    assert engine.scheduler.headway_errors == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_additions_and_aborts_leave_no_block(make: Make, seed: int, asynchronous: bool) -> None:
+    chance = random.Random(seed)
+    engine = make(blocks=600, asynchronous=asynchronous, settings={"t_target_ms": 25})
+    alive: list[str] = []
+    for i in range(400):
+        if alive and chance.random() < 0.4:
+            engine.abort(alive.pop(chance.randrange(len(alive))))
+        else:
+            name = f"r{i}"
+            engine.add(name, chance.choice([1, 40, 200, 3_000, 7_000]), chance.randrange(1, 30))
+            alive.append(name)
+        for _ in range(chance.randrange(4)):
+            engine.step()
+    engine.run()
+    assert engine.used_blocks == 0
+    assert not engine.scheduler.requests
+    assert engine.scheduler.headway_errors == 0
+    driver = engine.scheduler._headway
+    assert driver.pool.pledged_blocks == 0
+    assert not driver.prefills
+    assert not driver.policy.holders
+
+
+def test_a_cached_prefix_is_not_computed_again_and_counts_as_done(make: Make) -> None:
+    stock, engine = make(stock=True), make()
+    shared = [(i * 13) % 400 for i in range(8_000)]
+    for each in (stock, engine):
+        each.add("first", shared + [1] * 50, 2)
+        each.run()
+        each.add("second", shared + [2] * 50, 2)
+        each.add("other", 6_000, 2)
+        each.run()
+    assert engine.tokens_computed == stock.tokens_computed
+    assert engine.ttft_s("second") < 0.2 * engine.ttft_s("other")
+
+
+def test_a_tighter_slo_goes_first(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 30, "policy": "edf"})
+    engine.add("loose", 4_000, 1, extra={"slo_ttft_ms": 60_000})
+    engine.add("tight", 4_000, 1, extra={"slo_ttft_ms": 400})
+    engine.run()
+    assert engine.finished["tight"] < engine.finished["loose"]
+
+
+def test_priority_goes_before_the_policy(make: Make) -> None:
+    engine = make(policy="priority", settings={"t_target_ms": 30})
+    engine.add("later", 4_000, 1, priority=5)
+    engine.add("sooner", 4_500, 1, priority=0)
+    engine.run()
+    assert engine.finished["sooner"] < engine.finished["later"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_decodes_that_run_out_of_blocks_are_preempted_and_finish(make: Make, asynchronous: bool) -> None:
+    engine = make(blocks=120, asynchronous=asynchronous)
+    for i in range(8):
+        engine.add(f"r{i}", 160, 300)
+    engine.run()
+    assert engine.preemptions > 0
+    assert {engine.generated(f"r{i}") for i in range(8)} == {300}
+    assert engine.used_blocks == 0
+    assert engine.scheduler.headway_errors == 0
+
+
+def test_resetting_the_prefix_cache_with_running_requests_starts_them_anew(make: Make) -> None:
+    engine = make()
+    engine.add("long", 9_000, 4)
+    engine.add("chat", 100, 50)
+    for _ in range(6):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert engine.generated("long") == 4
+    assert engine.generated("chat") == 50
+    assert engine.used_blocks == 0
+    assert engine.scheduler.headway_errors == 0
+
+
+def test_paused_requests_go_on_after_resuming(make: Make) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = make()
+    engine.add("long", 9_000, 4)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.add("chat", 100, 4)
+    assert not any(engine.scheduler.schedule().num_scheduled_tokens for _ in range(3))
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert set(engine.finished) == {"long", "chat"}
+    assert engine.scheduler.headway_errors == 0
+
+
+def test_an_exception_in_the_policy_costs_one_step_in_stock_order(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(settings={"t_target_ms": 30})
+    engine.add("long", 9_000, 4)
+    engine.add("chat", 100, 30)
+    engine.step()
+    driver_type = type(engine.scheduler._headway)
+    plan = driver_type.plan
+    calls = 0
+
+    def sometimes(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0 and calls < 20:
+            raise RuntimeError("a fault in the policy")
+        return plan(*args)
+
+    monkeypatch.setattr(driver_type, "plan", sometimes)
+    engine.run()
+    assert engine.scheduler.headway_errors == 3
+    assert set(engine.finished) == {"long", "chat"}
+    assert engine.used_blocks == 0
+
+
+def test_after_the_last_permitted_error_the_stock_order_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, engine = make(stock=True), make(settings={"max_errors": 3})
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a fault in the policy")
+
+    monkeypatch.setattr(type(engine.scheduler._headway), "plan", fails)
+    assert convoy(engine) == convoy(stock)
+    assert engine.scheduler.headway_errors == 3
+    assert engine.log == stock.log
+
+
+def test_an_unknown_scheduler_is_refused_with_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def schedule(self: Any, throttle_prefills: bool = False) -> Any:
+        raise AssertionError("not the method that is known")
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    monkeypatch.delenv(seams.TRY_ANYWAY, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"does not know the scheduler of vLLM 0\.32\.0.*these methods differ: schedule\."
+    ):
+        make()
+    monkeypatch.setenv(seams.TRY_ANYWAY, "1")
+    assert make().scheduler.headway_errors == 0
+
+
+def test_wrong_settings_are_refused_by_name(make: Make) -> None:
+    with pytest.raises(ConfigError, match="t_target: no such setting"):
+        make(settings={"t_target": 5})
+
+
+def test_requests_that_no_policy_decides_about_start_at_once(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 30})
+    engine.add("long", 12_000, 2)
+    for _ in range(3):
+        engine.step()
+    remote = engine.add("session", 64, 2)
+    assert "session" in engine.scheduler._headway
+    engine.abort("session")
+    remote = engine.add("remote", 64, 2, extra={"kv_transfer_params": {"do_remote_prefill": True}})
+    assert remote.request_id not in engine.scheduler._headway
+    engine.run()
+    assert engine.ttft_s("remote") < 0.3
+    assert engine.used_blocks == 0
+
+
+def test_many_streams_finish_without_a_leak(make: Make) -> None:
+    engine = make(blocks=4096, max_num_seqs=256, batched_tokens=4096, asynchronous=True)
+    for i in range(256):
+        engine.add(f"r{i}", 64 + i % 7 * 100, 40)
+    engine.run()
+    assert len(engine.finished) == 256
+    assert engine.used_blocks == 0
+    assert engine.scheduler.headway_errors == 0
+
+
+def test_the_pool_that_the_policy_sees_is_the_pool_of_the_engine(make: Make) -> None:
+    engine = make(blocks=500)
+    pool = engine.scheduler._headway.pool
+    engine.add("chat", 160, 60)
+    while "chat" not in engine.first_token:
+        engine.step()
+    assert pool.n_blocks == 499
+    assert pool.free_blocks == 499 - engine.used_blocks
+    assert engine.used_blocks == -(-engine.scheduler.requests["chat"].num_computed_tokens // BLOCK)

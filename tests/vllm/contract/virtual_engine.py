@@ -1,0 +1,214 @@
+"""vLLM's real scheduler, KV cache manager and block pool around a made-up model runner, in virtual time.
+
+No weights, no server: `schedule()` is answered with a token for every request whose prompt is computed, after a time
+that a cost formula gives. A queue of depth two plays vLLM's asynchronous loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+import headway.vllm
+
+BLOCK = 16
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 512,
+    "max_position_embeddings": 65536, "torch_dtype": "float32", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """Of a model that has no weights. Takes seconds: make one for all tests."""
+    (folder / "config.json").write_text(json.dumps(_SHAPE))
+    return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=32768)
+
+
+class VirtualEngine:
+    """One engine core: a scheduler, and a runner whose steps take `cost_s(output)` seconds of virtual time."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        stock: bool = False,
+        settings: dict[str, Any] | None = None,
+        asynchronous: bool = False,
+        blocks: int = 8192,
+        batched_tokens: int = 2048,
+        max_num_seqs: int = 64,
+        policy: str = "fcfs",
+        threshold: int = 0,
+    ) -> None:
+        self.now = 1000.0
+        self.depth = 2 if asynchronous else 1
+        scheduling = SchedulerConfig.default_factory(
+            max_model_len=model.max_model_len,
+            max_num_batched_tokens=batched_tokens,
+            max_num_seqs=max_num_seqs,
+            enable_chunked_prefill=True,
+            async_scheduling=asynchronous,
+            policy=policy,
+            long_prefill_token_threshold=threshold,
+        )
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=scheduling,
+            cache_config=cache,
+            parallel_config=ParallelConfig(),
+            additional_config={"headway": settings or {}},
+        )
+        config.scheduler_config.async_scheduling = asynchronous  # platforms have their own default
+        cache.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        chosen: Any = (AsyncScheduler if asynchronous else StockScheduler) if stock else headway.vllm.Scheduler
+        self.scheduler: Any = chosen(
+            vllm_config=config,
+            kv_cache_config=kv,
+            structured_output_manager=mock.Mock(),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        if not stock:
+            self.scheduler.headway_clock = self.scheduler.headway_wall_clock = lambda: self.now
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._in_flight: deque[tuple[Any, list[str]]] = deque()
+        self.arrived: dict[str, float] = {}
+        self.first_token: dict[str, float] = {}
+        self.finished: dict[str, float] = {}
+        self.tokens_computed = 0
+        self.steps = 0
+        self.preemptions = 0
+        self.log: list[dict[str, int]] = []
+        self._generated: dict[str, int] = {}
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        prompt: int | list[int],
+        output: int = 1,
+        *,
+        priority: int = 0,
+        extra: dict[str, Any] | None = None,
+    ) -> Request:
+        """A request of `prompt` tokens (ids of its own, unless given)."""
+        if isinstance(prompt, int):
+            seed = len(self.arrived) + 1
+            prompt = [(seed * 7919 + i * 31) % 500 for i in range(prompt)]
+        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra)
+        params.update_from_generation_config({}, eos_token_id=1)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=self.now,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self.arrived[name] = self.now
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One turn of the engine's loop. False: there was nothing to do."""
+        scheduler = self.scheduler
+        if scheduler.has_requests():
+            output = scheduler.schedule()
+            sampled = [n for n in output.num_scheduled_tokens if not scheduler.requests[n].is_prefill_chunk]
+            self._in_flight.append((output, sampled))
+            self.log.append(dict(output.num_scheduled_tokens))
+            self.preemptions += len(output.preempted_req_ids or ())
+            if len(self._in_flight) < self.depth and output.total_num_scheduled_tokens:
+                return True
+        if not self._in_flight:
+            return False
+        self._return(*self._in_flight.popleft())
+        return True
+
+    def run(self, most_steps: int = 200_000, each: Callable[[], None] | None = None) -> None:
+        """Until everything has ended."""
+        for _ in range(most_steps):
+            if each is not None:
+                each()
+            if not self.step():
+                return
+        raise AssertionError(f"unfinished after {most_steps} steps: {list(self.scheduler.requests)[:10]}")
+
+    def until(self, when: float, most_steps: int = 100_000) -> None:
+        """Until this time of the virtual clock."""
+        for _ in range(most_steps):
+            if self.now >= when:
+                return
+            if not self.step():
+                self.now = when
+                return
+        raise AssertionError("time does not pass")
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that somebody holds, by vLLM's own count."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def ttft_s(self, name: str) -> float:
+        return self.first_token[name] - self.arrived[name]
+
+    def _return(self, output: Any, sampled: list[str]) -> None:
+        names = list(output.num_scheduled_tokens)
+        self.now += self._cost_s(output)
+        self.steps += 1
+        self.tokens_computed += output.total_num_scheduled_tokens
+        with_token = set(sampled)
+        tokens = [[100] if name in with_token else [] for name in names]
+        result = ModelRunnerOutput(
+            req_ids=names, req_id_to_index={n: i for i, n in enumerate(names)}, sampled_token_ids=tokens
+        )
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                if one.new_token_ids:
+                    self.first_token.setdefault(one.request_id, self.now)
+                    self._generated[one.request_id] = self._generated.get(one.request_id, 0) + len(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.finished[one.request_id] = self.now
+
+    def generated(self, name: str) -> int:
+        return self._generated.get(name, 0)
+
+    def _cost_s(self, output: Any) -> float:
+        """2 ms, 0.1 ms a row, and attention by history."""
+        if not output.total_num_scheduled_tokens:
+            return 1e-3
+        seconds = 2e-3 + 1e-4 * output.total_num_scheduled_tokens
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests.get(name)
+            past = 0 if request is None else request.num_computed_tokens
+            seconds += 5e-9 * count * past
+        return seconds
