@@ -30,6 +30,8 @@ test: check ## checks, then all tests but the long ones (about 6 minutes on 2 co
 test-long: setup ## clusters, hosts, chaos, every product of parameters, soaks (about half an hour)
 	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadfile --timeout 1800
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 1800
+	@if [ -d $(VLLM_VENV) ]; then $(MAKE) --no-print-directory test-vllm; \
+	else echo "skipped: the contract tests with vLLM, which need its environment (make vllm, 3.4 GB)"; fi
 
 vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, minutes)
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV)

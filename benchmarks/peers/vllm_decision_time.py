@@ -39,9 +39,8 @@ def main() -> None:
             times = sorted(engine.scheduler.headway_decision_s)
             quantiles = ", ".join(f"P{q} {1e6 * times[int(len(times) * q / 100)]:.0f} us" for q in (50, 90, 99))
             waiting = len(engine.scheduler.waiting)
-            print(
-                f"{phase}: {len(times)} decisions, {quantiles}; {waiting} wait, {engine.scheduler.headway_errors} errors"
-            )
+            errors = engine.scheduler.headway_errors
+            print(f"{phase}: {len(times)} decisions, {quantiles}; {waiting} wait, {errors} errors")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def test_settings_name_what_is_wrong() -> None:
     assert read_settings({"headway": {"t_target_ms": 40}, "other": 1}).t_target_ms == 40
     with pytest.raises(ConfigError, match=r"tbt: no such setting.*t_target_ms"):
         read_settings({"headway": {"tbt": 1}})
-    with pytest.raises(ConfigError, match="t_target_ms: .*greater than 0, not -5"):
+    with pytest.raises(ConfigError, match=r"t_target_ms: .*greater than 0, not -5"):
         read_settings({"headway": {"t_target_ms": -5}})
     with pytest.raises(ConfigError, match="must be an object"):
         read_settings({"headway": 5})
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_unknown_shape_is_taken_for_an_8b_model() -> None:
 
 def test_the_package_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, json; import headway.vllm.driver, headway.vllm.latency, headway.vllm.seams, headway.vllm.middleware;"
+        "import sys, json; import headway.vllm.driver, headway.vllm.latency, headway.vllm.seams;"
         "import headway.vllm; headway.vllm.SloMiddleware;"
         "print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     )

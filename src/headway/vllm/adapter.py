@@ -64,7 +64,7 @@ class HeadwaySchedulerMethods:
     headway_wall_clock: Callable[[], float] = staticmethod(time.time)
     """The clock that vLLM stamps arrivals with."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.headway_errors = 0
         self.headway_decision_s: deque[float] = deque(maxlen=4096)
@@ -303,7 +303,7 @@ class HeadwaySchedulerMethods:
         return PolicyDriver(IterationPolicy(config, self._headway_latency, pool), pool)
 
     def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:
-        """Free blocks that a request would take for so many tokens, by vLLM's own count (windows, groups, prefix hits)."""
+        """Free blocks that a request would take for so many tokens: vLLM's own count (windows, groups, prefix hits)."""
         request = self.requests.get(request_id)
         if request is None:
             return 0

@@ -60,7 +60,7 @@ def model_shape(facts: EngineFacts) -> tuple[ModelShape, str]:
 
 
 def machine_rates(facts: EngineFacts) -> MachineRates:
-    """Of one pipeline stage: its tensor-parallel ranks share the work evenly, and their exchange is left to learning."""
+    """Of one pipeline stage: tensor-parallel ranks share the work evenly, and their exchange is left to learning."""
     if facts.device_name == "cpu":
         return _probe_cpu(facts.tensor_parallel)
     spec = _accelerator(facts.device_name)

@@ -1,4 +1,4 @@
-"""ASGI middleware of vLLM's API server: SLO headers become `vllm_xargs` of the JSON body, where the scheduler reads them.
+"""ASGI middleware of vLLM's API server: SLO headers become `vllm_xargs` of the body, where the scheduler reads them.
 
 vllm serve MODEL --scheduler-cls headway.vllm.Scheduler --middleware headway.vllm.SloMiddleware
 """
@@ -69,7 +69,7 @@ def add_arguments(body: bytes, arguments: dict[str, float]) -> bytes:
 
 async def _read(receive: AsgiReceive) -> bytes:
     """The whole body: the server reads all of it before it parses, so nothing waits longer."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         message = await receive()
         if message["type"] != "http.request":

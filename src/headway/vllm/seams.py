@@ -98,6 +98,6 @@ def require_known(report: SeamReport) -> str | None:
     if os.environ.get(TRY_ANYWAY) == "1":
         return f"{sentence}. Going on, since {TRY_ANYWAY}=1"
     raise ConfigError(
-        f"{sentence}. Known versions: {', '.join(KNOWN) or 'none'}. Drop --scheduler-cls to run vLLM without Headway, or "
-        f"set {TRY_ANYWAY}=1 to try it nevertheless"
+        f"{sentence}. Known versions: {', '.join(KNOWN) or 'none'}. Drop --scheduler-cls to run vLLM without Headway, "
+        f"or set {TRY_ANYWAY}=1 to try it nevertheless"
     )

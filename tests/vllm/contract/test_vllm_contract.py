@@ -1,9 +1,10 @@
-"""Headway inside vLLM's real scheduler: what the seams promise. Run by the Python of vLLM's environment (make test-vllm)."""
+"""Headway inside vLLM's real scheduler: what the seams promise. `make test-vllm` runs it in vLLM's environment."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from headway.core.errors import ConfigError
 from headway.vllm import seams
 
 Make = Callable[..., VirtualEngine]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +42,8 @@ def convoy(engine: VirtualEngine, chats: int = 12) -> list[float]:
 
 
 def test_the_installed_version_is_one_that_is_known() -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     import vllm
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     report = seams.compare(vllm.__version__, seams.digests(Scheduler))
     assert report.known_as == vllm.__version__, report.moved
@@ -79,7 +80,7 @@ def test_chunks_keep_steps_near_the_aim(make: Make) -> None:
         steps.append(engine.now)
 
     engine.run(each=note)
-    times = sorted(b - a for a, b in zip(steps, steps[1:], strict=False))
+    times = sorted(b - a for a, b in pairwise(steps))
     assert times[int(0.95 * len(times))] < 0.040 * 1.3
 
 
@@ -236,9 +237,7 @@ def test_an_unknown_scheduler_is_refused_with_a_sentence(make: Make, monkeypatch
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.delenv(seams.TRY_ANYWAY, raising=False)
-    with pytest.raises(
-        ConfigError, match=r"does not know the scheduler of vLLM 0\.32\.0.*these methods differ: schedule\."
-    ):
+    with pytest.raises(ConfigError, match=r"does not know the scheduler of vLLM.*these methods differ: schedule\."):
         make()
     monkeypatch.setenv(seams.TRY_ANYWAY, "1")
     assert make().scheduler.headway_errors == 0
