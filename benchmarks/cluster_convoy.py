@@ -27,7 +27,7 @@ from headway.core.scratch_folder import ScratchFolder
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.serving.load.machine import machine
 from headway.sim.cluster.build import placement_of
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.requests import requests_of
 from headway.sim.workload import TraceRequest
 

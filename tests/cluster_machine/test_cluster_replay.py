@@ -17,7 +17,7 @@ from headway.core.errors import ConfigError
 from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.policy.placement.view import ClusterSnapshot
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest

@@ -33,8 +33,8 @@ from headway.policy.placement.loongserve.greedy import GreedyDispatch
 from headway.policy.placement.loongserve.policy import LoongServe, LoongServeOptions, loongserve
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec

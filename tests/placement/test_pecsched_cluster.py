@@ -14,8 +14,8 @@ from tests.helpers.cluster_worlds import PerToken, cluster
 
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

@@ -30,8 +30,8 @@ from headway.policy.placement.base import (
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.view import ClusterSnapshot, ClusterState
 from headway.policy.placement.weave_groups import PlacedGroup
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec

@@ -14,7 +14,7 @@ from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.policy.placement.base import CommitSpans, RequestArrived
 from headway.sim.cluster.balance import CONNECTED_SHARE, balance_bytes, exposed_s
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.workload import TraceRequest
 

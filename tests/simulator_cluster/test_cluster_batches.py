@@ -29,7 +29,7 @@ from headway.policy.placement.base import (
     TransferKv,
 )
 from headway.policy.placement.view import ClusterSnapshot
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.faults import small_machine
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest

@@ -33,7 +33,7 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.policy.placement.view import ClusterSnapshot
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

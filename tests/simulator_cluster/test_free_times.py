@@ -14,7 +14,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event, RequestArrived, RequestPrefilled
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.policy.placement.view import ClusterSnapshot
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.workload import TraceRequest
 

@@ -13,8 +13,8 @@ from headway.cli.main import main
 from headway.core.span import Span
 from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event, RequestArrived
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import GanttBar
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.report.gantt import gantt_figure
 from headway.sim.report.gantt_html import gantt_page
 from headway.sim.workload import TraceRequest

@@ -9,7 +9,7 @@ from tests.helpers.cluster_worlds import cluster
 
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest

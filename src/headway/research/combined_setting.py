@@ -33,8 +33,8 @@ from headway.policy.placement.view import ClusterInstance
 from headway.research import pecsched_setting, tetris_setting
 from headway.research.base import RunOptions
 from headway.sim.cluster.build import cluster_of, run_cluster
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.runner import SimulationCache

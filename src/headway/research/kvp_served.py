@@ -17,11 +17,11 @@ import numpy as np
 from headway.research.arithmetic import machine
 from headway.research.base import Mode
 from headway.sim.build import instance_of, run_of
-from headway.sim.event_loop import simulate
 from headway.sim.metrics import definitions
 from headway.sim.requests import requests_of
 from headway.sim.result import GroupJoin
 from headway.sim.scenario import parse_scenario
+from headway.sim.simulation import simulate
 
 PREFILL_CHUNK = 4096
 TOKENS = 17

@@ -132,7 +132,7 @@ def judged(result: SimResult, qps: float, limits: ServiceLimits) -> RateResult:
 
 def rate_of(spec: InstanceSpec, draw: Draw, limits: ServiceLimits, qps: float) -> RateResult:
     """One rate, simulated and judged."""
-    return judged(simulate(spec, draw(qps), RunSpec(told=False)), qps, limits)
+    return judged(simulate(spec, draw(qps), RunSpec(slo_told=False)), qps, limits)
 
 
 def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:

@@ -28,7 +28,7 @@ from headway.research.base import ClaimRow, ExperimentReport, RunOptions
 from headway.research.tetris_setting import prefill_cluster
 from headway.research.verdicts import at_most, band, judge_same, order
 from headway.sim.cluster.balance import exposed_s
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.workload import TraceRequest
 
 K = 1024

@@ -32,8 +32,8 @@ from headway.perf.latency.ring import RingLatency
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.research.base import RunOptions
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.noise import NoiseSpec

@@ -7,10 +7,10 @@
 Deterministic: the same arguments give the same result, bit by bit, on any machine with the same numpy.
 """
 
-from headway.sim.event_loop import simulate
 from headway.sim.noise import NoiseSpec
 from headway.sim.pipeline import StageLink
 from headway.sim.result import IterationRecord, ReplicaUse, SimResult
+from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
 
 __all__ = [

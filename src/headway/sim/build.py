@@ -22,7 +22,7 @@ from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.shard_exchange import ShardExchangeCost, between_groups
 from headway.perf.latency.tables import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.event_loop import OnProgress, simulate
+from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory
 from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
@@ -30,6 +30,7 @@ from headway.sim.pipeline import StageLink
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
 from headway.sim.scenario import LatencySection, ModelSection, Scenario
+from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec, UtilisationBase
 from headway.sim.workload import TraceRequest
 
@@ -122,7 +123,7 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
         replicas=scenario.cluster.replicas,
         seed=seed,
         targets={klass: SloTargets(**slo.model_dump()) for klass, slo in scenario.slo.items()},
-        told=run.slo_told,
+        slo_told=run.slo_told,
         deadline_is_target=run.deadline_is_target,
         max_output=run.max_output,
         noise=NoiseSpec(run.noise.kind, run.noise.amount, run.noise.bias),

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from headway.perf.latency.base import LatencyModel, Seconds
-from headway.sim.event_loop import simulate
 from headway.sim.metrics import RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
 from headway.sim.replay import ReplayedRun
+from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
@@ -80,7 +80,7 @@ def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
         kv_tokens=run.kv_tokens,
         block_tokens=run.block_tokens,
     )
-    simulated = simulate(spec, workload, RunSpec(told=False))
+    simulated = simulate(spec, workload, RunSpec(slo_told=False))
     return CalibrationReport(
         iterations=len(run.batches),
         running=_errors([(batch.predicted_s, batch.elapsed_s) for batch in run.batches]),

@@ -30,49 +30,50 @@ class UtilisationBase:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSpec:
-    """One instance. `latency` predicts one pipeline stage's time; `truth`, where given, is what really happens.
-    `kv_tokens`: of each of its `config.kv_parallel` groups; `exchange`: what it costs that they share a request.
-
-    `learns`: the scheduler's predictions correct themselves from what iterations took, as the live engine's do.
-    """
+    """One instance."""
 
     config: SchedulerConfig
     latency: LatencyModel
+    """Predicts the time of one pipeline stage."""
     kv_tokens: int
+    """KV capacity of each of its `config.kv_parallel` groups."""
     block_tokens: int = 64
     link: StageLink = field(default_factory=StageLink)
     exchange: ShardExchangeCost = ShardExchangeCost()  # noqa: RUF009 - frozen
+    """What it costs KV groups to share a request."""
     truth: LatencyModel | None = None
+    """What iterations really take; None: what `latency` predicts."""
     learns: bool = False
+    """Whether predictions correct themselves from what iterations took, as the live engine's do."""
     yardstick: UtilisationBase | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """How a run goes. Times in seconds.
-
-    replicas: instances behind one queue; an arrival joins the one with the fewest unfinished requests.
-    targets: what a class is judged by; told: whether the scheduler hears of the targets (else its own deadlines apply).
-    deadline_is_target: classes without a TTFT target are judged by the deadline that the scheduler gave them.
-    max_output: what clients say they want at most; None: exactly what they will get.
-    window_s: the run is observed for so long; None: to the last request's end.
-    timeout_s: clients leave so long after arrival; patience_s: or at a random (exponential) time of this mean.
-    fast_forward: take stretches of pure decoding in one step. Same results, sooner.
-    keep_iterations: keep one row an iteration (for traces and plots).
-    """
+    """How a run goes. Times in seconds."""
 
     replicas: int = 1
+    """Instances behind one queue; an arrival joins the one with the fewest unfinished requests."""
     seed: int = 0
     targets: Mapping[str, SloTargets] = field(default_factory=dict)
-    told: bool = True
+    """What the requests of a class are judged by."""
+    slo_told: bool = True
+    """Whether the scheduler knows the targets; otherwise its own deadlines apply."""
     deadline_is_target: bool = False
+    """Whether classes without a TTFT target are judged by the deadline that the scheduler gave them."""
     max_output: int | None = None
+    """Output tokens that clients ask for; None: exactly what they will get."""
     noise: NoiseSpec = field(default_factory=NoiseSpec)
     window_s: float | None = None
+    """Observed time; None: to the end of the last request."""
     timeout_s: float | None = None
+    """Time after arrival at which clients leave."""
     patience_s: float | None = None
+    """Mean of the exponential time after which clients leave."""
     fast_forward: bool = True
+    """Take stretches of pure decoding in one step: same results, sooner."""
     keep_iterations: bool = False
+    """Keep one row an iteration, for traces and plots."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

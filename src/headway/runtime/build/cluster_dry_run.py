@@ -24,7 +24,7 @@ from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, nodes_
 from headway.runtime.cluster.live_instance import seen
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
-from headway.sim.cluster.event_loop import simulate_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.report.units import duration
 from headway.sim.spec import InstanceSpec, RunSpec

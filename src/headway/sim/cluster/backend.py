@@ -14,24 +14,24 @@ from headway.core.span import Phase, Span
 from headway.sim.cluster.instance import SimulatedInstance
 from headway.sim.cluster.request import SimRequest
 from headway.sim.cluster.spans import SimulatedSpan, edges, predicted_s
+from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource
 from headway.sim.replica import SimulatedEngine
 
 if TYPE_CHECKING:
-    from headway.sim.cluster.event_loop import ClusterWorld
+    from headway.sim.cluster.simulation import ClusterSimulation
 
-SPAN, STEP, SENT = 0, 1, 2
 FOREVER = float("inf")
 
 
 class SimulatedBackend(InstanceBackend):
-    """Of one `ClusterWorld`: what begins here comes back on its heap."""
+    """Of one `ClusterSimulation`: what begins here comes back on its heap."""
 
-    def __init__(self, world: ClusterWorld) -> None:
-        self.world, self.spec = world, world.spec
-        count = len(world.spec.instances)
+    def __init__(self, simulation: ClusterSimulation) -> None:
+        self.simulation, self.spec = simulation, simulation.spec
+        count = len(simulation.spec.instances)
         self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
-        self.noise = NoiseSource(world.how.noise, f"noise {world.how.seed} spans")
+        self.noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans")
         self.spans = self.chunked = 0
         self.busy_for_s = [0.0] * count
         self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
@@ -69,7 +69,7 @@ class SimulatedBackend(InstanceBackend):
             queued += engine.queued / share
             used += engine.replica.ledger.used_tokens // share
             running += len(engine.stays)
-        if not self.world.machine.lanes.running[instance]:
+        if not self.simulation.controller.lanes.running[instance]:
             for engine in engines:
                 self._due.setdefault(engine.index, engine)
         return SchedulerStats(free_s, queued, used, running)
@@ -86,7 +86,7 @@ class SimulatedBackend(InstanceBackend):
         run: SimulatedSpan = entry.driver
         since = self._paused_s.pop(entry.owner, now)
         for i in entry.group:
-            self.world.bar("pause", i, since, entry.owner)
+            self.simulation.bar("pause", i, since, entry.owner)
         self.occupy(entry.group, 1)
         run.serial += 1
         due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
@@ -96,7 +96,7 @@ class SimulatedBackend(InstanceBackend):
             if trip.scheduled_s is None:
                 trip.scheduled_s = now
         self.spans += 1
-        self.world.push(due_s, SPAN, ("done", entry, run.serial))
+        self.simulation.schedule(due_s, EventKind.SPAN_END, ("done", entry, run.serial))
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         run: SimulatedSpan = entry.driver
@@ -107,7 +107,7 @@ class SimulatedBackend(InstanceBackend):
             raise ActionImpossible(f"{entry.owner} is in its last layer")
         run.serial += 1
         run.due_s = at_s
-        self.world.push(at_s, SPAN, ("pause", entry, run.serial, at, tokens, layer))
+        self.simulation.schedule(at_s, EventKind.SPAN_END, ("pause", entry, run.serial, at, tokens, layer))
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         entry.driver.serial += 1
@@ -122,10 +122,10 @@ class SimulatedBackend(InstanceBackend):
     def _engine(self, group: tuple[int, ...]) -> SimulatedInstance:
         engine = self.engines.get(group)
         if engine is None:
-            world, index = self.world, len(self.engines)
-            spec = self.spec.engine([world.book.instances[i] for i in group])
-            noise = NoiseSource(world.how.noise, f"noise {world.how.seed} {group}")
-            fast = world.how.fast_forward and spec.config.stages == 1
+            simulation, index = self.simulation, len(self.engines)
+            spec = self.spec.engine([simulation.state.instances[i] for i in group])
+            noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} {group}")
+            fast = simulation.run_spec.fast_forward and spec.config.stages == 1
             engine = self.engines[group] = SimulatedInstance(
                 index, group, SimulatedEngine(index, spec, noise, fast, None)
             )
@@ -137,7 +137,7 @@ class SimulatedBackend(InstanceBackend):
         """Somebody comes or leaves: decodes that were repeated end with the step that is under way."""
         again = engine.replica.cut(now)
         if again is not None:
-            self.world.push(again[0], STEP, (engine, again[1]))
+            self.simulation.schedule(again[0], EventKind.BATCH_END, (engine, again[1]))
 
     def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         engine, trip = self._engine(group), journey.driver
@@ -164,15 +164,15 @@ class SimulatedBackend(InstanceBackend):
         for index in sorted(self._due):
             engine = self._due[index]
             if self._may_run(engine):
-                for at_s, batch in engine.replica.pump(now, self.world.end_s):
+                for at_s, batch in engine.replica.pump(now, self.simulation.end_s):
                     if batch >= 0:
                         self.occupy(engine.group, 1)
-                    self.world.pumped(engine, at_s, batch)
+                    self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
 
     def _may_run(self, engine: SimulatedInstance) -> bool:
         """A span that runs alone on one of its instances stops a scheduler at its next iteration."""
-        running = self.world.machine.lanes.running
+        running = self.simulation.controller.lanes.running
         return all((run := running[i]) is None or run.beside for i in engine.group)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class SimulatedBackend(InstanceBackend):
     def send(self, piece: KvSlice, now: float) -> None:
         """What is sent while it is computed cannot be there before its last layer is. The accelerators' cards of an
         instance send together."""
-        shape, instances = self.spec.shape, self.world.book.instances
+        shape, instances = self.spec.shape, self.simulation.state.instances
         link = self.spec.links.between(instances[piece.source], instances[piece.target])
         count = (piece.end - piece.start) * shape.kv_bytes_per_token
         if piece.overlapped:
@@ -189,7 +189,9 @@ class SimulatedBackend(InstanceBackend):
         entry, computed_s = piece.entry, now
         if entry is not None and entry.state != "done" and entry.driver.due_s < FOREVER:
             computed_s = entry.driver.due_s
-        self.world.push(max(now + send_s, computed_s + send_s / max(1, shape.layers)), SENT, piece)
+        self.simulation.schedule(
+            max(now + send_s, computed_s + send_s / max(1, shape.layers)), EventKind.KV_SENT, piece
+        )
 
     def too_early(self, piece: KvSlice) -> bool:
         """Whether a piece has to wait for the end of the span that computes it (which was paused): it will be sent on
@@ -204,7 +206,7 @@ class SimulatedBackend(InstanceBackend):
         """What has waited for a span's end goes on."""
         run: SimulatedSpan = entry.driver
         for piece in run.late:
-            self.world.push(now + piece.driver / self.spec.shape.layers, SENT, piece)
+            self.simulation.schedule(now + piece.driver / self.spec.shape.layers, EventKind.KV_SENT, piece)
         run.late = []
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -222,11 +224,11 @@ class SimulatedBackend(InstanceBackend):
 
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
         for i in instances:
-            self.world.bar("hold", i, self._held_s.pop(i, now), holder)
+            self.simulation.bar("hold", i, self._held_s.pop(i, now), holder)
 
     def occupy(self, group: Iterable[int], change: int) -> None:
         """Something begins (+1) or ends (-1) to compute on these instances; overlaps are busy once."""
-        now = self.world.now
+        now = self.simulation.now
         for i in group:
             was, self._active[i] = self._active[i], self._active[i] + change
             if not was:
@@ -238,8 +240,8 @@ class SimulatedBackend(InstanceBackend):
         """Count what is still going on up to now."""
         for i, active in enumerate(self._active):
             if active:
-                self.busy_for_s[i] += self.world.now - self._since[i]
-                self._since[i] = self.world.now
+                self.busy_for_s[i] += self.simulation.now - self._since[i]
+                self._since[i] = self.simulation.now
 
 
 NOTHING = SchedulerStats()

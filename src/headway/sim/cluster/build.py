@@ -22,8 +22,8 @@ from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.sim.build import config_of, latency_of, named, run_of
-from headway.sim.cluster.event_loop import simulate_cluster
 from headway.sim.cluster.result import ClusterResult
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory

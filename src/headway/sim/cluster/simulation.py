@@ -1,0 +1,240 @@
+"""A cluster in virtual time: `simulate_cluster`.
+
+The real controller and placement policy decide; spans and schedulers take predicted times (`SimulatedBackend`). The
+policy receives each event in turn and its actions are carried out at once; at the end of an instant whatever can begin
+begins: spans, holds, requests whose turn it is, transfers, batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from headway.control.controller import ClusterController
+from headway.control.decision_log import RecordingController, Sink
+from headway.control.queue_entries import SpanEntry
+from headway.control.transfer_queue import KvSlice
+from headway.perf.latency.pause_points import PausePoints
+from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.view import ClusterState
+from headway.sim.cluster.backend import SimulatedBackend
+from headway.sim.cluster.instance import SimulatedInstance
+from headway.sim.cluster.request import SimRequest
+from headway.sim.cluster.result import BarKind, ClusterResult, GanttBar
+from headway.sim.cluster.spans import SimulatedSpan
+from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.event_loop import NEVER, EventKind, EventLoop, OnProgress
+from headway.sim.metrics import NO_TARGETS
+from headway.sim.result import ReplicaUse, SimResult
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
+
+
+def simulate_cluster(
+    spec: ClusterSpec,
+    placement: PlacementPolicy,
+    workload: Iterable[TraceRequest],
+    run: RunSpec = RunSpec(),  # noqa: B008 - frozen
+    *,
+    keep_bars: bool = False,
+    on_progress: OnProgress | None = None,
+    stopwatch: Callable[[], float] | None = None,
+    record: Sink | None = None,
+) -> ClusterResult:
+    """Run a workload to its end, or to the end of the window. Deterministic.
+
+    stopwatch: read around every call of the policy. record: takes a log of all that happens (`control.decision_log`).
+    """
+    simulation = ClusterSimulation(spec, placement, workload, run, keep_bars, stopwatch, record)
+    simulation.run_events(on_progress)
+    return simulation.result()
+
+
+class ClusterSimulation(EventLoop):
+    """One run: the events of a controller whose backend is simulated."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        placement: PlacementPolicy,
+        workload: Iterable[TraceRequest],
+        run: RunSpec,
+        keep_bars: bool = False,
+        stopwatch: Callable[[], float] | None = None,
+        record: Sink | None = None,
+    ) -> None:
+        super().__init__(workload, run)
+        self.spec = spec
+        self.state = ClusterState(spec.instances, spec.links)
+        self.requests: list[SimRequest] = []
+        self.bars: list[GanttBar] | None = [] if keep_bars else None
+        self.paused = 0
+        """Preemptions of spans so far."""
+        self._last_batch: dict[int, tuple[float, int]] = {}  # by engine: its start, and the bar that it may continue
+        self._timer_s = NEVER  # when the policy is to be woken next; timers of other times are stale
+        self.backend = SimulatedBackend(self)
+        self.controller = (ClusterController if record is None else partial(RecordingController, sink=record))(
+            self.state,
+            self.backend,
+            placement,
+            layers=spec.shape.layers,
+            backends=spec.backends,
+            order=spec.handshake,
+            stopwatch=stopwatch,
+        )
+
+    @property
+    def ended(self) -> int:
+        return sum(request.ended_s is not None for request in self.requests)
+
+    def on_event(self, kind: EventKind, what: Any) -> None:
+        if kind == EventKind.SPAN_END:
+            outcome, entry, *rest = what
+            if entry.driver.serial == rest[0] and entry.state == "running":
+                self._span_done(entry) if outcome == "done" else self._span_paused(entry, *rest[1:])
+        elif kind == EventKind.BATCH_END:
+            engine, batch = what
+            self._batch_end(engine, batch)
+        elif kind == EventKind.KV_SENT:
+            self._kv_sent(what)
+        elif kind == EventKind.TIMER:
+            if what == self._timer_s:
+                self._timer_s = NEVER
+                self.controller.woken(self.now)
+        elif kind == EventKind.CLIENT_LEAVES:
+            journey, why = what
+            self.controller.drop(journey, why, self.now)
+        self.controller.tell()
+
+    def on_arrival(self, source: TraceRequest) -> None:
+        request = SimRequest(self.request_of(source, len(self.requests)), source)
+        self.requests.append(request)
+        self.schedule_departure(self.controller.arrive(request.request, self.now, request))
+        self.controller.tell()
+
+    def on_instant_end(self) -> None:
+        wake_s = self.controller.settle(self.now)
+        if wake_s is not None and wake_s != self._timer_s and wake_s < NEVER:
+            self._timer_s = max(wake_s, self.now)
+            self.schedule(self._timer_s, EventKind.TIMER, self._timer_s)
+
+    def batch_begun(self, engine: SimulatedInstance, at_s: float, batch: int) -> None:
+        """Schedule the end of a batch that begins now (-1: stage 0 becoming free)."""
+        if self.bars is not None and batch >= 0:
+            self._last_batch[engine.index] = (self.now, self._last_batch.get(engine.index, (0.0, -1))[1])
+        self.schedule(at_s, EventKind.BATCH_END, (engine, batch))
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def _span_done(self, entry: SpanEntry) -> None:
+        self._count(entry, "span")
+        over = set()
+        for member in (*entry.along, entry):
+            self.backend.send_late(member, self.now)
+            if member.last and not member.journey.ended:
+                request: SimRequest = member.journey.driver
+                request.times.append(self.now)
+                if request.left <= 0:
+                    over.add(member.owner)
+        self.controller.span_done(entry, self.now, over)
+
+    def _span_paused(self, entry: SpanEntry, edges: PausePoints, tokens: int, layer: int) -> None:
+        self._count(entry, "span")
+        self.paused += 1
+        self.backend.paused(entry, self.now)
+        if len(edges.pieces) == 1:
+            self.controller.span_paused(entry, layer, self.now)
+        else:
+            self.controller.span_paused(entry, layer, self.now, tokens, edges.elapsed_share(tokens, layer))
+
+    def _count(self, entry: SpanEntry, kind: BarKind) -> None:
+        """A span runs no longer."""
+        run: SimulatedSpan = entry.driver
+        self.backend.occupy(entry.group, -1)
+        for i in entry.group:
+            self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
+
+    def _batch_end(self, engine: SimulatedInstance, batch: int) -> None:
+        if batch >= 0 and engine.replica.flying(batch):
+            self._batch_bar(engine)
+            self.backend.occupy(engine.group, -1)
+            for track in engine.complete(batch, self.now):
+                journey = self.controller.journeys[track.request.id]
+                request: SimRequest = journey.driver
+                request.take(track)
+                self.controller.stayed(journey, len(request.times), request.left <= 0, self.now)
+        self.backend.stepped(engine)
+        self.controller.changed(engine.group, self.now)
+
+    def _kv_sent(self, piece: KvSlice) -> None:
+        if not self.backend.too_early(piece):
+            self.bar("transfer", piece.source, piece.began_s, piece.request, f"to {piece.target}")
+            self.controller.sent(piece, self.now)
+
+    def _batch_bar(self, engine: SimulatedInstance) -> None:
+        """A batch ends; batches without a break between them are one bar."""
+        if self.bars is None:
+            return
+        since, last = self._last_batch.get(engine.index, (self.now, -1))
+        group = engine.group
+        if last >= 0 and self.bars[last].end_s == since:
+            first = self.bars[last].start_s
+            self.bars[last : last + len(group)] = [GanttBar("batch", i, first, self.now, "") for i in group]
+        else:
+            last = len(self.bars)
+            self.bars += [GanttBar("batch", i, since, self.now, "") for i in group]
+        self._last_batch[engine.index] = (self.now, last)
+
+    def bar(self, kind: BarKind, instance: int, start_s: float, request: str, note: str = "") -> None:
+        """Keep a bar that ends now."""
+        if self.bars is not None and self.now > start_s:
+            self.bars.append(GanttBar(kind, instance, start_s, self.now, request, note))
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def result(self) -> ClusterResult:
+        """Return what the run leaves."""
+        end_s, duration_s = self.observed_s(self.now)
+        self.now = end_s
+        for entry in {id(e): e for e in self.controller.lanes.running if isinstance(e, SpanEntry)}.values():
+            self._count(entry, "span")
+        self.backend.settle_busy()
+        targets = self.run_spec.targets
+        records = tuple(one.record(targets.get(one.source.klass, NO_TARGETS)) for one in self.requests)
+        uses = [self._use(i, end_s) for i in range(len(self.spec.instances))]
+        sim = SimResult(records=records, replicas=tuple(uses), duration_s=duration_s)
+        return ClusterResult(
+            sim=sim,
+            instances=self.spec.instances,
+            bars=tuple(self.bars or ()),
+            spans=self.backend.spans,
+            chunked=self.backend.chunked,
+            paused=self.paused,
+            refused=self.controller.refused,
+            busy_s=tuple(use.busy_s for use in uses),
+            decision_s=tuple(self.controller.decision_s),
+        )
+
+    def _use(self, instance: int, end_s: float) -> ReplicaUse:
+        """What one instance did: its share of spans and its schedulers' work."""
+        total = ReplicaUse(
+            iterations=0, batches=0, busy_s=self.backend.busy_for_s[instance], prefill_tokens=0, decode_tokens=0,
+            kv_read_tokens=0, attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
+        )  # fmt: skip
+        for engine in self.backend.engines.values():
+            if instance not in engine.group:
+                continue
+            use, first = engine.replica.use(end_s), engine.group[0] == instance
+            total = replace(
+                total,
+                iterations=total.iterations + (use.iterations if first else 0),
+                batches=total.batches + (use.batches if first else 0),
+                prefill_tokens=total.prefill_tokens + (use.prefill_tokens if first else 0),
+                decode_tokens=total.decode_tokens + (use.decode_tokens if first else 0),
+                preemptions=total.preemptions + (use.preemptions if first else 0),
+                recomputed_tokens=total.recomputed_tokens + (use.recomputed_tokens if first else 0),
+                kv_peak_tokens=max(total.kv_peak_tokens, use.kv_peak_tokens),
+            )
+        return total

@@ -1,0 +1,123 @@
+"""Instances behind one queue in virtual time: `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from headway.core.errors import RequestError
+from headway.sim.decode_cohorts import DecodeTrack
+from headway.sim.event_loop import EventKind, EventLoop, OnProgress
+from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
+from headway.sim.noise import NoiseSource
+from headway.sim.records import record_of
+from headway.sim.replica import SimulatedEngine
+from headway.sim.result import IterationRecord, SimResult
+from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.workload import TraceRequest
+
+
+def simulate(
+    instance: InstanceSpec,
+    workload: Iterable[TraceRequest],
+    run: RunSpec = RunSpec(),  # noqa: B008 - frozen
+    *,
+    on_progress: OnProgress | None = None,
+    stopwatch: Callable[[], float] | None = None,
+) -> SimResult:
+    """Run a workload to its end, or to the end of the window. Deterministic.
+
+    `stopwatch` (such as time.perf_counter) is read around every decision, for `ReplicaUse.scheduling_s`; it changes
+    nothing else.
+    """
+    simulation = InstanceSimulation(instance, workload, run, stopwatch)
+    simulation.run_events(on_progress)
+    return simulation.result()
+
+
+class InstanceSimulation(EventLoop):
+    """One run of `run.replicas` equal instances; an arrival joins the one with the fewest unfinished requests."""
+
+    def __init__(
+        self,
+        instance: InstanceSpec,
+        workload: Iterable[TraceRequest],
+        run: RunSpec,
+        stopwatch: Callable[[], float] | None,
+    ) -> None:
+        super().__init__(workload, run)
+        self.instance = instance
+        self.iterations: list[IterationRecord] | None = [] if run.keep_iterations else None
+        self.replicas = [
+            SimulatedEngine(
+                index,
+                instance,
+                NoiseSource(run.noise, f"noise {run.seed} {index}"),
+                run.fast_forward,
+                self.iterations,
+                stopwatch,
+            )
+            for index in range(run.replicas)
+        ]
+        self.tracks: list[DecodeTrack] = []
+        self._changed: set[int] = set()  # replicas that something happened to at this instant
+
+    @property
+    def ended(self) -> int:
+        return sum(track.ended_s is not None for track in self.tracks)
+
+    def on_event(self, kind: EventKind, what: Any) -> None:
+        if kind == EventKind.BATCH_END:
+            index, batch = what
+            if batch >= 0:
+                self.replicas[index].complete(batch, self.now)
+            self._changed.add(index)
+            return
+        track, why = what
+        if track.ended_s is None:
+            self.replicas[track.replica].abort(track, self.now, why)
+            self._changed.add(track.replica)
+
+    def on_arrival(self, source: TraceRequest) -> None:
+        track = DecodeTrack(self.request_of(source, len(self.tracks)), source)
+        self.tracks.append(track)
+        replica = self.replicas[0]
+        if len(self.replicas) > 1:
+            replica = min(self.replicas, key=lambda r: (len(r.tracks), r.index))
+        try:
+            replica.add(track, self.now)
+        except RequestError as error:
+            track.ended_s, track.error = self.now, f"rejected: {error}"
+            return
+        self._changed.add(replica.index)
+        self.schedule_departure(track)
+
+    def on_instant_end(self) -> None:
+        changed = self._changed
+        quiet_s = self.quiet_until_s
+        for index in sorted(changed) if len(changed) > 1 else changed:
+            for at_s, batch in self.replicas[index].pump(self.now, quiet_s):
+                self.schedule(at_s, EventKind.BATCH_END, (index, batch))
+        changed.clear()
+
+    def result(self) -> SimResult:
+        """Return what the run leaves."""
+        end_s, duration_s = self.observed_s(self.now)
+        return SimResult(
+            records=tuple(self._record(track) for track in self.tracks),
+            replicas=tuple(replica.use(end_s) for replica in self.replicas),
+            duration_s=duration_s,
+            iterations=tuple(self.iterations or ()),
+            yardstick=self.instance.yardstick,
+            stages=self.instance.config.stages,
+            groups=self.instance.config.kv_parallel,
+        )
+
+    def _record(self, track: DecodeTrack) -> RequestRecord:
+        if track.ended_s is None:
+            track.settle()
+        targets = self.run_spec.targets.get(track.source.klass, NO_TARGETS)
+        if self.run_spec.deadline_is_target and targets.ttft_s is None and track.deadline_s is not None:
+            ttft_s = track.deadline_s - track.request.arrival_s
+            targets = SloTargets(ttft_s, targets.tbt_s, targets.tpot_s, targets.e2e_s)
+        return record_of(track, targets)
