@@ -32,7 +32,7 @@ def main() -> int:
     options = RunOptions(seeds=tuple(int(seed) for seed in arguments.seeds.split(",")), jobs=arguments.jobs)
     reports = [experiment(name)(options).to_json(name) for name in FIGURES]
     for report in reports:
-        show(report_table(report, EXPERIMENTS[report["id"]][1]))
+        show(report_table(report, EXPERIMENTS[report["id"]].title))
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
     rows = [row for report in reports for row in report["rows"] if not row["claim"].startswith(REPORTED)]

@@ -33,11 +33,13 @@ SLOW = {
 
 def test_the_list_is_complete_and_every_id_leads_to_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
-    listed = capsys.readouterr().out.split("\n")[:-1]
+    lines = capsys.readouterr().out.split("\n")[:-1]
+    listed = [line.split()[0] for line in lines]
     assert len(set(listed)) == len(listed)
     assert set(listed) >= PROMISED
     assert all(callable(experiment(name)) for name in listed)
-    assert all(about for _, about in EXPERIMENTS.values())
+    for line, (name, entry) in zip(lines, EXPERIMENTS.items(), strict=True):
+        assert line.split(maxsplit=2) == [name, entry.cost, entry.title]
 
 
 @pytest.mark.parametrize(

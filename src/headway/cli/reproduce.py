@@ -13,7 +13,7 @@ from headway.core.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="?", help="an experiment, such as medha.fig13 (see --list), or all")
-    parser.add_argument("--list", action="store_true", help="print the ids, one a line, and end")
+    parser.add_argument("--list", action="store_true", help="print id, cost and title of each, one a line, and end")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write claims and curves as JSON ('-': stdout; with all: a directory)"
     )
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.research.registry import experiment, names
+    from headway.research.registry import experiment, listing, names
 
     if arguments.list:
-        print("\n".join(names()))
+        print(listing())
         return 0
     if arguments.id is None:
         raise ConfigError("name an experiment (`headway reproduce --list` shows them), or all")
@@ -63,7 +63,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
     if json_file is not None and str(json_file) == "-":
         sys.stdout.buffer.write(_bytes(data))
     else:
-        show(report_table(data, EXPERIMENTS[name][1]))
+        show(report_table(data, EXPERIMENTS[name].title))
         if json_file is not None:
             _save(json_file, _bytes(data))
     if picture is not None and report.panels:

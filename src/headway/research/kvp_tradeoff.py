@@ -106,69 +106,90 @@ def trade(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=source, rows=tuple(rows), panels=panels)
 
 
+class JoinTimeline:
+    """Prefills of one prompt length, served, by model, mode and number of KV groups."""
+
+    chunk = 256
+    names = ("llama-3-8b", "llama-3-70b")
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+
+    def served(self, name: str, mode: Mode, groups: int = 4) -> KvpServedResult:
+        return served(name, 8, 4, groups, self.prompt, self.chunk, mode)
+
+    def join_shares(self, name: str, mode: Mode) -> dict[str, float]:
+        """When the second, third and fourth group joins, as shares of the TTFT."""
+        found = self.served(name, mode)
+        return {f"{GPUS * join.groups} GPUs": join.at_s / found.ttft_s for join in found.joins}
+
+    def join_tokens(self, mode: Mode) -> dict[str, list[int]]:
+        """Tokens that are cached when groups join, by model."""
+        return {name: [join.start for join in self.served(name, mode).joins] for name in self.names}
+
+    def growth(self, name: str, groups: int, mode: Mode) -> float:
+        """The slowest batch of the last quarter over that of the first."""
+        seconds = self.served(name, mode, groups).through_s
+        quarter = len(seconds) // 4
+        return max(seconds[-quarter:]) / max(seconds[:quarter])
+
+    def equal_shards(self, found: dict[str, list[int]]) -> bool:
+        """Whether groups join at quarters of the prompt, within a block of 64 tokens a shard."""
+        return all(
+            abs(at - quarter * self.prompt // 4) <= 64 * quarter
+            for starts in found.values()
+            for quarter, at in enumerate(starts, 1)
+        )
+
+
 def timeline(options: RunOptions) -> ExperimentReport:
     """Mnemosyne Fig. 19, Medha Fig. 6: KV groups join while 2M tokens are prefilled (Mnemosyne's caption says 8B, its
     text 70B; both here).
 
     TP8 × 4 stages, chunks of 256; a group of 32 GPUs joins whenever a quarter of the prompt has filled a shard."""
-    prompt, chunk = (200_000 if options.quick else 2_000_000), 256
-    names = ("llama-3-8b", "llama-3-70b")
+    runs = JoinTimeline(200_000 if options.quick else 2_000_000)
+    names, prompt = runs.names, runs.prompt
+    panels = [_gpus_panel(name, runs.served(name, "default")) for name in names]
+    panels += [_batches_panel(name, runs.served(name, "default"), runs.served(name, "default", 1)) for name in names]
+    machines = [machine("h100", name, 8, 4, mode) for name in names for mode in MODES]
+    told = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
+    source = latency_source(*machines, scenario=f"{told}chunks of {runs.chunk}, equal shards")
+    source["as_scenario_file"] = scenario("llama-3-8b", 8, 4, 4, prompt, runs.chunk)
+    return ExperimentReport(source=source, rows=tuple(_timeline_rows(runs)), panels=tuple(panels))
 
-    def run(name: str, mode: Mode, groups: int = 4) -> KvpServedResult:
-        return served(name, 8, 4, groups, prompt, chunk, mode)
 
-    def joined(name: str, mode: Mode) -> dict[str, float]:
-        """When the second, third and fourth group joins, as shares of the TTFT."""
-        found = run(name, mode)
-        return {f"{GPUS * join.groups} GPUs": join.at_s / found.ttft_s for join in found.joins}
-
-    def holding(mode: Mode) -> dict[str, list[int]]:
-        return {name: [join.start for join in run(name, mode).joins] for name in names}
-
-    def grown(name: str, groups: int, mode: Mode) -> float:
-        """The slowest batch of the last quarter over that of the first."""
-        seconds = run(name, mode, groups).through_s
-        quarter = len(seconds) // 4
-        return max(seconds[-quarter:]) / max(seconds[:quarter])
-
-    rows = [
+def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
+    in_order = [f"{GPUS * k} GPUs" for k in (2, 3, 4)]
+    growth = [
         judge(
             f"{name}: batches stay as long as groups join: worst of the last quarter over that of the first",
             "near consistent",
             band(0.75, 1.33),
-            both(partial(grown, name, 4)),
-            f"Without KV groups: {grown(name, 1, 'default'):.1f}× in default mode.",
+            both(partial(runs.growth, name, 4)),
+            f"Without KV groups: {runs.growth(name, 1, 'default'):.1f}× in default mode.",
         )
-        for name in names
+        for name in runs.names
     ]
-    rows += [
+    shares = [
         judge(
             f"{name}: from 32 GPUs on, 32 more join one at a time; when, as a share of the TTFT",
             "64, 96, 128 GPUs, by the tokens processed so far",
-            order("64, 96, 128 GPUs in this order", lambda found: list(found) == [f"{GPUS * k} GPUs" for k in (2, 3, 4)]
-                  and _falls([-value for value in found.values()])),
-            both(partial(joined, name)),
+            order(
+                "64, 96, 128 GPUs in this order",
+                lambda found: list(found) == in_order and _falls([-value for value in found.values()]),
+            ),
+            both(partial(runs.join_shares, name)),
             "Iterations are near consistent, so that groups join near evenly.",
         )
-        for name in names
-    ]  # fmt: skip
-    rows.append(
-        judge(
-            "Tokens that are cached when groups join",
-            "a quarter, half and three quarters of the prompt (the limit of a group is not said)",
-            order("equal shards, within a block of 64 tokens", lambda found: all(
-                abs(at - quarter * prompt // 4) <= 64 * quarter
-                for starts in found.values() for quarter, at in enumerate(starts, 1))),
-            both(holding),
-        )
-    )  # fmt: skip
-    panels = [_gpus_panel(name, run(name, "default")) for name in names]
-    panels += [_batches_panel(name, run(name, "default"), run(name, "default", 1)) for name in names]
-    machines = [machine("h100", name, 8, 4, mode) for name in names for mode in MODES]
-    told = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
-    source = latency_source(*machines, scenario=f"{told}chunks of {chunk}, equal shards")
-    source["as_scenario_file"] = scenario("llama-3-8b", 8, 4, 4, prompt, chunk)
-    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
+        for name in runs.names
+    ]
+    tokens = judge(
+        "Tokens that are cached when groups join",
+        "a quarter, half and three quarters of the prompt (the limit of a group is not said)",
+        order("equal shards, within a block of 64 tokens", runs.equal_shards),
+        both(runs.join_tokens),
+    )
+    return [*growth, *shares, tokens]
 
 
 def _gpus_panel(name: str, found: KvpServedResult) -> PlotPanel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from headway.research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.medha_setting import LONG_SHARE, MedhaStudy
 from headway.research.verdicts import ascending, at_least, at_most
 
@@ -20,120 +20,137 @@ LOONG_NOTE = "First seed only."
 SHARES = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05)
 
 
-def run(options: RunOptions) -> ExperimentReport:
-    """See the module."""
-    runs = MedhaStudy(options)
-    shares = (0.0, 0.01, 0.05) if options.quick else SHARES
-    runs.need([("Medha", mode) for mode in MODES] + [("non-preemptive", "default")], [QPS], shares)
-    first = MedhaStudy(replace(options, seeds=runs.seeds[:1]))
-    first.need([(system, mode) for system in ("LoongServe", "Medha") for mode in MODES], [QPS], LOONG_SHARES)
+class TtftByShare:
+    """The simulated points of the figure: TTFT by system, mode and share of long requests."""
 
-    def cut(system: str, name: str, share: float, mode: Mode) -> float:
-        return runs.value(system, mode, QPS, "ttft_s", name, share) or 0.0
+    def __init__(self, options: RunOptions) -> None:
+        self.shares = (0.0, 0.01, 0.05) if options.quick else SHARES
+        self.study = MedhaStudy(options)
+        self.study.need([("Medha", mode) for mode in MODES] + [("non-preemptive", "default")], [QPS], self.shares)
+        self.first_seed = MedhaStudy(replace(options, seeds=self.study.seeds[:1]))
+        self.first_seed.need(
+            [(system, mode) for system in ("LoongServe", "Medha") for mode in MODES], [QPS], LOONG_SHARES
+        )
 
-    def grown(name: str, share: float, mode: Mode) -> float | None:
+    def ttft_s(self, system: str, cut: str, share: float, mode: Mode) -> float:
+        """Seconds, over all seeds; `cut` names a percentile."""
+        return self.study.value(system, mode, QPS, "ttft_s", cut, share) or 0.0
+
+    def medha_s(self, mode: Mode) -> dict[str, float]:
+        """Medha's P90 by share."""
+        return {f"{share:.0%}": self.ttft_s("Medha", "p90", share, mode) for share in self.shares}
+
+    def growth(self, cut: str, share: float, mode: Mode) -> float | None:
+        """Non-preemptive: a share's TTFT over that without long requests."""
         if mode == "paper":  # whole prompts ask nothing that the modes differ in
             return None
-        return cut("non-preemptive", name, share, mode) / max(cut("non-preemptive", name, 0.0, mode), 1e-9)
+        return self.ttft_s("non-preemptive", cut, share, mode) / max(
+            self.ttft_s("non-preemptive", cut, 0.0, mode), 1e-9
+        )
 
-    def over_medha(name: str, mode: Mode) -> float:
-        return cut("non-preemptive", name, LONG_SHARE, "default") / max(cut("Medha", name, LONG_SHARE, mode), 1e-9)
+    def over_medha(self, cut: str, mode: Mode) -> float:
+        """Non-preemptive over Medha at 5% long."""
+        medha_s = max(self.ttft_s("Medha", cut, LONG_SHARE, mode), 1e-9)
+        return self.ttft_s("non-preemptive", cut, LONG_SHARE, "default") / medha_s
 
-    def medha(mode: Mode) -> dict[str, float]:
-        return {f"{share:.0%}": cut("Medha", "p90", share, mode) for share in shares}
+    def loong_s(self, cut: str, share: float, mode: Mode) -> float:
+        """LoongServe's seconds, first seed only."""
+        return self.first_seed.value("LoongServe", mode, QPS, "ttft_s", cut, share) or 0.0
 
-    def loong(name: str, share: float, mode: Mode) -> float:
-        return first.value("LoongServe", mode, QPS, "ttft_s", name, share) or 0.0
+    def loong_growth(self, cut: str, share: float, mode: Mode) -> float:
+        """LoongServe: a share's TTFT over that without long requests."""
+        return self.loong_s(cut, share, mode) / max(self.loong_s(cut, 0.0, mode), 1e-9)
 
-    def loong_grown(name: str, share: float, mode: Mode) -> float:
-        return loong(name, share, mode) / max(loong(name, 0.0, mode), 1e-9)
+    def loong_over_medha(self, cut: str, mode: Mode) -> float:
+        """LoongServe over Medha at 5% long, first seed only."""
+        medha_s = self.first_seed.value("Medha", mode, QPS, "ttft_s", cut, LONG_SHARE) or 0.0
+        return self.loong_s(cut, LONG_SHARE, mode) / max(medha_s, 1e-9)
 
-    def loong_over_medha(name: str, mode: Mode) -> float:
-        medha_s = first.value("Medha", mode, QPS, "ttft_s", name, LONG_SHARE) or 0.0
-        return loong(name, LONG_SHARE, mode) / max(medha_s, 1e-9)
 
-    rows = [
-        runs.judge(
+def run(options: RunOptions) -> ExperimentReport:
+    """Medha Fig. 1."""
+    points = TtftByShare(options)
+    return ExperimentReport(
+        source=points.study.source(),
+        rows=(*_medha_rows(points), *_loong_rows(points), *_non_preemptive_rows(points)),
+        panels=tuple(_panel(points, cut) for cut in ("p50", "p90")),
+    )
+
+
+def _medha_rows(points: TtftByShare) -> list[ClaimRow]:
+    return [
+        points.study.judge(
             "Medha's P90 TTFT at 5% long stays under 10 s",
             "< 10 s",
             at_most(10.0),
-            partial(cut, "Medha", "p90", LONG_SHARE),
+            partial(points.ttft_s, "Medha", "p90", LONG_SHARE),
             "Longs are themselves 5% of the requests, so that P90 lies among chats.",
         ),
-        runs.judge("Medha's P90 TTFT by share of longs, seconds", "grows gracefully", ascending("rises"), medha),
-        *(
-            first.judge(
-                f"LoongServe: {of} TTFT at {share:.0%} over that at 0%",
-                paper,
-                at_least(low),
-                partial(loong_grown, name, share),
-                LOONG_NOTE,
-            )
-            for of, name, share, paper, low in (
-                ("median", "p50", LONG_SHARE, "30×", 30.0),
-                ("P90", "p90", LONG_SHARE, "174×", 174.0),
-                ("P90", "p90", 0.01, "8× (which percentile is not said)", 8.0),
-            )
-        ),
-        *(
-            first.judge(
-                f"LoongServe over Medha, {of} TTFT at 5% long",
-                paper,
-                at_least(low),
-                partial(loong_over_medha, name),
-                LOONG_NOTE,
-            )
-            for of, name, paper, low in (("median", "p50", "30×", 30.0), ("P90", "p90", "174×", 174.0))
-        ),
-        runs.judge(
-            "Non-preemptive: median TTFT at 5% over that at 0%",
-            "30×",
-            at_least(30.0),
-            partial(grown, "p50", LONG_SHARE),
-            "One-sided: the paper's TTFT of chats holds a front end that ours lacks.",
-            approximate=True,
-        ),
-        runs.judge(
-            "Non-preemptive: P90 TTFT at 5% over that at 0%",
-            "174×",
-            at_least(174.0),
-            partial(grown, "p90", LONG_SHARE),
-            approximate=True,
-        ),
-        runs.judge(
-            "Non-preemptive: P90 TTFT at 1% over that at 0%",
-            "8× (which percentile is not said)",
-            at_least(8.0),
-            partial(grown, "p90", 0.01),
-            approximate=True,
-        ),
-        runs.judge(
-            "Non-preemptive over Medha, median TTFT at 5% long",
-            "30×",
-            at_least(30.0),
-            partial(over_medha, "p50"),
-            approximate=True,
-        ),
-        runs.judge(
-            "Non-preemptive over Medha, P90 TTFT at 5% long",
-            "174×",
-            at_least(174.0),
-            partial(over_medha, "p90"),
-            approximate=True,
+        points.study.judge(
+            "Medha's P90 TTFT by share of longs, seconds", "grows gracefully", ascending("rises"), points.medha_s
         ),
     ]
-    panels = tuple(
-        PlotPanel(
-            title=f"TTFT {name} at {QPS:g} QPS",
-            x="share of long requests",
-            y="seconds",
-            log_y=True,
-            lines={
-                system: [(share, cut(system, name, share, "default")) for share in shares]
-                for system in ("Medha", "non-preemptive")
-            }
-            | {"LoongServe": [(share, loong(name, share, "default")) for share in LOONG_SHARES]},
+
+
+def _loong_rows(points: TtftByShare) -> list[ClaimRow]:
+    judge = points.first_seed.judge
+    growth = [
+        judge(
+            f"LoongServe: {of} TTFT at {share:.0%} over that at 0%",
+            paper,
+            at_least(low),
+            partial(points.loong_growth, cut, share),
+            LOONG_NOTE,
         )
-        for name in ("p50", "p90")
+        for of, cut, share, paper, low in (
+            ("median", "p50", LONG_SHARE, "30×", 30.0),
+            ("P90", "p90", LONG_SHARE, "174×", 174.0),
+            ("P90", "p90", 0.01, "8× (which percentile is not said)", 8.0),
+        )
+    ]
+    over_medha = [
+        judge(
+            f"LoongServe over Medha, {of} TTFT at 5% long",
+            paper,
+            at_least(low),
+            partial(points.loong_over_medha, cut),
+            LOONG_NOTE,
+        )
+        for of, cut, paper, low in (("median", "p50", "30×", 30.0), ("P90", "p90", "174×", 174.0))
+    ]
+    return growth + over_medha
+
+
+def _non_preemptive_rows(points: TtftByShare) -> list[ClaimRow]:
+    judge = partial(points.study.judge, approximate=True)
+    front_end = "One-sided: the paper's TTFT of chats holds a front end that ours lacks."
+    growth = [
+        judge(
+            f"Non-preemptive: {of} TTFT at {share:.0%} over that at 0%",
+            paper,
+            at_least(low),
+            partial(points.growth, cut, share),
+            note,
+        )
+        for of, cut, share, paper, low, note in (
+            ("median", "p50", LONG_SHARE, "30×", 30.0, front_end),
+            ("P90", "p90", LONG_SHARE, "174×", 174.0, ""),
+            ("P90", "p90", 0.01, "8× (which percentile is not said)", 8.0, ""),
+        )
+    ]
+    over_medha = [
+        judge(f"Non-preemptive over Medha, {of} TTFT at 5% long", paper, at_least(low), partial(points.over_medha, cut))
+        for of, cut, paper, low in (("median", "p50", "30×", 30.0), ("P90", "p90", "174×", 174.0))
+    ]
+    return growth + over_medha
+
+
+def _panel(points: TtftByShare, cut: str) -> PlotPanel:
+    lines = {
+        system: [(share, points.ttft_s(system, cut, share, "default")) for share in points.shares]
+        for system in ("Medha", "non-preemptive")
+    }
+    lines["LoongServe"] = [(share, points.loong_s(cut, share, "default")) for share in LOONG_SHARES]
+    return PlotPanel(
+        title=f"TTFT {cut} at {QPS:g} QPS", x="share of long requests", y="seconds", log_y=True, lines=lines
     )
-    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=panels)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from headway.perf.accelerator.timeline import Mode as Schedule
-from headway.research.base import ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway.research.packing_prefetch import setting, slo_s
 from headway.research.packing_prefetch_capacity import (
     CapacityResult,
@@ -123,30 +123,69 @@ class CapacityStudy:
         return prefetch / packing if packing else None
 
 
+class CapacitySearch:
+    """Case study 3: capacities with chunks of 512, by mode, model, data set and schedule."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self.study = CapacityStudy(options)
+        schedules: tuple[Schedule, Schedule] = ("packing", "prefetch")
+        self.study.need([CapacityTask(m, n, d, s) for m in MODES for n in MODELS for d in SETS for s in schedules])
+        best = {m: self.study.qps(CapacityTask(m, MODELS[0], "arxiv", "prefetch")) for m in MODES}
+        self._match = {m: CapacityTask(m, MODELS[0], "arxiv", "packing", match=best[m]) for m in MODES if best[m]}
+        self.study.need(list(self._match.values()))
+
+    def table(self, mode: Mode) -> dict[str, float]:
+        """QPS with prefetch, by model and data set."""
+        tasks = {f"{n[10:]} {d}": CapacityTask(mode, n, d, "prefetch") for n in MODELS for d in SETS}
+        return {name: self.study.qps(task) for name, task in tasks.items()}
+
+    def bandwidth(self, mode: Mode) -> float | None:
+        """So many times the HBM bandwidth packing alone needs to serve what prefetch does (8B, arXiv)."""
+        return self.study.answers(self._match[mode])[0] if mode in self._match else None
+
+    def gain(self, model: str, data: str, mode: Mode) -> float | None:
+        """Prefetch over packing alone."""
+        return self.study.gain(mode, model, data)
+
+    def gains(self, model: str, mode: Mode) -> dict[str, float]:
+        """The same by data set; infinite where packing serves no request within the limits."""
+        return {data: self.gain(model, data, mode) or float("inf") for data in SETS}
+
+    def least_gain(self, mode: Mode) -> float:
+        return min(min(self.gains(model, mode).values()) for model in MODELS)
+
+
 def case3(options: RunOptions) -> ExperimentReport:
     """Fig. 7."""
-    runs = CapacityStudy(options)
-    modes: tuple[Mode, Mode] = ("paper", "default")
-    runs.need([CapacityTask(m, n, d, s) for m in modes for n in MODELS for d in SETS for s in ("packing", "prefetch")])
-    best = {m: runs.qps(CapacityTask(m, "llama-3.1-8b", "arxiv", "prefetch")) for m in modes}
-    match = {m: CapacityTask(m, "llama-3.1-8b", "arxiv", "packing", match=best[m]) for m in modes if best[m]}
-    runs.need(list(match.values()))
+    runs = CapacitySearch(options)
+    panels = [
+        PlotPanel(
+            title=f"P99 gap over the rate, {name[10:].upper()}, paper mode",
+            x="requests a second",
+            y="ms",
+            lines={
+                f"{data}, {schedule}": _gaps_by_rate(runs.study, CapacityTask("paper", name, data, schedule))
+                for data in SETS
+                for schedule in ("packing", "prefetch")
+            },
+        )
+        for name in MODELS
+    ]
+    return _report(runs.study, [*_capacity_rows(runs), *_gain_rows(runs)], panels)
 
-    def table(mode: Mode) -> dict[str, float]:
-        return {f"{n[10:]} {d}": runs.qps(CapacityTask(mode, n, d, "prefetch")) for n in MODELS for d in SETS}
 
-    def saving(mode: Mode) -> float | None:
-        return runs.answers(match[mode])[0] if mode in match else None
+def _gaps_by_rate(runs: CapacityStudy, task: CapacityTask) -> list[tuple[float, float]]:
+    """Return (requests a second, P99 gap in ms) of every rate that the first seed's search tried."""
+    return [(rate.qps, rate.tbt_s * 1e3) for rate in runs.answers(task)[0].tried]
 
-    def gains(mode: Mode, model: str) -> dict[str, float]:
-        return {data: runs.gain(mode, model, data) or float("inf") for data in SETS}
 
-    rows = [
+def _capacity_rows(runs: CapacitySearch) -> list[ClaimRow]:
+    return [
         judge(
             "Throughput of 8B over 70B, both data sets (QPS with prefetch)",
             "8B higher",
             order("8B higher on both", lambda q: all(q[f"8b {d}"] > q[f"70b {d}"] for d in SETS)),
-            both(table),
+            both(runs.table),
         ),
         judge(
             "Throughput of ShareGPT over arXiv, both models (QPS with prefetch)",
@@ -155,58 +194,45 @@ def case3(options: RunOptions) -> ExperimentReport:
                 "ShareGPT higher on both",
                 lambda q: all(q[f"{name[10:]} sharegpt"] > q[f"{name[10:]} arxiv"] for name in MODELS),
             ),
-            both(table),
+            both(runs.table),
         ),
         *(
             judge(
                 f"arXiv gains more than ShareGPT, {name[10:].upper()}",
                 "arXiv gains more",
                 order("arXiv's gain is larger", lambda g: g["arxiv"] > g["sharegpt"]),
-                both(lambda mode, name=name: gains(mode, name)),  # type: ignore[misc]
+                both(partial(runs.gains, name)),
             )
             for name in MODELS
         ),
-        judge("Prefetch serves at least what packing does, everywhere (least gain)", "≥ 1", at_least(0.98),
-              both(lambda mode: min(min(gains(mode, name).values()) for name in MODELS)),
-              "2% is the precision of a search."),
-        judge("Gain in QPS, 8B arXiv", 2.4, band(2.16, 2.64), both(lambda m: runs.gain(m, MODELS[0], "arxiv"))),
-        judge("Gain in QPS, 8B ShareGPT", 1.8, band(1.62, 1.98), both(lambda m: runs.gain(m, MODELS[0], "sharegpt"))),
-        judge("Gain in QPS, 70B arXiv", "1.7 to 2.4", band(1.7, 2.4), both(lambda m: runs.gain(m, MODELS[1], "arxiv"))),
-        judge("Gain in QPS, 70B ShareGPT", "1.7 to 2.4", band(1.7, 2.4),
-              both(lambda m: runs.gain(m, MODELS[1], "sharegpt"))),
-        judge("Packing-only QPS, 8B arXiv", 1.95, band(1.75, 2.15),
-              both(lambda m: runs.qps(CapacityTask(m, MODELS[0], "arxiv", "packing")))),
-        judge("HBM bandwidth that packing alone needs to serve as much, 8B arXiv", "2.4×", band(2.16, 2.64),
-              both(saving)),
-    ]  # fmt: skip
-    panels = [
-        PlotPanel(
-            title=f"P99 gap over the rate, {name[10:].upper()}, paper mode",
-            x="requests a second",
-            y="ms",
-            lines={
-                f"{data}, {schedule}": [
-                    (rate.qps, rate.tbt_s * 1e3)
-                    for rate in runs.answers(CapacityTask("paper", name, data, schedule))[0].tried
-                ]
-                for data in SETS
-                for schedule in ("packing", "prefetch")
-            },
-        )
-        for name in MODELS
     ]
-    return _report(runs, rows, panels)
+
+
+def _gain_rows(runs: CapacitySearch) -> list[ClaimRow]:
+    small, large = MODELS
+    packing = {mode: CapacityTask(mode, small, "arxiv", "packing") for mode in MODES}
+    return [
+        judge("Prefetch serves at least what packing does, everywhere (least gain)", "≥ 1", at_least(0.98),
+              both(runs.least_gain), "2% is the precision of a search."),
+        judge("Gain in QPS, 8B arXiv", 2.4, band(2.16, 2.64), both(partial(runs.gain, small, "arxiv"))),
+        judge("Gain in QPS, 8B ShareGPT", 1.8, band(1.62, 1.98), both(partial(runs.gain, small, "sharegpt"))),
+        judge("Gain in QPS, 70B arXiv", "1.7 to 2.4", band(1.7, 2.4), both(partial(runs.gain, large, "arxiv"))),
+        judge("Gain in QPS, 70B ShareGPT", "1.7 to 2.4", band(1.7, 2.4), both(partial(runs.gain, large, "sharegpt"))),
+        judge("Packing-only QPS, 8B arXiv", 1.95, band(1.75, 2.15),
+              both(lambda mode: runs.study.qps(packing[mode]))),
+        judge("HBM bandwidth that packing alone needs to serve as much, 8B arXiv", "2.4×", band(2.16, 2.64),
+              both(runs.bandwidth)),
+    ]  # fmt: skip
 
 
 def case4(options: RunOptions) -> ExperimentReport:
     """Fig. 8."""
     runs = CapacityStudy(options)
-    modes: tuple[Mode, Mode] = ("paper", "default")
     runs.need([
         CapacityTask(m, MODELS[0], "arxiv", s, chunk, limit)
-        for m in modes for s in ("packing", "prefetch")
+        for m in MODES for s in ("packing", "prefetch")
         for chunk, limit in ((512, "none"), (1024, "none"), (1024, "tight"))
-    ] + [CapacityTask(m, MODELS[1], "arxiv", "prefetch", 1024, "none") for m in modes])  # fmt: skip
+    ] + [CapacityTask(m, MODELS[1], "arxiv", "prefetch", 1024, "none") for m in MODES])  # fmt: skip
 
     def saturated(mode: Mode, chunk: int) -> float:
         return runs.qps(CapacityTask(mode, MODELS[0], "arxiv", "prefetch", chunk, "none"))
@@ -236,15 +262,14 @@ def case4(options: RunOptions) -> ExperimentReport:
             x="requests a second",
             y="ms",
             lines={
-                f"{chunk}, {schedule}": [
-                    (rate.qps, rate.tbt_s * 1e3)
-                    for rate in runs.answers(CapacityTask(mode, MODELS[0], "arxiv", schedule, chunk, "none"))[0].tried
-                ]
+                f"{chunk}, {schedule}": _gaps_by_rate(
+                    runs, CapacityTask(mode, MODELS[0], "arxiv", schedule, chunk, "none")
+                )
                 for chunk in (512, 1024)
                 for schedule in ("packing", "prefetch")
             },
         )
-        for mode in modes
+        for mode in MODES
     ]
     return _report(runs, rows, panels)
 
