@@ -162,6 +162,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert error.count("\n") == 1
 
 
+@LONG
 def test_a_dry_run_says_what_fits_which_groups_and_what_rate(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from headway.cli.main import main
 @pytest.mark.parametrize(
     ("placement", "options", "count", "lengths", "said"),
     [
-        ("fifo", {"long_tokens": 500, "long_sp": 2}, 2, [900] * 6, 8),
+        pytest.param("fifo", {"long_tokens": 500, "long_sp": 2}, 2, [900] * 6, 8, marks=pytest.mark.long),
         pytest.param("fifo", {"long_tokens": 500, "long_sp": 2}, 2, [1900, 1800, 1900], 20, marks=pytest.mark.long),
         pytest.param("fixed-sp", {"sp": 2}, 2, [1900, 1990, 1900], 10, marks=pytest.mark.long),
         pytest.param("tetris", {"sizes": [1, 2]}, 2, [1500] * 6, 10, marks=pytest.mark.long),

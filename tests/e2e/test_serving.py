@@ -161,7 +161,7 @@ def test_the_embedded_model_answers_with_the_passkey_it_was_shown() -> None:
         pytest.param(["--scheduling-policy", "fifo"], "choose one of", marks=LONG),
         pytest.param(["--chunking", "static:none"], "static:N", marks=LONG),
         pytest.param(["--max-model-len", "12parsecs"], "a number of tokens", marks=LONG),
-        (["--host", "0.0.0.0"], "API key"),
+        pytest.param(["--host", "0.0.0.0"], "API key", marks=LONG),
         pytest.param(["--kv-cache-memory", "4K", "--max-model-len", "4096"], "--kv-cache-memory", marks=LONG),
     ],
 )

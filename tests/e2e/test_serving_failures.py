@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.http_probe import metric, stream
 from tests.helpers.process_tree import child_pids, ends_soon
 
@@ -20,9 +21,8 @@ COUNT = 300
 
 
 @pytest.fixture(scope="module")
-def wanted(llama: Path) -> list[int]:
-    with ServerProcess([str(llama)]) as running:
-        return [t for event in stream(running.url, PROMPT, COUNT, ignore_eos=True) for t in ids(event)]
+def wanted(reference: GreedyReference) -> list[int]:
+    return reference.tokens(PROMPT, COUNT)
 
 
 def ids(event: dict) -> list[int]:  # type: ignore[type-arg]

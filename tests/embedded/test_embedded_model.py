@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.marks import quick_diagonal, quick_first
 from tokenizers import Tokenizer
 
 from headway.runtime.embedded import model_path
@@ -99,8 +100,7 @@ def test_documents_are_deterministic_and_sized() -> None:
     assert 0 <= one.depth <= 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize(("tokens", "seed"), quick_diagonal([1024, 4096], range(6)))
 def test_finds_the_passkey_and_stops(model: Any, tokenizer: Any, tokens: int, seed: int) -> None:
     document = make_document(tokens, seed, count)
     end = model.generation_config.eos_token_id
@@ -110,7 +110,7 @@ def test_finds_the_passkey_and_stops(model: Any, tokenizer: Any, tokens: int, se
     assert (tokenizer.decode(answer[:-1]), answer[-1]) == (document.passkey, end)
 
 
-@pytest.mark.parametrize("passkey", ["00000", "1111111", "121212", "9876543"])
+@pytest.mark.parametrize("passkey", quick_first(["00000", "1111111", "121212", "9876543"], 2))
 def test_repeated_digits_are_counted(model: Any, tokenizer: Any, passkey: str) -> None:
     document = make_document(1500, 1, count)
     prompt = document.prompt.replace(f" {document.passkey}.", f" {passkey}.")

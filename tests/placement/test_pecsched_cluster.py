@@ -130,6 +130,7 @@ def starved(name: str, options: dict[str, Any], load: float) -> float:
     return sum(record.scheduled_s is None or record.finish_s is None for record in longs) / len(longs)
 
 
+@pytest.mark.long
 def test_priority_starves_long_requests_and_ageing_does_not() -> None:
     """Short requests alone are 1.1 times what six instances do."""
     assert starved("priority", {**LONG, "long_sp": 5}, 1.1) >= 0.75
