@@ -182,3 +182,19 @@ async def test_one_log_line_a_request_without_the_prompt(
     assert "request_id=r1" in text
     assert parsed["request_id"] == "r1"
     assert "secret" not in caplog.text + text + str(parsed)
+
+
+async def test_the_page_shows_the_limits_that_requests_are_held_to(connect: Any) -> None:
+    async with connect() as client:
+        page = (await client.get("/docs")).text
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body["required"] == ["model", "prompt"]
+        for name, field in body["properties"].items():
+            if "maximum" not in field or field["maximum"] > 2**53:  # FastAPI writes limits as floats
+                continue
+            most = int(field["maximum"])
+            answer = await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi", name: most + 1})
+            assert answer.status_code == 400, name
+            assert f"at most {most}" in answer.json()["error"]["message"]
+            assert f"<th>{name}</th><td>{field['type']}</td>" in page

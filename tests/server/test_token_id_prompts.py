@@ -7,6 +7,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ def read(text: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> list[int] | 
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     try:
         fields = BodyFields.parse(b'{"prompt": %b, "x": 1}' % text.encode())
-        (prompt,) = PromptReader(TOKENIZER, VOCAB, 4).read(fields)
+        (prompt,) = PromptReader(TOKENIZER, VOCAB, 4).read(fields.raw("prompt"), add_special_tokens=True)
     except RequestError as error:
         return str(error)
     return array("i", prompt.data.tobytes()).tolist()
@@ -78,6 +79,6 @@ def test_no_piece_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
             return decoder.decode(text)
 
     monkeypatch.setattr(reader, "_ids", Watched())
-    (prompt,) = reader.read(BodyFields.parse(json.dumps({"prompt": [999] * 200_000}).encode()))
+    (prompt,) = reader.read(msgspec.Raw(json.dumps([999] * 200_000).encode()), add_special_tokens=True)
     assert prompt.tokens == 200_000
     assert max(seen) <= module.PIECE_BYTES + 16

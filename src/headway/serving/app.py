@@ -25,20 +25,20 @@ from headway.serving.docs_page import DOCS_HEADERS, docs_page
 from headway.serving.errors import ApiError, as_api_error, error_response
 from headway.serving.journal import RequestJournal
 from headway.serving.metrics import ServerMetrics
-from headway.serving.schema import body_schema
+from headway.serving.request_bodies import ChatBody, CompletionBody, body_schema
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=None, openapi_extra=body_schema("completions"), summary="Continue text")
+@router.post("/v1/completions", response_model=None, openapi_extra=body_schema(CompletionBody), summary="Continue text")
 async def completions(request: Request) -> Response:
     """Text or token ids in, text (and token ids) out; streamed with `stream: true`."""
     return await answer(request, parse_completion, CompletionFormat)
 
 
-@router.post("/v1/chat/completions", response_model=None, openapi_extra=body_schema("chat"), summary="Answer a chat")
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=body_schema(ChatBody), summary="Answer a chat")
 async def chat_completions(request: Request) -> Response:
     """Messages in, the assistant's next message out; streamed with `stream: true`."""
     return await answer(request, parse_chat, ChatFormat)

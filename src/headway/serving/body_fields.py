@@ -6,7 +6,6 @@ a million token ids is decoded once, straight into integers. `null` counts as ab
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection
 from typing import Any
@@ -60,25 +59,6 @@ class BodyFields:
             return value
         raise RequestError(f"'{name}' must be a string, not {kind(value)}", name)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean; 0 and 1 are not."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool):
-            return value
-        raise RequestError(f"'{name}' must be true or false, not {kind(value)}", name)
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer in low..high, both inclusive."""
-        value = self.get(name)
-        return None if value is None else check_integer(value, name, low, high)
-
-    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
-        """A finite number in low..high; `above_low` leaves `low` itself out."""
-        value = self.get(name)
-        return None if value is None else check_number(value, name, low, high, above_low=above_low)
-
     def refuse(self, name: str, allowed: Collection[object], why: str) -> None:
         """Refuse a field whose feature does not exist here, unless its value asks for nothing anyway."""
         value = self.get(name)
@@ -91,18 +71,8 @@ def check_integer(value: object, name: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"'{name}' must be an integer, not {kind(value)}", name)
     if not low <= value <= high:
-        raise RequestError(f"'{name}' must lie in {low}..{high} (got {_short(value)})", name)
+        raise RequestError(f"'{name}' must lie in {low}..{high} (got {short(value)})", name)
     return value
-
-
-def check_number(value: object, name: str, low: float, high: float, *, above_low: bool = False) -> float:
-    """`value` as a finite float in low..high, or RequestError that names `name`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"'{name}' must be a number, not {kind(value)}", name)
-    if not low <= value <= high or (above_low and value == low) or math.isnan(value):
-        bounds = f"above {low:g} and at most {high:g}" if above_low else f"in {low:g}..{high:g}"
-        raise RequestError(f"'{name}' must be {bounds} (got {_short(value)})", name)
-    return float(value)
 
 
 def kind(value: object) -> str:
@@ -118,7 +88,8 @@ def kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value for messages, cut to 40 characters."""
     text = str(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
     return text if len(text) <= 40 else text[:37] + "..."
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.core.errors import RequestError
@@ -10,58 +10,46 @@ from headway.serving.answer import AnswerHeader, ChoiceAnswer
 from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext
 from headway.serving.generation import TextPiece
-from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model, refuse_unsupported
+from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model
 from headway.serving.journaled_request import Kind
 from headway.serving.logprobs import ScoredToken, chat_logprobs
-from headway.serving.messages import read_messages
 from headway.serving.prompts import PromptReader, TokenPrompt
-from headway.serving.sampling_fields import MAX_LOGPROBS, read_sampling
+from headway.serving.request_bodies import ChatBody, TokenizeBody, read_body
+from headway.serving.sampling_fields import sampling_params
 
 
-def parse_chat(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> GenerationJob:
-    """Raises RequestError or ApiError that names the field at fault. No output limit means: what is left."""
-    model = read_model(fields, asker.models)
-    refuse_unsupported(fields)
-    for name in ("tools", "functions"):
-        fields.refuse(name, ([],), "tools do not exist here")
-    for name in ("tool_choice", "function_call"):
-        fields.refuse(name, ("none", "auto"), "tools do not exist here")
-    fields.refuse("modalities", (["text"],), "only text")
-    fields.refuse("audio", (), "only text")
-    fields.refuse("chat_template", (), "templates come with the model")
-    fields.refuse("continue_final_message", (False,), "use /v1/completions to continue text")
-    max_tokens, length_field = _max_tokens(fields)
-    params = read_sampling(fields, max_tokens=max_tokens, logprobs=_logprobs(fields), vocab_size=asker.info.vocab_size)
-    return build_job(fields, asker, model, (render_prompt(fields, prompts),), params, length_field)
+def parse_chat(fields: BodyFields, context: RequestContext, prompts: PromptReader) -> GenerationJob:
+    """Check a body and render its messages. Without an output limit the answer may take what is left.
 
-
-def render_prompt(fields: BodyFields, prompts: PromptReader) -> TokenPrompt:
-    """The messages through the chat template and the tokenizer; the template writes special tokens itself."""
-    variables = fields.get("chat_template_kwargs")
-    if variables is not None and not isinstance(variables, dict):
-        raise RequestError("'chat_template_kwargs' must be an object", "chat_template_kwargs")
-    return prompts.chat(
-        read_messages(fields),
-        add_generation_prompt=fields.flag("add_generation_prompt", True),
-        variables=variables,
-    )
-
-
-def _max_tokens(fields: BodyFields) -> tuple[int | None, str | None]:
-    """The newer spelling wins; None when the client left it open."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = fields.integer(name, 1, 2**31 - 1)
-        if value is not None:
-            return value, name
-    return None, None
-
-
-def _logprobs(fields: BodyFields) -> int | None:
-    wanted = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if top and not wanted:
+    Raises RequestError or ApiError that names the field at fault.
+    """
+    read_model(fields, context.models)
+    body = read_body(ChatBody, fields)
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-    return (top or 0) if wanted else None
+    max_tokens, length_field = _max_tokens(body)
+    params = sampling_params(
+        body,
+        max_tokens=max_tokens,
+        logprobs=body.top_logprobs if body.logprobs else None,
+        vocab_size=context.info.vocab_size,
+    )
+    prompt = render_prompt(body, body.messages, prompts)
+    return build_job(body, context, (prompt,), params, length_field)
+
+
+def render_prompt(
+    body: ChatBody | TokenizeBody, messages: Sequence[Mapping[str, Any]], prompts: PromptReader
+) -> TokenPrompt:
+    """Put messages through the chat template and the tokenizer; the template writes special tokens itself."""
+    return prompts.chat(messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
+
+
+def _max_tokens(body: ChatBody) -> tuple[int | None, str | None]:
+    """The output limit and how it was spelt; None when the client left it open."""
+    if body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, None if body.max_tokens is None else "max_tokens"
 
 
 class ChatFormat:

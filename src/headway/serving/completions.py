@@ -9,28 +9,28 @@ from headway.serving.answer import AnswerHeader, ChoiceAnswer
 from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext
 from headway.serving.generation import TextPiece
-from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model, refuse_unsupported
+from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model
 from headway.serving.journaled_request import Kind
 from headway.serving.logprobs import ScoredToken, completion_logprobs
 from headway.serving.prompts import PromptReader
-from headway.serving.sampling_fields import MAX_LOGPROBS, read_sampling
+from headway.serving.request_bodies import CompletionBody, read_body
+from headway.serving.sampling_fields import sampling_params
 
 DEFAULT_MAX_TOKENS = 16
 
 
-def parse_completion(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> GenerationJob:
-    """Raises RequestError or ApiError that names the field at fault."""
-    model = read_model(fields, asker.models)
-    refuse_unsupported(fields)
-    fields.refuse("echo", (False,), "the prompt is not repeated in the answer")
-    fields.refuse("suffix", ("",), "text is only continued at its end")
-    params = read_sampling(
-        fields,
-        max_tokens=fields.integer("max_tokens", 1, 2**31 - 1) or DEFAULT_MAX_TOKENS,
-        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
-        vocab_size=asker.info.vocab_size,
+def parse_completion(fields: BodyFields, context: RequestContext, prompts: PromptReader) -> GenerationJob:
+    """Check a body and read its prompts. Raises RequestError or ApiError that names the field at fault."""
+    read_model(fields, context.models)
+    body = read_body(CompletionBody, fields)
+    params = sampling_params(
+        body,
+        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+        vocab_size=context.info.vocab_size,
     )
-    return build_job(fields, asker, model, prompts.read(fields), params, "max_tokens")
+    tokens = prompts.read(body.prompt, add_special_tokens=body.add_special_tokens)
+    return build_job(body, context, tokens, params, "max_tokens")
 
 
 class CompletionFormat:

@@ -108,8 +108,8 @@ class ServerContext:
         models = self.models()
 
         def work(body: bytearray, received_s: float) -> T:
-            asker = RequestContext(request.headers, received_s, info, self.settings, models)
-            return parse(BodyFields.parse(body), asker, reader)
+            asked = RequestContext(request.headers, received_s, info, self.settings, models)
+            return parse(BodyFields.parse(body), asked, reader)
 
         return await self.ongoing.begin(self.bodies.parse(request, work))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -16,6 +17,9 @@ code, th { font-family: ui-monospace, monospace; font-size: .9em; }
 table { border-collapse: collapse; } th, td { padding: .1rem 1.5rem .1rem 0; text-align: left; font-weight: 400; }
 @media (prefers-color-scheme: dark) { body { background: #16181c; color: #ddd; } h2 { border-color: #444; } }
 """
+
+_LEAST = {"minimum": "from", "exclusiveMinimum": "above"}
+"""Lower limits of a JSON schema, in words."""
 
 
 def docs_page(openapi: Mapping[str, Any]) -> str:
@@ -42,10 +46,21 @@ def _endpoint(path: str, method: str, endpoint: Mapping[str, Any]) -> str:
     for kind, body in content.items():
         schema = body["schema"]
         required = schema.get("required", [])
-        rows = [
-            f"<tr><th>{escape(name)}</th><td>{escape(field.get('type', 'any'))}</td>"
-            f"<td>{'required' if name in required else ''}</td></tr>"
-            for name, field in schema["properties"].items()
-        ]
+        rows = [_row(name, field, name in required) for name, field in schema["properties"].items()]
         lines.append(f"<p>Body: <code>{escape(kind)}</code></p><table>{''.join(rows)}</table>")
     return "\n".join(lines)
+
+
+def _row(name: str, field: Mapping[str, Any], required: bool) -> str:
+    """One field: its type, whether it is required or what it is when left out, its limits, and what it is for."""
+    kinds = " or ".join(each["type"] for each in field.get("anyOf", [field]) if "type" in each) or "any"
+    low = next((f"{word} {_number(field[key])}" for key, word in _LEAST.items() if key in field), "")
+    high = f"to {_number(field['maximum'])}" if "maximum" in field else ""
+    left_out = "required" if required else f"default {json.dumps(field['default'])}" if "default" in field else ""
+    cells = (kinds, left_out, f"{low} {high}".strip(), field.get("description", ""))
+    return f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _number(value: float) -> str:
+    """A limit; the OpenAPI description has floats where the field is an integer."""
+    return str(int(value)) if value == int(value) else str(value)

@@ -14,7 +14,7 @@ from headway.runtime.engine.protocol import EngineInfo
 from headway.serving.body_fields import BodyFields
 from headway.serving.errors import ApiError
 from headway.serving.prompts import TokenPrompt
-from headway.serving.sampling_fields import read_stops
+from headway.serving.request_bodies import GenerationBody
 from headway.serving.settings import ServerSettings
 from headway.serving.slo import read_slo
 
@@ -63,40 +63,42 @@ class RequestContext:
 
 
 def build_job(
-    fields: BodyFields,
-    asker: RequestContext,
-    model: str,
+    body: GenerationBody,
+    context: RequestContext,
     prompts: tuple[TokenPrompt, ...],
     params: SamplingParams,
     length_field: str | None,
 ) -> GenerationJob:
-    """The part that both endpoints share. `length_field` is how the client spelt its output limit, for errors."""
-    stream = fields.flag("stream")
-    settings = asker.settings
-    timeout_s = fields.number("timeout_s", 0, 1e9, above_low=True)
-    limits = [limit for limit in (timeout_s, settings.request_timeout_s) if limit is not None]
+    """Make the job of a checked body. length_field: how the client spelt its output limit, for errors."""
+    settings = context.settings
+    limits = [limit for limit in (body.timeout_s, settings.request_timeout_s) if limit is not None]
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("'stream_options' needs 'stream': true", "stream_options")
     return GenerationJob(
-        model=model,
+        model=body.model,
         prompts=prompts,
-        params=fit_length(prompts, params, asker.info, length_field),
+        params=fit_length(prompts, params, context.info, length_field),
         text=TextOptions(
-            stops=read_stops(fields),
-            include_stop=fields.flag("include_stop_str_in_output"),
-            skip_special_tokens=fields.flag("skip_special_tokens", True),
+            stops=body.stop,
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
             min_tokens=params.min_tokens,
-            return_token_ids=fields.flag("return_token_ids"),
+            return_token_ids=body.return_token_ids,
         ),
-        slo=read_slo(asker.headers, fields, settings),
-        priority=fields.integer("priority", -(2**63), 2**63 - 1) or 0,
+        slo=read_slo(context.headers, body.slo, settings),
+        priority=body.priority,
         timeout_s=min(limits, default=None),
-        received_s=asker.received_s,
-        stream=stream,
-        include_usage=_include_usage(fields, stream),
+        received_s=context.received_s,
+        stream=body.stream,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
 
 
 def read_model(fields: BodyFields, models: tuple[str, ...]) -> str:
-    """The name the client asked for: 400 when missing, 404 when nobody here has it."""
+    """Return the name that the client asked for.
+
+    Raises RequestError when it is missing, ApiError 404 when it is none of `models`.
+    """
     name = fields.text("model")
     if name is None:
         raise RequestError(f"'model' is required; this server has {models[0]!r}", "model")
@@ -132,32 +134,3 @@ def fit_length(
             raise RequestError(f"'min_tokens' ({params.min_tokens}) is above what is left ({left})", "min_tokens")
         return msgspec.structs.replace(params, max_tokens=left)
     return params
-
-
-def refuse_unsupported(fields: BodyFields) -> None:
-    """Features that neither endpoint has, refused by name; asking for nothing is allowed."""
-    fields.refuse("n", (1,), "one choice for each prompt; send the request several times with different seeds")
-    fields.refuse("best_of", (1,), "one choice for each prompt")
-    fields.refuse("use_beam_search", (False,), "sampling only")
-    fields.refuse("prompt_embeds", (), "send text or token ids")
-    fields.refuse("guided_json", (), "structured output does not exist here")
-    fields.refuse("guided_regex", (), "structured output does not exist here")
-    fields.refuse("guided_choice", (), "structured output does not exist here")
-    fields.refuse("guided_grammar", (), "structured output does not exist here")
-    fields.refuse("structured_outputs", (), "structured output does not exist here")
-    fields.refuse("truncate_prompt_tokens", (), "shorten the prompt before sending it")
-    fields.refuse("response_format", ({"type": "text"},), "only plain text")
-
-
-def _include_usage(fields: BodyFields, stream: bool) -> bool:
-    options = fields.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict):
-        raise RequestError("'stream_options' must be an object", "stream_options")
-    if not stream:
-        raise RequestError("'stream_options' needs 'stream': true", "stream_options")
-    include = options.get("include_usage")
-    if include is not None and not isinstance(include, bool):
-        raise RequestError("'stream_options.include_usage' must be true or false", "stream_options.include_usage")
-    return bool(include)

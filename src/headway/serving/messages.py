@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import BodyFields, kind
+from headway.serving.body_fields import kind
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def read_messages(fields: BodyFields) -> list[dict[str, Any]]:
-    """`messages` as {"role", "content": text}; `developer` is another word for `system`. Only text is supported."""
-    value = fields.get("messages")
+def read_messages(value: object) -> list[dict[str, Any]]:
+    """Return `messages` as {"role", "content": text}; `developer` is another word for `system`. Only text is supported.
+
+    Raises RequestError that names the message and its field.
+    """
     if not isinstance(value, list) or not value:
         raise RequestError("'messages' is required: a non-empty array of messages", "messages")
     return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]

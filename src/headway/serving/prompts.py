@@ -46,19 +46,19 @@ class PromptReader:
         self._ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[token])
         self._many: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 
-    def read(self, fields: BodyFields, name: str = "prompt") -> tuple[TokenPrompt, ...]:
-        """Text, token ids, or an array of either, as one or several prompts; none of them is empty."""
-        raw = fields.raw(name)
-        if raw is None:
-            raise RequestError(f"'{name}' is required: text or an array of token ids", name)
+    def read(self, raw: msgspec.Raw, *, add_special_tokens: bool, name: str = "prompt") -> tuple[TokenPrompt, ...]:
+        """Read text, token ids, or an array of either, as one or several prompts; none of them is empty.
+
+        raw: the JSON of the body's field `name`. Raises RequestError.
+        """
         if not _starts(raw, b"["):
-            return (self._one(raw, fields, name, name),)
+            return (self._one(raw, add_special_tokens, name, name),)
         if not _starts(raw, b"[", skip=1) and not _starts(raw, b'"', skip=1):
             return (self._token_ids(raw, name, name),)
         items = self._many.decode(raw)
         if len(items) > self._max_prompts:
             raise RequestError(f"'{name}' holds {len(items)} prompts; at most {self._max_prompts} are allowed", name)
-        return tuple(self._one(item, fields, name, f"{name}[{index}]") for index, item in enumerate(items))
+        return tuple(self._one(item, add_special_tokens, name, f"{name}[{index}]") for index, item in enumerate(items))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -70,22 +70,25 @@ class PromptReader:
             raise RequestError("the chat template makes an empty prompt of 'messages'", "messages")
         return TokenPrompt.of(ids)
 
-    def token_ids(self, fields: BodyFields, name: str) -> list[int]:
-        """A required array of token ids."""
-        raw = fields.raw(name)
-        if raw is None or not _starts(raw, b"["):
-            raise RequestError(f"'{name}' is required: an array of token ids", name)
+    def token_ids(self, raw: msgspec.Raw, name: str) -> list[int]:
+        """Read an array of token ids. Raises RequestError."""
+        if not _starts(raw, b"["):
+            raise RequestError(f"'{name}' must be an array of token ids", name)
         return self._decode_ids(raw, name, name).tolist()
 
-    def _one(self, raw: msgspec.Raw, fields: BodyFields, name: str, label: str) -> TokenPrompt:
+    def _one(self, raw: msgspec.Raw, add_special_tokens: bool, name: str, label: str) -> TokenPrompt:
         if _starts(raw, b"["):
             return self._token_ids(raw, name, label)
         text = BodyFields({name: raw}).get(name)
         if not isinstance(text, str):
             raise RequestError(f"'{label}' must be text or an array of token ids", name)
+        return self.text(text, add_special_tokens=add_special_tokens, name=name, label=label)
+
+    def text(self, text: str, *, add_special_tokens: bool, name: str = "prompt", label: str = "prompt") -> TokenPrompt:
+        """Tokenize a text. label: what errors call it in the body's field `name`. Raises RequestError when empty."""
         if not text:
             raise RequestError(f"'{label}' is empty", name)
-        ids = self._tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", True))
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError(f"'{label}' is empty: the text has no tokens", name)
         return TokenPrompt.of(ids)

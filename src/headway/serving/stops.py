@@ -8,6 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headway.core.errors import RequestError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+
+
+def read_stops(value: object) -> tuple[str, ...]:
+    """Check the value of `stop`: one string, or up to 16, none of them empty. Raises RequestError."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise RequestError("'stop' must be a string or an array of strings", "stop")
+    if len(items) > MAX_STOPS:
+        raise RequestError(f"'stop' holds {len(items)} strings; at most {MAX_STOPS} are allowed", "stop")
+    for item in items:
+        if not 1 <= len(item) <= MAX_STOP_CHARS:
+            raise RequestError(f"a 'stop' string must have 1..{MAX_STOP_CHARS} characters (got {len(item)})", "stop")
+    return tuple(dict.fromkeys(items))
+
 
 class StopMatcher:
     """State over one answer. Work per character is O(number of stop strings), memory O(the longest of them)."""

@@ -16,42 +16,43 @@ from headway.serving.context import context
 from headway.serving.errors import json_response
 from headway.serving.generation_job import RequestContext, read_model
 from headway.serving.prompts import PromptReader
-from headway.serving.schema import body_schema
+from headway.serving.request_bodies import DetokenizeBody, TokenizeBody, body_schema, read_body
 from headway.serving.tokenizer import ModelTokenizer
 
 router = APIRouter()
 
 
-@router.post("/tokenize", response_model=None, openapi_extra=body_schema("tokenize"), summary="Text to token ids")
+@router.post("/tokenize", response_model=None, openapi_extra=body_schema(TokenizeBody), summary="Text to token ids")
 async def tokenize(request: Request) -> Response:
     """`prompt` (text, with the special tokens that completions add) or `messages` (through the chat template)."""
     server = context(request)
 
-    def work(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> dict[str, Any]:
-        _check_model(fields, asker)
-        if fields.raw("messages") is not None:
-            prompt = render_prompt(fields, prompts)
+    def work(fields: BodyFields, asked: RequestContext, prompts: PromptReader) -> dict[str, Any]:
+        _check_model(fields, asked)
+        body = read_body(TokenizeBody, fields)
+        if body.messages is not None:
+            prompt = render_prompt(body, body.messages, prompts)
+        elif body.prompt is not None:
+            prompt = prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
-            if fields.text("prompt") is None:
-                raise RequestError("'prompt' (text) or 'messages' is required", "prompt")
-            (prompt,) = prompts.read(fields)
+            raise RequestError("'prompt' (text) or 'messages' is required", "prompt")
         tokens = array("i", prompt.data.tobytes()).tolist()
-        answer = {"count": prompt.tokens, "max_model_len": asker.info.max_model_len, "tokens": tokens}
-        if fields.flag("return_token_strs"):
+        answer = {"count": prompt.tokens, "max_model_len": asked.info.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
             answer["token_strs"] = [_shown(server.tokenizer, token) for token in tokens]
         return answer
 
     return json_response(await server.parse(request, work))
 
 
-@router.post("/detokenize", response_model=None, openapi_extra=body_schema("detokenize"), summary="Token ids to text")
+@router.post("/detokenize", response_model=None, openapi_extra=body_schema(DetokenizeBody), summary="Token ids to text")
 async def detokenize(request: Request) -> Response:
     """`tokens` as text, special tokens included."""
     server = context(request)
 
-    def work(fields: BodyFields, asker: RequestContext, prompts: PromptReader) -> dict[str, Any]:
-        _check_model(fields, asker)
-        ids = prompts.token_ids(fields, "tokens")
+    def work(fields: BodyFields, asked: RequestContext, prompts: PromptReader) -> dict[str, Any]:
+        _check_model(fields, asked)
+        ids = prompts.token_ids(read_body(DetokenizeBody, fields).tokens, "tokens")
         if not server.tokenizer.has_text:
             raise RequestError("this model has no tokenizer", "tokens")
         return {"prompt": server.tokenizer.decode(ids)}
@@ -59,10 +60,10 @@ async def detokenize(request: Request) -> Response:
     return json_response(await server.parse(request, work))
 
 
-def _check_model(fields: BodyFields, asker: RequestContext) -> None:
-    """Here the model may be left out: there is only one."""
+def _check_model(fields: BodyFields, asked: RequestContext) -> None:
+    """Check the model's name where there is one: it may be left out here."""
     if fields.raw("model") is not None:
-        read_model(fields, asker.models)
+        read_model(fields, asked.models)
 
 
 def _shown(tokenizer: ModelTokenizer, token: int) -> str:
