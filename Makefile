@@ -9,7 +9,7 @@ JOBS ?= 2
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm test-vllm check format bench docs embedded clean
+.PHONY: help setup demo test test-long vllm test-vllm check format bench docs figures package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,8 +52,18 @@ format: setup ## format the code
 bench: setup ## the figures that the README states, on this machine (about 10 minutes)
 	@$(BIN)/python -m benchmarks.run
 
-docs: setup ## regenerate the figures that README and docs show
+docs: setup ## the reference pages from the code, then the documentation site in build/site (strict)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@$(BIN)/python scripts/make_reference.py
+	@$(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html"
+
+figures: setup ## draw again the figures that README and docs show (minutes)
+	@$(BIN)/python scripts/make_diagrams.py
 	@$(BIN)/python scripts/make_figures.py
+
+package: setup ## a wheel and a source distribution in dist/
+	@$(BIN)/python -m build --outdir dist
 
 embedded: setup ## make the embedded model again
 	@$(BIN)/python scripts/make_embedded_model.py

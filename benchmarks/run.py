@@ -1,4 +1,4 @@
-"""`make bench`: every figure that the README and docs/performance.md state for the live engine, on this machine.
+"""`make bench`: the live engine's figures in README and docs/reference/performance.md, on this machine.
 
 Run it on an otherwise idle machine; each script prints its own conditions.
 """

@@ -1,7 +1,8 @@
 """Print what the code base looks like in numbers, as a Markdown table: `python scripts/code_figures.py`.
 
 Product is `src/headway` without `research`; research reproduces the papers and holds the demo. Complexity is McCabe's,
-as `ruff check --select C901` counts it. `--root DIR` looks at another checkout; `--json` prints one object.
+as `ruff check --select C901` counts it. `--before REVISION` adds a column of an earlier commit, `--write` puts the
+table at the end of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from pathlib import Path
 
 RESEARCH = ("research", "experiments")
 """Packages that count as research; `experiments` is the earlier name."""
+MARK = "<!-- code figures -->"
 LONG_FUNCTION, COMPLEX, LONG_FILE, MANY_METHODS = 60, 15, 400, 25
 
 
@@ -102,18 +105,41 @@ def docs_words(docs: Path, generated: bool) -> int:
     return sum(len(page.split()) for page in pages if page.startswith("<!-- Generated") == generated)
 
 
+def before(revision: str) -> dict[str, float]:
+    """The figures of an earlier commit, from `git archive`."""
+    root = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "-C", str(root), "archive", revision], capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        return figures(Path(folder))
+
+
+def markdown(columns: dict[str, dict[str, float]]) -> str:
+    """One row a figure, one column a checkout."""
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    names = next(iter(columns.values()))
+    lines += [f"| {name} | {' | '.join(f'{column[name]:,}' for column in columns.values())} |" for name in names]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--before", metavar="REVISION", help="a column of an earlier commit too")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/architecture.md, under its marker"
+    )
     arguments = parser.parse_args()
-    found = figures(arguments.root)
+    columns = {f"{arguments.before}": before(arguments.before)} if arguments.before else {}
+    columns["now"] = figures(arguments.root)
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(columns, indent=1))
         return 0
-    print("| | |\n|---|---|")
-    for name, value in found.items():
-        print(f"| {name} | {value:,} |")
+    print(markdown(columns), end="")
+    if arguments.write:
+        page = arguments.root / "docs" / "architecture.md"
+        page.write_text(page.read_text().split(MARK)[0] + MARK + "\n\n" + markdown(columns))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Regenerate the figures of docs/cluster.md from examples/ : `python scripts/make_cluster_figures.py`. Minutes.
+"""Draw the clusters of docs/papers and docs/concepts from examples/: `python scripts/make_cluster_figures.py`. Minutes.
 
 cluster-tetris.png and cluster-weave.png: instances over time; cluster-cdf.png: TTFT and JCT of three placements on the
 same requests; cluster-capacity.png: TTFT over the load, with knees.

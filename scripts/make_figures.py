@@ -1,4 +1,4 @@
-"""Regenerate the figures that README and docs show: `make docs`. Takes about half a minute on 2 cores.
+"""Regenerate the figures that README and docs show: `make figures`. Takes about half a minute on 2 cores.
 
 docs/figures/convoy.png, and the numbers behind it in convoy.json, come from `headway demo` on this machine.
 """

@@ -56,8 +56,8 @@ What `headway cluster` reads; see [Run a cluster](../how-to/cluster.md). A polic
     "metrics": """# Metrics
 
 What `GET /metrics` returns, as Prometheus text. Each metric has the labels `model_name` and `engine` too. Names under
-`vllm:` are the same numbers, for dashboards and routers that know those. `headway_instance_…` are of clusters, where all
-other metrics are sums over the instances.
+`vllm:` are the same numbers, for dashboards and routers that know those. `headway_instance_…` are of clusters, where
+all other metrics are sums over the instances.
 
 """,
 }

@@ -1,4 +1,4 @@
-"""A cluster on two hosts (network namespaces): the launch of docs/live-cluster.md, and what may go wrong there."""
+"""A cluster on two hosts (network namespaces): the launch of docs/how-to/cluster.md, and what may go wrong there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two network namespaces as two hosts, a virtual cable between them, and the launch that docs/hosts.md states."""
+"""Two network namespaces as two hosts, a virtual cable between them, and the launch of docs/how-to/several-hosts.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(hosts: Hosts, model: Path, *sizes: str) -> Iterator[tuple[Running, Running]]:
-    """As docs/hosts.md has it: the same command on both hosts, but for --node-rank."""
+    """As docs/how-to/several-hosts.md has it: the same command on both hosts, but for --node-rank."""
     flags = [str(model), *sizes, "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
     own = ["--port", str(PORT), "--latency-profile", "quick", "--kv-cache-memory", "4M"]
     with ExitStack() as stack:

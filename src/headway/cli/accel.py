@@ -1,4 +1,4 @@
-"""`headway accel …`: what on-chip memory and an idle HBM channel are worth (docs/accel.md)."""
+"""`headway accel …`: what on-chip memory and an idle HBM channel are worth (docs/papers/accelerator.md)."""
 
 from __future__ import annotations
 

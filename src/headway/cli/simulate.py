@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "scenario", nargs="?", type=Path, help="a YAML file; examples/ has some, docs/simulate.md the fields"
+        "scenario",
+        nargs="?",
+        type=Path,
+        help="a YAML file (examples/; fields: docs/reference/scenario-file.md)",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field, such as workload.qps=2"

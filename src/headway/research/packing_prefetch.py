@@ -1,8 +1,8 @@
 """The packing-prefetch paper at stage level: SLO limits, case studies 1 and 2, Fig. 1.
 
 Modes are the accelerator's presets. paper: two feed-forward matrices, no LM head, units at a constant 97.55% of their
-peak (docs/accel.md lists every assumption, and which are inferred). default: the real Llama-3.1, times from the mapping
-search. Llama-3.1-8B runs on the TPUv6e-like machine, 70B on the TPUv7-like one (Table I).
+peak (docs/papers/accelerator.md lists every assumption, and which are inferred). default: the real Llama-3.1, times
+from the mapping search. Llama-3.1-8B runs on the TPUv6e-like machine, 70B on the TPUv7-like one (Table I).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ roofline's shares of peak. 4, 4, 1 and 1 replicas decode short requests under Pe
 Hidden in the paper, and decided here: a long request takes 22, 24, 7 and 7 replicas (what the throughput that
 Reservation leaves to short requests implies; memory alone needs 2, 3, 1 and 2), and how loaded the cluster is.
 
-Regimes, since no single load gives all of the paper's figures (docs/pecsched.md). Loads are shares of what the replicas
-that prefill under PecSched can compute:
+Regimes, since no single load gives all of the paper's figures (docs/papers/pecsched.md). Loads are shares of what the
+replicas that prefill under PecSched can compute:
 
 unsaturated  short requests 0.5, long ones 0.3
 busy         short requests 0.9, long ones 0.1

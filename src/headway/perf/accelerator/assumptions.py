@@ -1,8 +1,8 @@
 """Everything that the paper leaves unsaid, as named fields, and the two sets that matter.
 
 `default` is the real model with times from the mapping search. `paper` is what brings out the paper's own stage figures
-(docs/accel.md): its feed-forward layer has two matrices, there is no LM head, attention is not causal, units run at a
-constant share of their peak, and a decode batch costs a packed product 128 rows.
+(docs/papers/accelerator.md): its feed-forward layer has two matrices, there is no LM head, attention is not causal,
+units run at a constant share of their peak, and a decode batch costs a packed product 128 rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Unit = Literal["vector", "array", "fastest"]
 
 
 class AcceleratorAssumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """See the words of each field in `WORDS`, which `docs/accel.md` and errors repeat."""
+    """See the words of each field in `WORDS`, which `docs/papers/accelerator.md` and errors repeat."""
 
     preset: str = "default"
     ffn_matrices: int | None = None

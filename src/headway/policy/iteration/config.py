@@ -25,7 +25,7 @@ class SchedulerConfig:
 
     policy: str = _f("lars", "order of waiting prefills: fcfs, edf, lrs, srpt or lars")
     chunking: str = _f("adaptive", "tokens of a prompt per iteration: adaptive (by time), static:N (tokens), whole")
-    mode: Mode = _f("default", "'paper' takes the papers literally; 'default' has our rulings (docs/architecture.md)")
+    mode: Mode = _f("default", "'paper': the papers literally; 'default': our rulings (docs/concepts/scheduling.md)")
     t_target_s: float = _f(0.055, "longest iteration aimed at, seconds: the TBT that running chats see")
     max_num_seqs: int = _f(256, "requests that hold KV at the same time, in each KV group")
     max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")

@@ -152,7 +152,7 @@ def check_hosts(file: ClusterFile, where: str, count: int) -> None:
             hosts = "there is host 0 alone" if count == 1 else f"there are hosts 0 to {count - 1}"
             raise ConfigError(
                 f"{where}: pools[{i}].host is {pool.host}, but with --nnodes {count} {hosts}: give --nnodes "
-                f"{max(file.hosts) + 1}, --rdzv-endpoint and --node-rank (docs/live-cluster.md)"
+                f"{max(file.hosts) + 1}, --rdzv-endpoint and --node-rank (docs/how-to/several-hosts.md)"
             )
     idle = sorted(set(range(1, count)) - file.hosts)
     if idle:

@@ -65,7 +65,7 @@ def rewrite(requests: Sequence[TraceRequest], rule: str, rng: np.random.Generato
 def with_long_share(requests: Sequence[TraceRequest], share: float, rng: np.random.Generator) -> Requests:
     """Only so many of all requests stay long: of those classed `long`, some are kept, at random, the others go.
 
-    The paper's figures and its 5% do not fit together (docs/pecsched.md); with this a load is set class by class.
+    The paper's figures and its 5% do not fit together (docs/papers/pecsched.md); this sets a load class by class.
     """
     longs = sum(request.klass == "long" for request in requests)
     if not longs:

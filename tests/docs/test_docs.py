@@ -1,0 +1,143 @@
+"""What the pages say is there: names, paths, links, commands and generated reference pages."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from headway.cli.main import COMMANDS, NESTED
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md")) + [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+]
+PACKAGES = sorted(path.name for path in (ROOT / "src" / "headway").iterdir() if (path / "__init__.py").exists())
+GENERATED = "<!-- Generated"
+
+
+def written_text(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name under `headway` is a module, or something in one."""
+    parts = ("headway", *name.removeprefix("headway.").split("."))
+    for split in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[split:]:
+            if not hasattr(found, attribute) and attribute not in getattr(found, "__annotations__", {}):
+                return False
+            found = getattr(found, attribute, None)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_names_exists(page: Path):
+    pattern = rf"`((?:headway\.)?(?:{'|'.join(PACKAGES)})(?:\.\w+)+)`"
+    named = set(re.findall(pattern, written_text(page)))
+    fields = ("policy.policy", "policy.t_target_s", "policy.admission_age_s", "policy.kv_headroom")
+    assert [name for name in sorted(named) if name not in fields and not resolves(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path):
+    text = page.read_text()
+    top = "|".join(("src", "tests", "docs", "examples", "scripts", "benchmarks", *PACKAGES))
+    paths = set(re.findall(rf"(?<![\w./])((?:{top})/[\w./-]*\w)", text))
+    missing = [p for p in sorted(paths) if not (ROOT / p).exists() and not (ROOT / "src" / "headway" / p).exists()]
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        text = re.sub(r"[^\w\s-]", "", heading.replace("`", "").lower()).strip()
+        found.add(re.sub(r"[\s]+", "-", text))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", written_text(page)):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """The words of each `headway …` line in a page's fenced blocks; continued lines joined, comments dropped."""
+    found = []
+    for block in re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            match = re.match(r"(?:[A-Z_]+=\S+ )?(?:\$ )?(?:\.venv/bin/)?headway (.*)$", line.strip())
+            if match:
+                found.append(shlex.split(match[1], comments=True))
+    return found
+
+
+def test_every_command_that_a_page_shows_is_understood(capsys: pytest.CaptureFixture[str]):
+    lines = [(page, words) for page in PAGES for words in command_lines(page)]
+    assert len(lines) > 50
+    refused = []
+    for page, words in lines:
+        nested = tuple(words[:2]) in NESTED
+        module = NESTED[words[0], words[1]] if nested else COMMANDS[words[0]][0]
+        parser = ArgumentParser(exit_on_error=False)
+        import_module(module).add_arguments(parser)
+        try:
+            parser.parse_args(words[2 if nested else 1 :])
+        except SystemExit:
+            refused.append((page.name, " ".join(words), capsys.readouterr().err.splitlines()[-1]))
+        except Exception as error:
+            refused.append((page.name, " ".join(words), str(error)))
+    assert refused == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_and_benchmark_that_a_page_names_exists(page: Path):
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    assert named <= targets
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+def test_reference_pages_are_what_the_code_says():
+    command = [sys.executable, str(ROOT / "scripts" / "make_reference.py"), "--check"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, f"run `make docs`:\n{outcome.stdout}{outcome.stderr}"
+
+
+def test_docs_do_not_grow_back():
+    words = sum(
+        len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md") if GENERATED not in page.read_text()
+    )
+    assert words < 19_000
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the extra `docs` is not installed")
+def test_the_site_builds_without_a_warning(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert (tmp_path / "site" / "architecture.html").exists()
