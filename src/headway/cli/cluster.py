@@ -19,7 +19,7 @@ from headway.serving.serve_settings import ServeSettings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `headway cluster`: those of `headway serve` set what all instances share."""
-    parser.add_argument("file", type=Path, help="a YAML file such as examples/cluster.yaml; docs/live-cluster.md")
+    parser.add_argument("file", type=Path, help="a YAML file such as examples/cluster.yaml; docs/how-to/cluster.md")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--dry-run", action="store_true", help="load one instance of each pool, print what fits, and exit"
