@@ -213,44 +213,59 @@ class FakeProcess:
                 self.draining = True
                 self._do(self._drain())
             case AdmitRequest():
-                if len(ids) != message.prompt_tokens:
-                    self._complain(f"admitted {message.id} with {len(ids)} tokens")
-                left = message.params.max_tokens - len(message.output)
-                self.requests[message.id] = Known([*ids, *message.output], left)
+                self._admit(message, ids)
             case ComputeSpan():
                 self._compute(message)
             case PauseSpan(id=name):
-                run = self.runs.get(name)
-                if run is not None and run.run.group[0] == self.number:
-                    for i in run.run.group:
-                        self.cluster.processes[i].paused[name] = 1
+                self._pause(name)
             case ResumeSpan(id=name):
-                self.paused.pop(name, None)
-                self.stopped.discard(name)
-                run = self.runs.get(name)
-                if run is not None and run.run.group[0] == self.number:
-                    self._do(self._run(run))
+                self._resume(name)
             case ReserveKv(id=name, tokens=tokens, serial=serial):
-                known = self.requests.get(name)
-                if known is None:
-                    self._complain(f"ReserveKv for {name}, which was not admitted")
-                else:
-                    self.line[name] = tokens
-                    self.serials[name] = serial
-                    self._grant()
+                self._reserve(name, tokens, serial)
             case SendKv():
                 self._begin_to_send(message)
             case ForgetRequest(id=name):
-                self._leave(name)
-                self.requests.pop(name, None)
-                self.runs.pop(name, None)
-                self.cluster.kv.get(name, {}).pop(self.number, None)
-                self.line.pop(name, None)
-                self._grant()
+                self._forget(name)
             case HaltDecode(id=name):
                 self._halt(name)
             case MeetPeers():
                 pass
+
+    def _admit(self, admit: AdmitRequest, ids: list[int]) -> None:
+        if len(ids) != admit.prompt_tokens:
+            self._complain(f"admitted {admit.id} with {len(ids)} tokens")
+        left = admit.params.max_tokens - len(admit.output)
+        self.requests[admit.id] = Known([*ids, *admit.output], left)
+
+    def _pause(self, name: str) -> None:
+        """The first of the group pauses all of it."""
+        run = self.runs.get(name)
+        if run is not None and run.run.group[0] == self.number:
+            for i in run.run.group:
+                self.cluster.processes[i].paused[name] = 1
+
+    def _resume(self, name: str) -> None:
+        self.paused.pop(name, None)
+        self.stopped.discard(name)
+        run = self.runs.get(name)
+        if run is not None and run.run.group[0] == self.number:
+            self._do(self._run(run))
+
+    def _reserve(self, name: str, tokens: int, serial: int) -> None:
+        if name not in self.requests:
+            self._complain(f"ReserveKv for {name}, which was not admitted")
+            return
+        self.line[name] = tokens
+        self.serials[name] = serial
+        self._grant()
+
+    def _forget(self, name: str) -> None:
+        self._leave(name)
+        self.requests.pop(name, None)
+        self.runs.pop(name, None)
+        self.cluster.kv.get(name, {}).pop(self.number, None)
+        self.line.pop(name, None)
+        self._grant()
 
     def _grant(self) -> None:
         """To those who wait for room, in order of asking."""
