@@ -9,6 +9,7 @@ import argparse
 import logging
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,11 +22,14 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=20_000, help="tokens of each waiting prompt")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--blocks", type=int, default=10_000, help="of the KV pool: how many prompts may be half done")
     a = parser.parse_args()
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         model = model_config(Path(folder))
-        engine = VirtualEngine(model, blocks=120_000, max_num_seqs=a.running + 64, batched_tokens=8192)
+        engine = VirtualEngine(model, blocks=a.blocks, max_num_seqs=a.running + 64, batched_tokens=8192)
+        # Time of this thread on a processor: what else runs on the machine does not count.
+        engine.scheduler.headway_stopwatch = time.thread_time
         for i in range(a.running):
             engine.add(f"decode{i}", 50, 20_000)
         while len(engine.first_token) < a.running:

@@ -63,6 +63,8 @@ class HeadwaySchedulerMethods:
     headway_clock: Callable[[], float] = staticmethod(time.monotonic)
     headway_wall_clock: Callable[[], float] = staticmethod(time.time)
     """The clock that vLLM stamps arrivals with."""
+    headway_stopwatch: Callable[[], float] = staticmethod(time.perf_counter)
+    """What decisions are timed with."""
 
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
@@ -99,16 +101,16 @@ class HeadwaySchedulerMethods:
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide, let vLLM schedule, and note what it did."""
-        began_s, started_s = self.headway_clock(), time.perf_counter()
+        began_s, started_s = self.headway_clock(), self.headway_stopwatch()
         if not self._headway_active or not self._guard(self._decide, began_s):
             self._headway_plan = None
             self.waiting.open()
-        decided_s = time.perf_counter()
+        decided_s = self.headway_stopwatch()
         output = super().schedule(*args, **kwargs)
-        returned_s = time.perf_counter()
+        returned_s = self.headway_stopwatch()
         if self._headway_plan is not None and output.total_num_scheduled_tokens:
             self._guard(self._note, output, began_s)
-        self.headway_decision_s.append(decided_s - started_s + time.perf_counter() - returned_s)
+        self.headway_decision_s.append(decided_s - started_s + self.headway_stopwatch() - returned_s)
         return output
 
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:

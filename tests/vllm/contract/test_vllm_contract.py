@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -253,14 +254,45 @@ def test_requests_that_no_policy_decides_about_start_at_once(make: Make) -> None
     engine.add("long", 12_000, 2)
     for _ in range(3):
         engine.step()
-    remote = engine.add("session", 64, 2)
-    assert "session" in engine.scheduler._headway
-    engine.abort("session")
     remote = engine.add("remote", 64, 2, extra={"kv_transfer_params": {"do_remote_prefill": True}})
     assert remote.request_id not in engine.scheduler._headway
     engine.run()
     assert engine.ttft_s("remote") < 0.3
     assert engine.used_blocks == 0
+
+
+def test_chunks_of_hybrid_models_end_at_blocks(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 20})
+    scheduler = engine.scheduler
+    scheduler.need_mamba_block_aligned_split = True
+    scheduler._headway = None  # made anew, it knows the block
+    engine.add("long", 5_003, 2)
+    engine.add("chat", 101, 4)
+    ends: list[int] = []
+
+    def note() -> None:
+        running = [r for r in scheduler.running if r.request_id == "long" and r.is_prefill_chunk]
+        ends.extend(r.num_computed_tokens for r in running)
+
+    engine.run(each=note)
+    assert len(ends) > 10
+    assert not [end for end in ends if end % BLOCK]
+    assert scheduler.headway_errors == 0
+
+
+def test_a_request_enters_when_its_grammar_is_compiled(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 30})
+    engine.add("long", 9_000, 2)
+    request = engine.add("schema", 120, 3, choices=["a", "b"])
+    for _ in range(5):
+        engine.step()
+    assert "schema" not in engine.scheduler._headway
+    assert request.num_computed_tokens == 0
+    request.structured_output_request.grammar = mock.Mock()
+    engine.run()
+    assert set(engine.finished) == {"long", "schema"}
+    assert engine.finished["schema"] < engine.finished["long"]
+    assert engine.scheduler.headway_errors == 0
 
 
 def test_many_streams_finish_without_a_leak(make: Make) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -112,12 +112,14 @@ class VirtualEngine:
         *,
         priority: int = 0,
         extra: dict[str, Any] | None = None,
+        choices: list[str] | None = None,
     ) -> Request:
-        """A request of `prompt` tokens (ids of its own, unless given)."""
+        """A request of `prompt` tokens (ids of its own, unless given). With `choices` its output has a grammar."""
         if isinstance(prompt, int):
             seed = len(self.arrived) + 1
             prompt = [(seed * 7919 + i * 31) % 500 for i in range(prompt)]
-        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra)
+        structured = StructuredOutputsParams(choice=choices) if choices else None
+        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra, structured_outputs=structured)
         params.update_from_generation_config({}, eos_token_id=1)
         request = Request(
             request_id=name,
