@@ -29,7 +29,9 @@ WANTED = [5, 6, 7, 5, 6, 7]
 def left(folder: Path) -> dict[str, list[int]]:
     journal = RequestJournal(folder)
     journal.close()
-    return {e.accepted.id: [t for said in e.told for d in said for t in d.tokens] for e in journal.left.values()}
+    return {
+        e.accepted.id: [t for said in e.outputs for d in said for t in d.tokens] for e in journal.unfinished.values()
+    }
 
 
 async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: int, **body: Any) -> None:
@@ -42,7 +44,7 @@ async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: in
         await until(lambda: engine.sent >= tokens and engine.submits)
         await asyncio.sleep(0.02)
         server = client._transport.app.state.headway
-        server.keep_the_rest()
+        server.close_journal()
         sent.cancel()
         await asyncio.gather(sent, return_exceptions=True)
     engine.sent, engine.gate, engine.hold, engine.submits = 0, None, None, []
@@ -160,7 +162,7 @@ async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine:
 async def test_of_two_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
     await interrupted(connect, engine, tmp_path, 2)
     journal = RequestJournal(tmp_path)
-    (older,) = journal.left.values()
+    (older,) = journal.unfinished.values()
     journal.accept("mine", older.accepted.job, [array("i", [8, 9]).tobytes()])
     journal.close()
     continuing(engine)

@@ -13,7 +13,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.serving.active_tasks import ActiveTasks, cut_off
+from headway.serving.active_tasks import ActiveTasks, server_ending_error
 from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, json_response
@@ -101,14 +101,14 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
         form = make_format(job, server, request_id)
-        ticket = None if server.journal is None else JournaledRequest.of(server.journal, request_id, form.kind, job)
-        if ticket is not None:
-            held.callback(_end, server, ticket, records)
-        pieces = run_job(server, job, request_id, records, ticket)
+        journaled = None if server.journal is None else JournaledRequest.of(server.journal, request_id, form.kind, job)
+        if journaled is not None:
+            held.callback(_end, server, journaled, records)
+        pieces = run_job(server, job, request_id, records, journaled)
         if job.stream:
             release = held.pop_all()
-            return SseResponse(_events(form, pieces, records), server.settings, server.ongoing, release.close)
-        answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)), server.ongoing)
+            return SseResponse(_events(form, pieces, records), server.settings, server.active, release.close)
+        answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)), server.active)
         response = json_response(form.whole(answers, usage(job, records)))
         response.background = BackgroundTask(_close, held.pop_all())  # once it is sent
         return response
@@ -119,13 +119,13 @@ async def _close(held: ExitStack) -> None:
     held.close()
 
 
-def _end(server: ServerContext, ticket: JournaledRequest, records: Sequence[GenerationRecord]) -> None:
+def _end(server: ServerContext, journaled: JournaledRequest, records: Sequence[GenerationRecord]) -> None:
     """The client has its answer, or has left; unless the next server shall answer."""
-    if not is_left(server, records):
-        ticket.end()
+    if not is_unfinished(server, records):
+        journaled.end()
 
 
-def is_left(server: ServerContext, records: Sequence[GenerationRecord]) -> bool:
+def is_unfinished(server: ServerContext, records: Sequence[GenerationRecord]) -> bool:
     """Whether the engine was given up before every prompt had its answer: the request is left to the next server.
 
     An engine that ends after it was drained has answered all, though not all of that may have been sent yet.
@@ -145,12 +145,12 @@ def run_job(
     job: GenerationJob,
     request_id: str,
     records: Sequence[GenerationRecord],
-    ticket: JournaledRequest | None,
+    journaled: JournaledRequest | None,
 ) -> AsyncGenerator[tuple[int, TextPiece], None]:
     """The pieces of all prompts, as they come, each with its prompt's index."""
     return merged(
         [
-            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record, ticket, index)
+            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record, journaled, index)
             for index, (prompt, record) in enumerate(zip(job.prompts, records, strict=True))
         ]
     )
@@ -176,15 +176,15 @@ async def _collect(pieces: AsyncGenerator[tuple[int, TextPiece], None], count: i
 
 
 async def _unless_client_leaves(
-    request: Request, work: Coroutine[Any, Any, list[ChoiceAnswer]], ongoing: ActiveTasks
+    request: Request, work: Coroutine[Any, Any, list[ChoiceAnswer]], active: ActiveTasks
 ) -> list[ChoiceAnswer]:
     """Run `work`; when the client leaves first, cancel it (which aborts in the engine)."""
-    task = ongoing.begin(work)
+    task = active.begin(work)
     watcher = asyncio.create_task(client_gone(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.cancelled():
-            raise cut_off()
+            raise server_ending_error()
         if task.done():
             return task.result()
         request.scope["headway.log"]["client"] = "gone"

@@ -13,8 +13,7 @@ from starlette.responses import HTMLResponse, Response
 
 from headway.core.errors import HeadwayError
 from headway.runtime.engine.protocol import EngineClient
-from headway.serving import instances, operations, tokens
-from headway.serving import recovered_requests as resumed
+from headway.serving import instances, operations, recovered_requests, tokens
 from headway.serving.answer import answer
 from headway.serving.auth_middleware import AuthMiddleware
 from headway.serving.body import BodyReader
@@ -45,7 +44,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: ServerSettings) -> FastAPI:
-    """The ASGI application. Its lifespan starts the engine (if `settings.start_engine`) and closes it at the end.
+    """Make the ASGI application. Its lifespan starts the engine (if `settings.start_engine`) and closes it at the end.
 
     An engine that cannot start makes the lifespan fail with its own ConfigError. The parts are in `app.state.headway`
     (a `ServerContext`), for `run.serve` and for tests.
@@ -61,12 +60,12 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             if settings.start_engine:
                 await server.start_engine()
                 if server.journal is not None:
-                    resumed.take_up(server)
+                    recovered_requests.resume_all(server)
             yield
         finally:
             if server.journal is not None:
                 server.journal.close()
-            resumed.let_go(server)
+            recovered_requests.stop_all(server)
             server.bodies.close()
             await engine.close()
 
@@ -77,7 +76,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     app.add_middleware(AuthMiddleware, api_key=settings.api_key)
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for each in (router, operations.router, tokens.router, resumed.router, instances.router):
+    for each in (router, operations.router, tokens.router, recovered_requests.router, instances.router):
         app.include_router(each)
     app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app
@@ -93,7 +92,7 @@ async def _on_headway_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, in the same words as all other errors."""
+    """Answer unknown paths and wrong methods with the same error object as all other errors."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return error_response(ApiError(error.status_code, what, headers=dict(error.headers or {})))

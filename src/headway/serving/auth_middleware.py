@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.serving.active_tasks import cut_off
+from headway.serving.active_tasks import server_ending_error
 from headway.serving.errors import ApiError, as_api_error, error_response
 from headway.serving.identity import request_id
 from headway.serving.logging import log_request
@@ -24,7 +24,7 @@ PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class AuthMiddleware:
-    """Wraps the application. Without `api_key` everybody may pass; health and metrics are always open."""
+    """Wraps the application. Without `api_key` all requests pass; health and metrics are always open."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
@@ -57,7 +57,7 @@ class AuthMiddleware:
         except asyncio.CancelledError:  # the server's end came before the answer's
             if status:
                 raise
-            await error_response(as_api_error(cut_off()))(scope, receive, stamped)
+            await error_response(as_api_error(server_ending_error()))(scope, receive, stamped)
         except Exception as error:
             log.exception("request failed", extra={"fields": {"request_id": ident, "path": scope["path"]}})
             if status:

@@ -1,4 +1,4 @@
-"""Where the server listens, and who may reach it there: safe by default."""
+"""The address that the server listens on: not reachable from outside without an API key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_binding(host: str, api_key: str | None, force: bool = False) -> None:
 def bind(host: str, port: int) -> list[socket.socket]:
     """Take the port at every address of `host`: called before anything is loaded. Raises ConfigError, in one line.
 
-    Nobody listens there yet: who connects is refused until `run.serve` does. Port 0: a free one at each address.
+    The sockets do not listen yet: connections are refused until `run.serve` does. Port 0: a free one at each address.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

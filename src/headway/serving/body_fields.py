@@ -1,6 +1,7 @@
 """Reading the fields of a request body, one at a time, with errors that name the field and its limit.
 
-A body is decoded only one level deep at first (`dict[str, Raw]`): what nobody asks for is never built, and a prompt of
+A body is decoded only one level deep at first (`dict[str, Raw]`): fields that no endpoint reads are never built, and
+a prompt of
 a million token ids is decoded once, straight into integers. `null` counts as absent, as in the OpenAI API.
 """
 

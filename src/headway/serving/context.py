@@ -1,4 +1,4 @@
-"""What every endpoint shares: one object per server, held in `app.state.headway`."""
+"""State that all endpoints share: one object per server, held in `app.state.headway`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
-    from headway.serving.recovered_requests import RecoveredRequests
+    from headway.serving.recovered_requests import RecoveredRequest
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class ServerContext:
-    """The server's parts. `in_flight` counts generation requests from acceptance to their last byte.
-
-    `failure` is why the engine did not start, once that is known. `resumed`: requests of the journal, by id.
-    """
+    """The server's parts."""
 
     engine: EngineClient
     tokenizer: ModelTokenizer
@@ -41,15 +38,19 @@ class ServerContext:
     bodies: BodyReader
     metrics: ServerMetrics
     in_flight: int = 0
+    """Generation requests between acceptance and their last byte."""
     failure: HeadwayError | None = None
+    """Why the engine did not start."""
     journal: RequestJournal | None = None
-    resumed: dict[str, RecoveredRequests] = field(default_factory=dict)
-    ongoing: ActiveTasks = field(default_factory=ActiveTasks)
+    recovered: dict[str, RecoveredRequest] = field(default_factory=dict)
+    """Requests that the journal had from an earlier server, by id."""
+    active: ActiveTasks = field(default_factory=ActiveTasks)
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 
     async def start_engine(self) -> None:
-        """Wait until the engine is ready. Raises its ConfigError, or UnavailableError when `give_up` was called."""
+        """Wait until the engine is ready. Raises its ConfigError, or UnavailableError when `cancel_start` was
+        called."""
         self._starting = asyncio.ensure_future(self.engine.start())
         try:
             info = await self._starting
@@ -64,17 +65,18 @@ class ServerContext:
             self.failure = error
             raise
 
-    def keep_the_rest(self) -> None:
-        """The server ends: what has not been answered by now is left in the journal to the next one."""
+    def close_journal(self) -> None:
+        """Leave what has not been answered by now in the journal, to the next server."""
         if self.journal is not None:
             self.journal.close()
 
-    def cut_off(self) -> None:
-        """The same, and clients are told: by 503, or by an error event in a stream. Harmless when repeated."""
-        self.keep_the_rest()
-        self.ongoing.cut()
+    def interrupt_clients(self) -> None:
+        """End all requests: clients get 503, or an error event in a stream, and the journal is closed. Harmless when
+        repeated."""
+        self.close_journal()
+        self.active.cancel()
 
-    def give_up(self) -> None:
+    def cancel_start(self) -> None:
         """Stop waiting for an engine that is still starting."""
         if self._starting is not None:
             self._starting.cancel()
@@ -82,7 +84,7 @@ class ServerContext:
     def info(self) -> EngineInfo:
         """The engine's description; raises UnavailableError unless it is ready to take requests."""
         match self.engine.state:
-            case "ready" | "recovering":  # what comes meanwhile waits
+            case "ready" | "recovering":  # requests that come meanwhile wait
                 return self.engine.info
             case "draining":
                 raise UnavailableError("the server is finishing what it has and takes nothing new", 5.0)
@@ -111,7 +113,7 @@ class ServerContext:
             asked = RequestContext(request.headers, received_s, info, self.settings, models)
             return parse(BodyFields.parse(body), asked, reader)
 
-        return await self.ongoing.begin(self.bodies.parse(request, work))
+        return await self.active.begin(self.bodies.parse(request, work))
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -30,6 +30,11 @@ class TextPiece:
     finish: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def visible(self) -> bool:
+        """Whether a client gets it: some pieces hold text back that may become a stop string."""
+        return bool(self.tokens or self.text or self.finish is not None)
+
 
 async def generate(
     engine: EngineClient,
@@ -38,51 +43,39 @@ async def generate(
     prompt: TokenPrompt,
     engine_id: str,
     record: GenerationRecord,
-    ticket: JournaledRequest | None = None,
+    journaled: JournaledRequest | None = None,
     index: int = 0,
 ) -> AsyncGenerator[TextPiece, None]:
-    """Run one prompt and yield its pieces; the last has `finish`. With a `ticket` (and the prompt's `index` in it),
-    what was told before a restart comes first, and what follows is written down before it is told.
+    """Run one prompt and yield its pieces; the last has `finish`.
 
-    Closing this generator early aborts the request in the engine, and so does a stop string that matches. Raises
-    ApiError when the engine ends the request for a reason of its own.
+    journaled: the request's entry in the journal, in which the prompt has `index`: output from before a restart comes
+    first, and what follows is written down before it is sent. Closing this generator early aborts the request in the
+    engine, and so does a stop string that matches. Raises ApiError when the engine ends the request for a reason of its
+    own.
     """
     assembler = AnswerAssembler(tokenizer, job.text)
-    before = () if ticket is None else ticket.before(index)
-    for delta in before:
-        piece = assembler.feed(delta)
+    earlier = () if journaled is None else journaled.emitted_before(index)
+    for delta in earlier:
         record.resume(delta)
-        if piece.tokens or piece.text or piece.finish is not None:
+        piece = assembler.feed(delta)
+        if piece.visible:
             yield piece
         if piece.finish is not None:
             record.finish(piece.finish)
             return
-    submit = SubmitRequest(
-        id=engine_id,
-        prompt_tokens=prompt.tokens,
-        params=job.params,
-        received_s=job.received_s,
-        slo=job.slo,
-        priority=job.priority,
-        timeout_s=job.timeout_s,
-        resubmitted=ticket is not None and ticket.resumes,
-        output=tuple(token for delta in before for token in delta.tokens),
-    )
+    submit = _submission(job, prompt, engine_id, journaled, earlier)
     # The protocol promises an iterator that can be closed early; closing is what tells the engine to abort.
     deltas = cast("AsyncGenerator[OutputDelta, None]", engine.generate(submit, prompt.data))
     try:
         async with aclosing(deltas):
             async for delta in deltas:
-                record.observe(delta)
-                if delta.finish in ("abort", "timeout", "error"):
-                    record.finish(delta.finish)
-                    raise _failure(delta, job)
-                if ticket is not None:
-                    ticket.tell(index, delta)
+                _observe(delta, job, record)
+                if journaled is not None:
+                    journaled.write(index, delta)
                 piece = assembler.feed(delta)
                 if piece.finish is not None:
                     record.finish(piece.finish)
-                if piece.tokens or piece.text or piece.finish is not None:
+                if piece.visible:
                     yield piece
                 if piece.finish is not None:
                     return
@@ -97,6 +90,35 @@ async def generate(
         raise
     finally:
         record.finish("abort")  # the first reason given stays: this one is for a client that left
+
+
+def _submission(
+    job: GenerationJob,
+    prompt: TokenPrompt,
+    engine_id: str,
+    journaled: JournaledRequest | None,
+    earlier: Sequence[OutputDelta],
+) -> SubmitRequest:
+    """The engine's request. earlier: output from before a restart, which the engine takes for computed."""
+    return SubmitRequest(
+        id=engine_id,
+        prompt_tokens=prompt.tokens,
+        params=job.params,
+        received_s=job.received_s,
+        slo=job.slo,
+        priority=job.priority,
+        timeout_s=job.timeout_s,
+        resubmitted=journaled is not None and journaled.resumes,
+        output=tuple(token for delta in earlier for token in delta.tokens),
+    )
+
+
+def _observe(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) -> None:
+    """Count a delta. Raises ApiError where it ends the request without an answer."""
+    record.observe(delta)
+    if delta.finish in ("abort", "timeout", "error"):
+        record.finish(delta.finish)
+        raise _failure(delta, job)
 
 
 class AnswerAssembler:

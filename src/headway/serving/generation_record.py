@@ -46,7 +46,7 @@ class GenerationRecord:
         self.last_token_s = now
 
     def resume(self, delta: OutputDelta) -> None:
-        """Called with what an earlier server has said, in order: counted, and no time is taken."""
+        """Count output from before a restart; no time is taken. Called with every delta, in order."""
         self.output_tokens += len(delta.tokens)
 
     def finish(self, reason: FinishReason) -> None:

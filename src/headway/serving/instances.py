@@ -1,4 +1,4 @@
-"""Endpoints for those who run a cluster: its instances, one more, one less."""
+"""Endpoints for operators of a cluster: list its instances, add one, remove one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What the server has accepted and said, on disk: an append-only file from which a new server process goes on.
+"""A write-ahead journal of accepted requests and their output, from which a new server process goes on.
 
-One record after another, each with its length and CRC-32. A record is written (one `write`) before what it tells leaves
-the server, so it outlives the process, however that ends; a thread calls fsync every second, so at most the last second
+An append-only file of records, each with its length and CRC-32. A record is written (one `write`) before the output it
+holds leaves the server, so it outlives the process, however that ends; a thread calls fsync every second, so at most
+the last second
 is lost with the whole machine. A last record that is torn is dropped. The file is written anew, without what has ended,
 when it is opened and whenever most of it has ended.
 """
@@ -34,25 +35,29 @@ _SCHEMA = 1
 
 
 class JournalOpened(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """The first record. `model` is whose token ids these are; empty until that is known."""
+    """The first record."""
 
     schema: int
     model: str = ""
+    """The model of the token ids; empty until it is known."""
 
 
 class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """Request `id` of a client was accepted at `at_s` (Unix time). prompts: token ids, int32, little-endian. `job`:
-    what the server needs besides, in its own words."""
+    """A client's request was accepted."""
 
     number: int
     id: str
+    """The client's, or one that the server made."""
     at_s: float
+    """Unix time."""
     job: bytes
+    """A `journaled_request._JournaledJob`, encoded."""
     prompts: tuple[bytes, ...]
+    """Token ids, int32, little-endian."""
 
 
 class OutputRecorded(msgspec.Struct, frozen=True, array_like=True, tag="t"):
-    """What the engine said to prompt `index` of a request."""
+    """Output of prompt `index` of a request."""
 
     number: int
     index: int
@@ -60,7 +65,7 @@ class OutputRecorded(msgspec.Struct, frozen=True, array_like=True, tag="t"):
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """Nobody will ask for this request again."""
+    """The client has its answer, or none will be asked for."""
 
     number: int
 
@@ -73,14 +78,14 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 @dataclass(slots=True)
 class JournalEntry:
-    """A request that has not ended, and all that was said to each of its prompts."""
+    """A request that has not ended, and the output of each of its prompts."""
 
     accepted: RequestAccepted
-    told: list[list[OutputDelta]] = field(default_factory=list)
+    outputs: list[list[OutputDelta]] = field(default_factory=list)
 
 
 class RequestJournal:
-    """The journal in `folder`, made if need be; `left` is what an earlier process has not ended, by number.
+    """The journal in `folder`, made if need be; `unfinished` is what an earlier process has not ended, by number.
 
     Raises ConfigError when another server writes to it. Not safe between threads, but for its own.
     """
@@ -99,7 +104,7 @@ class RequestJournal:
             raise ConfigError(f"--journal {folder}: another server writes to it; give each its own folder") from None
         self._path = folder / _FILE
         self._opened = JournalOpened(_SCHEMA)
-        self.left: dict[int, JournalEntry] = {}
+        self.unfinished: dict[int, JournalEntry] = {}
         self._live: dict[int, int] = {}
         self._size = 0
         self._next = 1
@@ -117,38 +122,38 @@ class RequestJournal:
 
     def belongs_to(self, model: str) -> None:
         """Called once the model is known. Raises ConfigError when unfinished requests are of another."""
-        if self._opened.model not in ("", model) and self.left:
+        if self._opened.model not in ("", model) and self.unfinished:
             raise ConfigError(
-                f"{self._path} holds {len(self.left)} unfinished requests of {self._opened.model}, and this server has "
-                f"{model}: serve that model, or give another --journal"
+                f"{self._path} holds {len(self.unfinished)} unfinished requests of {self._opened.model}, and this "
+                f"server has {model}: serve that model, or give another --journal"
             )
         if self._opened.model != model:
             self._opened = JournalOpened(_SCHEMA, model)
             self._rewrite()
 
     def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview]) -> int:
-        """A request is taken on; its number."""
+        """Write down an accepted request; its number in this journal."""
         number, self._next = self._next, self._next + 1
         self._append(number, RequestAccepted(number, request_id, time.time(), job, tuple(map(bytes, prompts))))
         return number
 
-    def told(self, number: int, index: int, delta: OutputDelta) -> None:
-        """Before the client is told. Raises OSError when it cannot be written; what was written before stays good."""
+    def write_output(self, number: int, index: int, delta: OutputDelta) -> None:
+        """Write down output before it is sent. Raises OSError when it cannot be written; earlier records stay good."""
         if number in self._live:
             self._append(number, OutputRecorded(number, index, delta))
 
     def end(self, number: int) -> None:
-        """The client has its answer, or none will come. Harmless when repeated."""
+        """Write down that a request has ended. Harmless when repeated."""
         if number not in self._live or self._closed:
             return
         self._append(number, RequestEnded(number))
         del self._live[number]
-        self.left.pop(number, None)
+        self.unfinished.pop(number, None)
         if self._size - sum(self._live.values()) > self._allowed_bytes:
             self._compact()
 
     def close(self) -> None:
-        """Nothing that follows is written: what has not ended is left to the next server. Harmless when repeated."""
+        """Stop writing: what has not ended is left to the next server. Harmless when repeated."""
         if self._closed:
             return
         self._closed = True
@@ -161,7 +166,7 @@ class RequestJournal:
     # -- the file -----------------------------------------------------------------------------------------------
 
     def _append(self, number: int, record: Record) -> None:
-        """All of the record, or OSError and nothing of it: what followed a torn record would be lost with it."""
+        """Append all of the record, or raise OSError and append nothing: records behind a torn one would be lost."""
         if self._closed:
             return
         frame = _framed(record)
@@ -188,20 +193,20 @@ class RequestJournal:
                 if record.schema != _SCHEMA:
                     raise ConfigError(f"{self._path} is of schema {record.schema}; this version reads {_SCHEMA}")
             elif isinstance(record, RequestAccepted):
-                self.left[record.number] = JournalEntry(record, [[] for _ in record.prompts])
+                self.unfinished[record.number] = JournalEntry(record, [[] for _ in record.prompts])
                 self._next = max(self._next, record.number + 1)
             elif isinstance(record, RequestEnded):
-                self.left.pop(record.number, None)
-            elif record.number in self.left:
-                self.left[record.number].told[record.index].append(record.delta)
+                self.unfinished.pop(record.number, None)
+            elif record.number in self.unfinished:
+                self.unfinished[record.number].outputs[record.index].append(record.delta)
         if good < len(data):
             log.warning("%s: dropped %d bytes behind its last whole record", self._path, len(data) - good)
-        self._live = dict.fromkeys(self.left, 0)
+        self._live = dict.fromkeys(self.unfinished, 0)
         self._rewrite(data[:good])
 
     def _compact(self) -> None:
-        """Where the disk has no room for a new file beside the old one, this one grows on; tried again when as much
-        more has ended, because each try reads all of it."""
+        """Rewrite the file without ended requests. Where the disk has no room for a second file, the old one grows on;
+        the next try is when as many bytes more have ended, because each try reads all of it."""
         try:
             self._rewrite()
             self._allowed_bytes = self._slack_bytes
@@ -210,8 +215,8 @@ class RequestJournal:
             log.warning("%s cannot be written anew without what has ended: %s", self._path, error.strerror)
 
     def _rewrite(self, data: bytes | None = None) -> None:
-        """Write a new file of the records that are alive, then put it in the place of the old one; on OSError that one
-        stays in use."""
+        """Write a new file of unfinished requests' records, then replace the old one; on OSError the old one stays in
+        use."""
         data = self._path.read_bytes() if data is None else data
         fresh = self._path.with_suffix(".new")
         live = dict.fromkeys(self._live, 0)

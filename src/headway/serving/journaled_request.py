@@ -1,4 +1,4 @@
-"""What the journal is told of each request while it is served, and what it tells of those that were left."""
+"""One request and the journal: what is written while it is served, and how it is read back after a restart."""
 
 from __future__ import annotations
 
@@ -34,53 +34,56 @@ class _JournaledJob(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class JournaledRequest:
-    """One HTTP request's place in the journal. `said`: what was told to each prompt before a restart."""
+    """One HTTP request's entry in the journal."""
 
     journal: RequestJournal
     number: int
-    said: Sequence[Sequence[OutputDelta]] | None = None
+    earlier: Sequence[Sequence[OutputDelta]] | None = None
+    """By prompt, its output before a restart; None for a request that this server accepted."""
 
     @classmethod
     def of(cls, journal: RequestJournal, request_id: str, kind: Kind, job: GenerationJob) -> JournaledRequest:
-        """The request is accepted."""
-        kept = _JournaledJob(
+        """Write down a request that is accepted."""
+        saved = _JournaledJob(
             kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage
         )
         prompts = [prompt.data for prompt in job.prompts]
-        return cls(journal, journal.accept(request_id, msgspec.msgpack.encode(kept), prompts))
+        return cls(journal, journal.accept(request_id, msgspec.msgpack.encode(saved), prompts))
 
-    def before(self, index: int) -> Sequence[OutputDelta]:
-        """What prompt `index` was told before a restart."""
-        return self.said[index] if self.said is not None else ()
+    def emitted_before(self, index: int) -> Sequence[OutputDelta]:
+        """Return the output of prompt `index` from before a restart."""
+        return self.earlier[index] if self.earlier is not None else ()
 
     @property
     def resumes(self) -> bool:
         """Whether an earlier server accepted it."""
-        return self.said is not None
+        return self.earlier is not None
 
-    def tell(self, index: int, delta: OutputDelta) -> None:
-        """Before the client hears it."""
-        self.journal.told(self.number, index, delta)
+    def write(self, index: int, delta: OutputDelta) -> None:
+        """Write down output of prompt `index`; called before it is sent to the client."""
+        self.journal.write_output(self.number, index, delta)
 
     def end(self) -> None:
-        """The client has had its answer, or has left."""
+        """Write down that the client has had its answer, or has left."""
         self.journal.end(self.number)
 
 
 def job_of(entry: JournalEntry, now_s: float, unix_s: float) -> tuple[Kind, GenerationJob]:
-    """The job of a request that an earlier server accepted. It queues from when it came; a time limit begins anew."""
-    kept = msgspec.msgpack.decode(entry.accepted.job, type=_JournaledJob)
+    """Restore the job of a request that an earlier server accepted. Its queue time counts from then; a time limit
+    begins
+    anew."""
+    saved = msgspec.msgpack.decode(entry.accepted.job, type=_JournaledJob)
     age_s = max(0.0, unix_s - entry.accepted.at_s)
     job = GenerationJob(
-        model=kept.model,
+        model=saved.model,
         prompts=tuple(TokenPrompt(memoryview(data), len(data) // 4) for data in entry.accepted.prompts),
-        params=kept.params,
-        text=kept.text,
-        slo=kept.slo,
-        priority=kept.priority,
-        timeout_s=None if kept.timeout_s is None else kept.timeout_s + age_s,
+        params=saved.params,
+        text=saved.text,
+        slo=saved.slo,
+        priority=saved.priority,
+        timeout_s=None if saved.timeout_s is None else saved.timeout_s + age_s,
         received_s=now_s - age_s,
-        stream=kept.stream,
-        include_usage=kept.include_usage,
+        stream=saved.stream,
+        include_usage=saved.include_usage,
     )
-    return kept.kind, job
+    return saved.kind, job

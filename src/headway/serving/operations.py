@@ -1,4 +1,4 @@
-"""Endpoints for those who run the server: what it serves, whether it lives, what it has done."""
+"""Endpoints for operators: models, health, readiness, version, metrics."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.serving.answer import AnswerFormat, ChoiceAnswer, MakeFormat, is_left, run_job, usage
+from headway.serving.answer import AnswerFormat, ChoiceAnswer, MakeFormat, is_unfinished, run_job, usage
 from headway.serving.chat import ChatFormat
 from headway.serving.completions import CompletionFormat
 from headway.serving.context import ServerContext, context
@@ -33,21 +33,23 @@ _FORMATS: dict[Kind, MakeFormat] = {"completion": CompletionFormat, "chat": Chat
 
 
 @dataclass(slots=True)
-class RecoveredRequests:
-    """One such request and its answer. `over`: all of it is there."""
+class RecoveredRequest:
+    """A request of an earlier server, and its answer."""
 
     form: AnswerFormat
-    ticket: JournaledRequest
+    journaled: JournaledRequest
     records: Sequence[GenerationRecord]
     answers: list[ChoiceAnswer] = field(default_factory=list)
     events: list[bytes] = field(default_factory=list)
     error: ApiError | None = None
-    over: bool = False
+    finished: bool = False
+    """Whether all of the answer is there, or the error."""
     task: asyncio.Task[None] | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, pieces: AsyncGenerator[tuple[int, TextPiece], None]) -> None:
-        """Take in all pieces. An error is kept as the answer; cancelled, it tells those who follow the stream."""
+        """Collect all pieces. An error becomes the answer; when cancelled, clients that follow the stream get an
+        error."""
         self.answers = [ChoiceAnswer() for _ in self.form.job.prompts]
         try:
             async with aclosing(pieces):
@@ -64,28 +66,28 @@ class RecoveredRequests:
             self.error = as_api_error(error)
             log.warning("a request that was taken up again failed: %s", self.error)
         finally:
-            self.over = True
-            self._news.set()
+            self.finished = True
+            self._changed.set()
 
     async def replay(self) -> AsyncGenerator[bytes, None]:
-        """All events of the answer's stream, from the first, as they come."""
+        """Yield all events of the answer's stream, from the first, as they come."""
         at = 0
         while True:
             while at < len(self.events):
                 at += 1
                 yield self.events[at - 1]
-            if self.over:
+            if self.finished:
                 if self.error is not None:
                     raise self.error
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def whole(self) -> Response:
-        """The answer as its endpoint would have given it; 202 while it is computed."""
-        if not self.over:
-            told = sum(record.output_tokens for record in self.records)
-            content = {"object": "request", "status": "running", "output_tokens": told}
+        """Return the answer as its endpoint would have given it; 202 while it is computed."""
+        if not self.finished:
+            emitted = sum(record.output_tokens for record in self.records)
+            content = {"object": "request", "status": "running", "output_tokens": emitted}
             return json_response(content, 202, {"Retry-After": "1"})
         if self.error is not None:
             return error_response(self.error)
@@ -93,28 +95,28 @@ class RecoveredRequests:
 
     def _add(self, events: bytes) -> None:
         self.events.append(events)
-        self._news.set()
+        self._changed.set()
 
 
-def take_up(server: ServerContext) -> None:
-    """Go on with all that the journal has left. Called once, when the engine is ready."""
+def resume_all(server: ServerContext) -> None:
+    """Go on with the journal's unfinished requests. Called once, when the engine is ready."""
     assert server.journal is not None
-    for number, entry in list(server.journal.left.items()):  # what is dropped leaves it
+    for number, entry in list(server.journal.unfinished.items()):  # what is dropped leaves it
         request_id = entry.accepted.id
         kind, job = job_of(entry, time.monotonic(), time.time())
-        ticket = JournaledRequest(server.journal, number, entry.told)
+        journaled = JournaledRequest(server.journal, number, entry.outputs)
         records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
-        resumed = RecoveredRequests(_FORMATS[kind](job, server, request_id), ticket, records)
-        _drop(server, request_id)  # of two with one id, nobody could ask for the older one
-        server.resumed[request_id] = resumed
+        resumed = RecoveredRequest(_FORMATS[kind](job, server, request_id), journaled, records)
+        _drop(server, request_id)  # of two with one id only the newer can be asked for
+        server.recovered[request_id] = resumed
         resumed.task = asyncio.create_task(_see_through(server, request_id, resumed))
-    if server.resumed:
-        log.warning("took up %d unfinished requests of the journal", len(server.resumed))
+    if server.recovered:
+        log.warning("took up %d unfinished requests of the journal", len(server.recovered))
 
 
-def let_go(server: ServerContext) -> None:
-    """The server ends: what is unfinished stays in the journal."""
-    for resumed in server.resumed.values():
+def stop_all(server: ServerContext) -> None:
+    """Stop computing at the server's end: what is unfinished stays in the journal."""
+    for resumed in server.recovered.values():
         if resumed.task is not None:
             resumed.task.cancel()
 
@@ -124,7 +126,7 @@ async def show(request: Request) -> Response:
     """The whole answer, or 202 while it is computed; with `?stream=true` its stream, from the first event on."""
     found, server = _find(request), context(request)
     if request.query_params.get("stream", "false").lower() in ("1", "true"):
-        return SseResponse(found.replay(), server.settings, server.ongoing, lambda: None)
+        return SseResponse(found.replay(), server.settings, server.active, lambda: None)
     return found.whole()
 
 
@@ -136,9 +138,9 @@ async def forget(request: Request) -> Response:
     return json_response({"object": "request", "status": "deleted"})
 
 
-def _find(request: Request) -> RecoveredRequests:
+def _find(request: Request) -> RecoveredRequest:
     name = request.path_params["name"]
-    found = context(request).resumed.get(name)
+    found = context(request).recovered.get(name)
     if found is None:
         raise ApiError(
             404, f"no request {name[:200]!r} is kept: only those that were unfinished when a server ended are"
@@ -146,22 +148,22 @@ def _find(request: Request) -> RecoveredRequests:
     return found
 
 
-async def _see_through(server: ServerContext, request_id: str, resumed: RecoveredRequests) -> None:
+async def _see_through(server: ServerContext, request_id: str, resumed: RecoveredRequest) -> None:
     """Compute the answer, then keep it for a while; in the journal for the next server, if the engine was given up."""
     server.in_flight += 1
     try:
-        await resumed.run(run_job(server, resumed.form.job, request_id, resumed.records, resumed.ticket))
+        await resumed.run(run_job(server, resumed.form.job, request_id, resumed.records, resumed.journaled))
     finally:
         server.in_flight -= 1
-    if is_left(server, resumed.records):
+    if is_unfinished(server, resumed.records):
         return
     await asyncio.sleep(server.settings.journal_keep_s)
     _drop(server, request_id)
 
 
 def _drop(server: ServerContext, request_id: str) -> None:
-    resumed = server.resumed.pop(request_id, None)
+    resumed = server.recovered.pop(request_id, None)
     if resumed is not None:
-        resumed.ticket.end()
+        resumed.journaled.end()
         if resumed.task is not None:
             resumed.task.cancel()

@@ -1,9 +1,8 @@
 """Running the application with uvicorn: one process, one event loop, and an orderly end.
 
 First SIGTERM or SIGINT: nothing new is taken, what was accepted is finished (for at most `drain_timeout_s`), then the
-server ends. A second signal ends it at once. Either way, who has no answer by then is told so
-(`ServerContext.cut_off`) and
-has a few seconds to read it; a third signal does not wait for that.
+server ends. A second signal ends it at once. Either way, clients without an answer get an
+error (`ServerContext.interrupt_clients`) and a few seconds to read it; a third signal does not wait for that.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from headway.serving.settings import ServerSettings
 
 log = logging.getLogger("headway.server")
 
-_PATIENCE_S, _AT_ONCE_S = 5, 1
+_LINGER_S, _SHORT_LINGER_S = 5, 1
 """How long clients have to read their last bytes: after a drain, and after a second signal."""
 
 
@@ -41,14 +40,13 @@ class DrainingServer(uvicorn.Server):
             server_header=False,
             lifespan="on",
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=_PATIENCE_S,
+            timeout_graceful_shutdown=_LINGER_S,
             h11_max_incomplete_event_size=64 << 10,
         )
         super().__init__(config)
         self._settings = settings
         self._draining: asyncio.Task[None] | None = None
-        self._hurried = False
-        """Whether there was a second signal."""
+        self._second_signal = False
         self._loop: asyncio.AbstractEventLoop | None = None
         context = app.state.headway
         assert isinstance(context, ServerContext)
@@ -61,7 +59,8 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn. Raises ConfigError when somebody else has begun to listen since the sockets were bound."""
+        """Called by uvicorn. Raises ConfigError when another process has begun to listen since the sockets were
+        bound."""
         try:
             await super().startup(sockets)
         except OSError as error:
@@ -82,18 +81,18 @@ class DrainingServer(uvicorn.Server):
         elif not self.started:
             log.info("ending", extra={"fields": {"signal": name}})
             self.should_exit = True
-            self._context.give_up()
+            self._context.cancel_start()
         else:
             log.warning("ending at once", extra={"fields": {"signal": name, "in_flight": self._context.in_flight}})
             if self._draining is not None:
                 self._draining.cancel()
-            self._end(_AT_ONCE_S)
-            self.force_exit, self._hurried = self._hurried, True
+            self._end(_SHORT_LINGER_S)
+            self.force_exit, self._second_signal = self._second_signal, True
 
-    def _end(self, patience_s: int) -> None:
-        """Clients have so long to read what they are told now."""
-        self._context.cut_off()
-        self.config.timeout_graceful_shutdown = patience_s
+    def _end(self, linger_s: int) -> None:
+        """Interrupt all clients; they have so long to read the error."""
+        self._context.interrupt_clients()
+        self.config.timeout_graceful_shutdown = linger_s
         self.should_exit = True
 
     def _worth_logging(self, record: logging.LogRecord) -> bool:
@@ -113,7 +112,7 @@ class DrainingServer(uvicorn.Server):
             log.warning("draining took too long", extra={"fields": {"in_flight": self._context.in_flight}})
         except Exception:
             log.exception("draining failed")
-        self._end(_PATIENCE_S)
+        self._end(_LINGER_S)
 
 
 def serve(

@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headway.serving.active_tasks import ActiveTasks, cut_off
+from headway.serving.active_tasks import ActiveTasks, server_ending_error
 from headway.serving.errors import ApiError, as_api_error, error_object, error_response
 from headway.serving.merge import cancel_all
 from headway.serving.settings import ServerSettings
@@ -50,13 +50,13 @@ class SseResponse(Response):
         self,
         source: AsyncGenerator[bytes, None],
         settings: ServerSettings,
-        ongoing: ActiveTasks,
+        active: ActiveTasks,
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self._source = source
         self._settings = settings
-        self._ongoing = ongoing
+        self._ongoing = active
         self._on_end = on_end
         self._buffer: list[bytes] = []
         self._buffered = 0
@@ -95,7 +95,7 @@ class SseResponse(Response):
                     elif not self._buffer:
                         blocked_s = 0.0
         except asyncio.CancelledError:
-            self._error = as_api_error(cut_off())  # for the client, should it still be there
+            self._error = as_api_error(server_ending_error())  # for the client, should it still be there
             raise
         except Exception as error:
             self._error = as_api_error(error)

@@ -60,8 +60,10 @@ class LoadedModel:
 
 
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
-    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit. `wanted`:
-    whether somebody still waits for it, asked while other hosts are waited for."""
+    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit.
+
+    wanted: asked while other hosts are waited for; false ends the wait.
+    """
     if config.layout.accelerators > 1:
         from headway.runtime.build.multi_process import build_many
 
@@ -205,7 +207,7 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def model_name(folder: str) -> str:
-    """What a model is called where nobody named it: its folder's last part."""
+    """Return a model's default name: its folder's last part."""
     path = Path(folder).resolve()
     return "headway-embedded" if path == embedded.model_path().resolve() else path.name
 

@@ -80,13 +80,14 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
 
 
 def _end(error: Exception, ready: bool) -> tuple[str, bool]:
-    """What the server is to know of it, and whether it is final. ready: the engine had started. What nobody has
-    foreseen is logged with its trace."""
+    """The error for the server, and whether it is final. ready: the engine had started. Unforeseen errors are logged
+    with
+    their trace."""
     if not ready and isinstance(error, HeadwayError):
         return str(error), True
     if isinstance(error, GaveUpError):
         return str(error), True
-    if isinstance(error, LostError):  # another process is what mends it
+    if isinstance(error, LostError):  # a new process is the remedy
         log.warning("this engine ends: %s", error)
     else:
         log.exception("the engine cannot %s", "go on" if ready else "start")

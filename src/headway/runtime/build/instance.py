@@ -53,7 +53,8 @@ def _join_one(
 
 
 def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> InstanceAgent | None:
-    """Its ranks listen, if they do: `many_processes` has them told."""
+    """Make an instance of an engine whose ranks listen to other instances (`multi_process._peer`); None if they do
+    not."""
     from headway.runtime.executor.multi_process import MultiProcessExecutor
     from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
 

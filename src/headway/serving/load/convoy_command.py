@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.serving.load.arguments import tokens
@@ -19,95 +21,45 @@ from headway.serving.load.server_process import SERVE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `headway bench convoy`."""
-    where = parser.add_argument_group("what to measure")
-    where.add_argument(
-        "--model",
-        help="checkpoint folder to serve; with --url, the model name to ask for",
-    )
-    where.add_argument(
-        "--url",
-        help="measure the server that runs there instead of starting one per policy",
-    )
-    where.add_argument(
-        "--policies",
-        default="lars,fcfs",
-        help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)",
-    )
-    where.add_argument(
-        "--max-model-len",
-        type=tokens,
-        help="for the servers (default: what the long prompt needs)",
-    )
-    where.add_argument(
-        "--server-args",
-        default="",
-        help="further arguments for `headway serve`, as one string",
-    )
-    where.add_argument("--server-command", help="start this instead of `headway serve`")
-    where.add_argument("--label", default="as-served", help="with --url: what to call its policy (default %(default)s)")
-    where.add_argument("--api-key", help="sent as a bearer token")
-    load = parser.add_argument_group("the load")
-    load.add_argument(
-        "--long-tokens",
-        type=tokens,
-        default=32768,
-        help="length of the long prompt (default %(default)s)",
-    )
-    load.add_argument(
-        "--long-output",
-        type=tokens,
-        default=1,
-        help="tokens it is to generate (default %(default)s)",
-    )
-    load.add_argument(
-        "--short-tokens",
-        type=tokens,
-        default=200,
-        help="length of a short prompt (default %(default)s)",
-    )
-    load.add_argument(
-        "--short-output",
-        type=tokens,
-        default=16,
-        help="tokens a short generates (default %(default)s)",
-    )
-    load.add_argument(
-        "--short-interval",
-        type=float,
-        default=1.0,
-        help="seconds between shorts (default %(default)s)",
-    )
-    load.add_argument(
-        "--warmup",
-        type=int,
-        default=5,
-        help="shorts sent beforehand, then a long one (default %(default)s)",
-    )
-    load.add_argument(
-        "--repeat",
-        type=int,
-        default=1,
-        help="convoys per server, pooled (default %(default)s)",
-    )
-    load.add_argument(
-        "--max-seconds", type=float, default=600.0, help="send no shorts after that (default %(default)s)"
-    )
-    load.add_argument(
-        "--vocab-size",
-        type=int,
-        help="draw prompt ids below this (default: the checkpoint's, else 256)",
-    )
-    load.add_argument("--seed", type=int, default=0, help="decides every prompt (default %(default)s)")
-    load.add_argument(
-        "--timeout",
-        type=float,
-        default=3600.0,
-        help="seconds for one request (default %(default)s)",
-    )
+    """Add the options of `headway bench convoy`."""
+    _add_servers(parser.add_argument_group("what to measure"))
+    _add_load(parser.add_argument_group("the load"))
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
+
+
+def _add_servers(group: argparse._ArgumentGroup) -> None:
+    """Which servers are measured."""
+    add = group.add_argument
+    add("--model", help="checkpoint folder to serve; with --url, the model name to ask for")
+    add("--url", help="measure the server that runs there instead of starting one per policy")
+    add("--policies", default="lars,fcfs", help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)")
+    add("--max-model-len", type=tokens, help="for the servers (default: what the long prompt needs)")
+    add("--server-args", default="", help="further arguments for `headway serve`, as one string")
+    add("--server-command", help="start this instead of `headway serve`")
+    add("--label", default="as-served", help="with --url: what to call its policy (default %(default)s)")
+    add("--api-key", help="sent as a bearer token")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    """What each server is sent."""
+
+    def add(flag: str, kind: Callable[[str], Any], default: float, text: str) -> None:
+        group.add_argument(flag, type=kind, default=default, help=f"{text} (default %(default)s)")
+
+    add("--long-tokens", tokens, 32768, "length of the long prompt")
+    add("--long-output", tokens, 1, "tokens it is to generate")
+    add("--short-tokens", tokens, 200, "length of a short prompt")
+    add("--short-output", tokens, 16, "tokens a short generates")
+    add("--short-interval", float, 1.0, "seconds between shorts")
+    add("--warmup", int, 5, "shorts sent beforehand, then a long one")
+    add("--repeat", int, 1, "convoys per server, pooled")
+    add("--max-seconds", float, 600.0, "send no shorts after that")
+    help_text = "draw prompt ids below this (default: the checkpoint's, else 256)"
+    group.add_argument("--vocab-size", type=int, help=help_text)
+    add("--seed", int, 0, "decides every prompt")
+    add("--timeout", float, 3600.0, "seconds for one request")
 
 
 def run(args: argparse.Namespace) -> int:
