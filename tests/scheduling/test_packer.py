@@ -35,8 +35,8 @@ CANDIDATES = st.lists(
         st.booleans(),
         st.floats(-5, 50),
         st.integers(0, 20),
-        withheld_s=st.sampled_from([0.0, 0.0, 0.004]),
-        row_s=st.sampled_from([0.0, 0.0, 1e-5]),
+        reserved_s=st.sampled_from([0.0, 0.0, 0.004]),
+        exchange_s_per_row=st.sampled_from([0.0, 0.0, 1e-5]),
     ),
     max_size=12,
 )

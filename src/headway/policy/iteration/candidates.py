@@ -11,7 +11,7 @@ from headway.policy.iteration.packer import PackCandidate
 from headway.policy.iteration.prefill import WHOLE, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
 
-MISFITS = 32
+MAX_BLOCKED = 32
 """How many waiting requests one decision tries to find KV for in vain: a bound on its time."""
 
 
@@ -27,8 +27,8 @@ class PrefillCandidates:
     """Of one group.
 
     A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
-    only short ones enter before it does, within the headroom that it leaves them. After `MISFITS` such requests none
-    enters in this iteration.
+    only short ones enter before it does, within the headroom that it leaves them. After `MAX_BLOCKED` such requests
+    none enters in this iteration.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PrefillCandidates:
         """Candidates in order, to be consumed lazily while requests are admitted. `advanced`: the iteration, of so
         many, in which any prefill got tokens last."""
         admission = self._admission
-        begun, misfits = self._queue.begun, 0
+        begun, blocked = self._queue.begun, 0
         closed = not admits_new or len(admission.holders) >= self._config.max_num_seqs
         spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
         for state in self._queue.ordered(now):
@@ -64,14 +64,14 @@ class PrefillCandidates:
                 continue
             if not state.holds_kv:
                 if spare is not None and (state.is_long or admission.blocks(state) > spare):
-                    misfits += 1
-                    closed = misfits >= MISFITS
+                    blocked += 1
+                    closed = blocked >= MAX_BLOCKED
                     continue
                 if not admission.fits(state):
-                    misfits += 1
+                    blocked += 1
                     if self._skipped_too_long(state, now):
                         spare = admission.spare_blocks(state)
-                    closed = misfits >= MISFITS or spare == 0
+                    closed = blocked >= MAX_BLOCKED or spare == 0
                     continue
                 if spare is not None:
                     spare -= admission.blocks(state)

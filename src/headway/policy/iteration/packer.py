@@ -18,27 +18,29 @@ from headway.perf.latency.shard_exchange import WithExchange
 from headway.policy.iteration.chunking import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
 
-MISSES = 2
-"""So many requests that found no room in what is left of the time, and nobody else is tried: a bound on a decision."""
+MAX_UNSCHEDULABLE = 2
+"""How many requests are tried in vain for what is left of the time: a bound on a decision."""
 
 
 class PackCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A prefill as the packer sees it, most urgent first. `slack` is the relative slack rho, with its sign.
-
-    stalled: iterations since it last advanced, or, before it has begun, since any prefill did. Of a request whose KV
-    lies in several groups: `past` and `remaining` are those of its largest and of its last shard, which `completes` the
-    prompt or does not; `withheld_s` is what busier groups leave less of the time, and `row_s` what a row's exchange is.
-    """
+    """A prefill as the packer sees it, most urgent first."""
 
     request: str
     past: int
+    """Cached tokens that its attention reads; of a request in several groups, those of its largest shard."""
     remaining: int
+    """Tokens to compute; of a request in several groups, those that still fit its last shard."""
     is_long: bool
     slack: float
+    """The relative slack rho, with its sign."""
     stalled: int = 0
+    """Iterations since it last advanced, or, before it has begun, since any prefill did."""
     completes: bool = True
-    withheld_s: float = 0.0
-    row_s: float = 0.0
+    """Whether `remaining` ends the prompt."""
+    reserved_s: float = 0.0
+    """What busier groups leave less of the time."""
+    exchange_s_per_row: float = 0.0
+    """Seconds that each row costs to exchange with other groups."""
 
 
 class PackRules(msgspec.Struct, frozen=True, gc=False):
@@ -87,71 +89,148 @@ def pack(
     `admit(request)` is asked right before a request is given its first tokens; False skips it (no KV). Candidates are
     consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
     """
-    quotas: list[ChunkQuota] = []
-    has_long = False
-    head = True
-    misses = 0
-    passed: PackCandidate | None = None
-    most = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
-    bounded = chunking.timed or chunking.most is not None
+    filling = _Filling(load, shorts_wait, rules, chunking, latency)
     for candidate in candidates:
-        room = most - load.tokens
-        if room <= 0 and (bounded or quotas):
+        if filling.full and (filling.bounded or filling.quotas):
             break
-        if candidate.is_long and has_long:
+        if candidate.is_long and filling.has_long:
             continue
-        budget_s = rules.t_target_s
-        yields = rules.shares_space and candidate.is_long and shorts_wait
-        if yields:
-            budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
-        model = latency
-        if candidate.withheld_s or candidate.row_s:
-            budget_s -= candidate.withheld_s
-            model = WithExchange(latency, candidate.row_s)
-        ask = PrefillDemand(candidate.past, candidate.remaining, max(room, 0))
-        floor = min(max(rules.min_chunk, 1), candidate.remaining, max(room, 1))
-        if chunking.timed and not head and _full(model, load, candidate.past, floor, budget_s):
+        tokens, attention_s = filling.size(candidate)
+        if tokens <= 0:
+            if filling.exhausted(candidate):
+                break
+        elif admit(candidate.request):
+            filling.add(candidate, tokens, attention_s)
+            if filling.bounded and filling.full:
+                break  # before the next candidate is looked at
+    filling.use_yielded_time(admit)
+    return filling.quotas, filling.load
+
+
+class _Filling:
+    """One iteration while it is filled."""
+
+    __slots__ = (
+        "bounded",
+        "chunking",
+        "first",
+        "has_long",
+        "latency",
+        "load",
+        "max_tokens",
+        "quotas",
+        "rules",
+        "shorts_wait",
+        "skipped",
+        "unschedulable",
+    )
+
+    def __init__(
+        self, load: BatchLoad, shorts_wait: bool, rules: PackRules, chunking: ChunkingStrategy, latency: LatencyModel
+    ) -> None:
+        self.load = load
+        self.shorts_wait = shorts_wait
+        self.rules = rules
+        self.chunking = chunking
+        self.latency = latency
+        self.quotas: list[ChunkQuota] = []
+        self.has_long = False
+        self.first = True  # no candidate has been passed over for want of time
+        self.unschedulable = 0
+        self.skipped: PackCandidate | None = None  # the first that found no time
+        self.max_tokens = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
+        self.bounded = chunking.timed or chunking.most is not None  # `whole` may exceed the tokens by one prompt
+
+    @property
+    def full(self) -> bool:
+        return self.load.tokens >= self.max_tokens
+
+    def size(self, candidate: PackCandidate) -> tuple[int, float]:
+        """(tokens, seconds of their attention) for a candidate beside what is in the iteration; no tokens: skip it."""
+        budget_s = self._budget_s(candidate)
+        model = self.latency
+        if candidate.exchange_s_per_row or candidate.reserved_s:
+            model = WithExchange(model, candidate.exchange_s_per_row)
+        room = max(self.max_tokens - self.load.tokens, 0)
+        ask = PrefillDemand(candidate.past, candidate.remaining, room)
+        if not self.chunking.timed:
+            return self.chunking.quota(ask, self.load, budget_s, model)
+        floor = min(max(self.rules.min_chunk, 1), candidate.remaining, max(room, 1))  # smallest chunk worth a place
+        # Where the smallest exceeds the time no larger one is looked for: measured time may fall a little where a
+        # chunk grows, which is not worth a search.
+        if not self.first and _exceeds(model, self.load, candidate.past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
-            tokens, attention_s = chunking.quota(ask, load, budget_s, model)
-        stretches = rules.stretch and chunking.timed and candidate.completes and not candidate.is_long
-        if stretches and tokens < candidate.remaining <= room:
-            longer_s = budget_s * (1.0 + rules.stretch)
-            if not _full(latency, load, candidate.past, candidate.remaining, longer_s):
-                tokens, attention_s = candidate.remaining, one_chunk_s(latency, candidate.past, candidate.remaining)
-        if tokens < floor and chunking.timed:
-            idle = is_empty(load) and not yields
-            must = head and (idle or candidate.stalled >= rules.progress_every)
-            if must and (rules.min_chunk or is_empty(load)):  # paper mode too: else nothing would ever go on
-                tokens, attention_s = floor, one_chunk_s(model, candidate.past, floor)
-            elif not head or not tokens:
-                passed = passed or candidate
-                tokens = 0
-        if tokens <= 0:
-            if chunking.timed and load.tokens and load_s(latency, load) >= rules.t_target_s:
-                break
-            head = False
-            misses += budget_s == rules.t_target_s
-            if misses >= MISSES and chunking.timed:
-                break
-            continue
-        if not admit(candidate.request):
-            continue
-        head = False
-        quotas.append(ChunkQuota(candidate.request, tokens))
-        load = load.with_chunk(tokens, attention_s, candidate.past)
-        has_long = has_long or candidate.is_long
-        if bounded and load.tokens >= most:
-            break
-    if passed is not None and not quotas and is_empty(load) and admit(passed.request):
-        # Nobody could use the time that was yielded: the iteration must not be empty.
-        tokens = min(max(rules.min_chunk, 1), passed.remaining, most)
-        quotas.append(ChunkQuota(passed.request, tokens))
-        load = load.with_chunk(tokens, one_chunk_s(latency, passed.past, tokens), passed.past)
-    return quotas, load
+            tokens, attention_s = self.chunking.quota(ask, self.load, budget_s, model)
+        if self.rules.stretch and tokens < candidate.remaining <= room and not candidate.is_long:
+            tokens, attention_s = self._stretch(candidate, budget_s, tokens, attention_s)
+        if tokens < floor:
+            tokens, attention_s = self._progress(candidate, model, floor, tokens, attention_s)
+        return tokens, attention_s
+
+    def _yields(self, candidate: PackCandidate) -> bool:
+        """Whether a long request leaves time to the short ones that wait."""
+        return self.shorts_wait and self.rules.shares_space and candidate.is_long
+
+    def _budget_s(self, candidate: PackCandidate) -> float:
+        """Longest iteration that a candidate may make: a long one yields the share that its slack allows, and one in
+        several groups keeps to the busiest of them."""
+        rules = self.rules
+        budget_s = rules.t_target_s
+        if self._yields(candidate):
+            budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
+        return budget_s - candidate.reserved_s
+
+    def _stretch(self, candidate: PackCandidate, budget_s: float, tokens: int, attention_s: float) -> tuple[int, float]:
+        """All of a short prompt, where that exceeds the time by a little only: else it would wait for an iteration."""
+        past, rest = candidate.past, candidate.remaining
+        longer_s = budget_s * (1.0 + self.rules.stretch)
+        if not candidate.completes or _exceeds(self.latency, self.load, past, rest, longer_s):
+            return tokens, attention_s
+        return rest, one_chunk_s(self.latency, past, rest)
+
+    def _progress(
+        self, candidate: PackCandidate, model: LatencyModel, floor: int, tokens: int, attention_s: float
+    ) -> tuple[int, float]:
+        """A chunk below the floor: raised to it where the most urgent request must advance, else dropped."""
+        empty = is_empty(self.load)
+        idle = empty and not self._yields(candidate)
+        must = self.first and (idle or candidate.stalled >= self.rules.progress_every)
+        if must and (self.rules.min_chunk or empty):  # paper mode too: else nothing would ever go on
+            return floor, one_chunk_s(model, candidate.past, floor)
+        if self.first and tokens:
+            return tokens, attention_s
+        self.skipped = self.skipped or candidate
+        return 0, 0.0
+
+    def exhausted(self, candidate: PackCandidate) -> bool:
+        """Note a candidate that found no time, and tell whether no other needs to be tried."""
+        if not self.chunking.timed:
+            self.first = False
+            return False
+        if self.load.tokens and load_s(self.latency, self.load) >= self.rules.t_target_s:
+            return True
+        self.first = False
+        # A candidate that had less time than others get says nothing about them.
+        self.unschedulable += self._budget_s(candidate) == self.rules.t_target_s
+        return self.unschedulable >= MAX_UNSCHEDULABLE
+
+    def add(self, candidate: PackCandidate, tokens: int, attention_s: float) -> None:
+        self.first = False
+        self.quotas.append(ChunkQuota(candidate.request, tokens))
+        self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
+        self.has_long = self.has_long or candidate.is_long
+
+    def use_yielded_time(self, admit: Callable[[str], bool]) -> None:
+        """Give the smallest chunk to the first that was skipped where nothing could use the time that it yielded: an
+        iteration must not be empty."""
+        skipped = self.skipped
+        if skipped is None or self.quotas or not is_empty(self.load) or not admit(skipped.request):
+            return
+        tokens = min(max(self.rules.min_chunk, 1), skipped.remaining, self.max_tokens)
+        self.add(skipped, tokens, one_chunk_s(self.latency, skipped.past, tokens))
 
 
-def _full(latency: LatencyModel, load: BatchLoad, past: int, tokens: int, budget_s: float) -> bool:
-    """Whether a chunk of so many tokens exceeds the budget. Where the least chunk does, nobody looks for a larger one.
-    (Measured time may fall a little where a chunk grows: not worth a search.)"""
+def _exceeds(latency: LatencyModel, load: BatchLoad, past: int, tokens: int, budget_s: float) -> bool:
+    """Whether a chunk of so many tokens makes the iteration longer than the budget."""
     return load_s(latency, load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)) > budget_s
