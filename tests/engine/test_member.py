@@ -256,7 +256,7 @@ def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tup
     _, loop = world
     core = loop.core
     assert submit(core, "a", [5] * 40, max_tokens=20) is None
-    while not core.scheduler.ready.members:  # type: ignore[attr-defined]
+    while not core.scheduler.state.ready.members:  # type: ignore[attr-defined]
         core.step()
     loop.member.take(HaltDecode("a"), None)
     loop.member.take(HaltDecode("nobody"), None)

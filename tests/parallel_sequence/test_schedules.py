@@ -168,7 +168,6 @@ def check_target(step: ExchangeRows) -> None:
         (lambda: SpGroup((0, 1, 2, 3), tp=2, node=1), "group.node 1"),
         (lambda: ChunkSpec(4, 4, SpGroup((0,))), r"chunk \[4, 4\)"),
         (lambda: ChunkSpec(0, 4, SpGroup((0,)), order="spiral"), "order 'spiral'"),
-        (lambda: ChunkSpec(0, 4, SpGroup((0,)), Strategy(kvp=2)), "strategy.kvp 2"),
         (
             lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0, 1, 2)), Strategy(attn="ulysses")), EMPTY, SMALL_CONFIG),
             "ulysses over 3",

@@ -23,6 +23,7 @@ from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.group_state import GroupState
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
 from headway.policy.iteration.lockstep import LockstepBatch, connected
 from headway.policy.iteration.scheduler import Scheduler
@@ -76,13 +77,13 @@ def test_a_missing_assist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_shard_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Scheduler._release
+    real = GroupState._free
 
     def leaky(self, sequence):  # type: ignore[no-untyped-def]
         sequence.shards = sequence.shards[:1] and ()
         real(self, sequence)
 
-    monkeypatch.setattr(Scheduler, "_release", leaky)
+    monkeypatch.setattr(GroupState, "_free", leaky)
     with pytest.raises((AssertionError, InvariantError)):
         run_ten()
 
@@ -170,10 +171,10 @@ def parts(scheduler: GroupedScheduler, now: float, ended: tuple[str, ...] = ()) 
 def test_groups_join_as_a_prompt_grows_and_guests_attend() -> None:
     scheduler = three_groups()
     scheduler.add(request("a", 150), 0.0)
-    assert scheduler.crews() == [(0,), (1,), (2,)]
+    assert scheduler.lockstep_groups() == [(0,), (1,), (2,)]
     assert parts(scheduler, 0.0) == [(0, (), [(0, 64, 0)], [])]
     assert parts(scheduler, 0.1) == [(0, (), [], [(64, 1, 0, 64)]), (1, (), [(64, 64, 64)], [])]
-    assert scheduler.crews() == [(0, 1), (2,)]
+    assert scheduler.lockstep_groups() == [(0, 1), (2,)]
     last = parts(scheduler, 0.2)
     assert last == [
         (0, (), [], [(22, 2, 0, 64)]),
@@ -186,7 +187,7 @@ def test_groups_join_as_a_prompt_grows_and_guests_attend() -> None:
         (2, ("a",), [], []),
     ]
     assert scheduler.idle
-    assert scheduler.crews() == [(0,), (1,), (2,)]
+    assert scheduler.lockstep_groups() == [(0,), (1,), (2,)]
     assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
 
 

@@ -108,9 +108,9 @@ def test_a_parked_request_waits_for_its_elders_and_can_be_aborted() -> None:
     scheduler = make_scheduler(pool=96)
     add_request(scheduler, "old", 40, 40)
     add_request(scheduler, "young", 47, 40)
-    while not scheduler._parked:
+    while not scheduler.state.waiting_for_kv:
         step(scheduler)
-    assert (scheduler.running, list(scheduler._parked)) == (2, ["young"])
+    assert (scheduler.running, list(scheduler.state.waiting_for_kv)) == (2, ["young"])
     assert step(scheduler).parts[0].decodes.members == ("old",)
     assert [event.kind for event in scheduler.abort("young", 0.0)] == ["aborted"]
     scheduler.check()
@@ -233,6 +233,6 @@ def test_a_batch_that_may_run_once_runs_once(repeats: int) -> None:
 def test_check_notices_a_request_that_is_nowhere() -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "a", 10)
-    scheduler.policy.queue.remove(scheduler._sequences["a"])
+    scheduler.policy.queue.remove(scheduler.state.sequences["a"])
     with pytest.raises(InvariantError, match="nowhere, or in two places"):
         scheduler.check()

@@ -39,9 +39,9 @@ def test_a_token_computed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     real = Scheduler.complete
 
     def forgetful(self, batch_id, results, now, elapsed_s=None, repeats=1):  # type: ignore[no-untyped-def]
-        for chunk in self._flights[batch_id].batch.parts[0].prefills:
+        for chunk in self.state.in_flight[batch_id].chunks:
             if not chunk.last and self.config.stages == 1:
-                self._sequences[chunk.request].scheduled -= 1
+                self.state.sequences[chunk.request].scheduled -= 1
         return real(self, batch_id, results, now, elapsed_s, repeats)
 
     monkeypatch.setattr(Scheduler, "complete", forgetful)

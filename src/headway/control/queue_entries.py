@@ -37,7 +37,7 @@ class SpanEntry(QueueEntry):
         self.journey, self.span, self.index = journey, span, index
         self.last = span.end == journey.request.prompt_tokens
         self.predicted_s = predicted_s
-        self.layer, self.tokens = span.resume or 0, span.start
+        self.layer, self.tokens = 0, span.start
         self.share: float | None = None
         self.extra_s = 0.0
         self.resumed = False

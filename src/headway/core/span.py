@@ -1,6 +1,6 @@
-"""Where a run of tokens is computed: the type that Medha, Tetris and PecSched share (docs/architecture.md).
+"""Where a range of tokens is computed: the type that Medha, Tetris and PecSched share (docs/architecture.md).
 
-A request is a list of spans; a span is a run of its tokens, placed on a group of instances, with a parallel strategy.
+A request is a list of spans; a span is a range of its tokens, placed on a group of instances, with a parallel strategy.
 On a single instance a whole request is one span.
 """
 
@@ -13,6 +13,8 @@ import msgspec
 from headway.core.request import Request
 
 AttentionStrategy = Literal["local", "ring", "striped", "ulysses", "megatron"]
+"""`ring` gives each instance two ranges of tokens, one from each end (zigzag), `striped` every n-th token: either way
+all have the same causal attention to compute."""
 MlpStrategy = Literal["local", "ulysses", "megatron"]
 
 
@@ -37,50 +39,41 @@ def cut(start: int, end: int, members: int, rows: int) -> tuple[tuple[int, int],
 
 
 class Strategy(msgspec.Struct, frozen=True):
-    """How a span's layers are spread over its group. `kvp` is the number of KV shards (Medha §3.3).
-
-    attn `ring` gives each instance two runs of tokens, one from each end (zigzag), `striped` every n-th token: either
-    way all have the same causal attention to compute."""
+    """How a span's layers are spread over its group."""
 
     attn: AttentionStrategy = "local"
     mlp: MlpStrategy = "local"
-    kvp: int = 1
 
 
 class SpanTask(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a request as live instances compute them: what `runtime.sequence_parallel.ChunkSpec`
-    needs.
-    `group`: instances. node: how many of them make a node, None for all. in_place: KV of earlier runs stays where it
-    lies, unless its heads are cut otherwise than this run's; its own goes to the group's first (of Ulysses: node). So
-    the whole group decodes: one token a run, each `last`; several tokens in `before` stand for as many runs. keepers:
-    of such a run, those of the group that keep KV; what the others hold is brought to them with it. (): all do. rows:
-    the group computes it piece by piece, with at most so many rows of an instance at once (`cut`); 0: at once. All of
-    the group, and who joins later, know from here how it is cut, and so where its KV lies."""
+    needs. Every instance of the group, and any that joins later, derives from it where the KV lies."""
 
     start: int
     end: int
     group: tuple[int, ...]
+    """Instances, in order."""
     strategy: Strategy = Strategy()
     node: int | None = None
+    """How many of the group make a node; None: all."""
     in_place: bool = False
+    """KV of earlier tasks stays where it lies, unless its heads are cut otherwise than this task's; its own goes to the
+    first of the group (of Ulysses: of the node). The whole group decodes so, one token a task."""
     rows: int = 0
+    """The group computes it piece by piece, with at most so many rows of an instance at once (`cut`); 0: at once."""
     keepers: tuple[int, ...] = ()
+    """Of a task that is in place, those of the group that keep KV: what others hold is brought to them. (): all do."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) of a request on the instances of `group` (ids, in order).
-
-    `lease` names KV that a placement has reserved already (None: the instance's scheduler reserves).
-    `resume` is the layer at which a paused span goes on (PecSched §5.1), None at a chunk edge.
-    """
+    """Tokens [start, end) of a request on the instances of `group`."""
 
     request: Request
     start: int
     end: int
     group: tuple[int, ...] = (0,)
+    """Instances, in order."""
     strategy: Strategy = Strategy()
-    lease: int | None = None
-    resume: int | None = None
 
     @classmethod
     def whole(cls, request: Request, instance: int = 0) -> Span:

@@ -54,9 +54,6 @@ class InstanceScheduler(Protocol):
     def progress(self, request_id: str) -> int:
         """Tokens of a request that is here whose KV is in place; of one that decodes, a lower bound."""
 
-    def next_wakeup(self, now: float) -> float | None:
-        """When `schedule` should be called although nothing was added or completed; None: no need."""
-
     @property
     def custody(self) -> StagedKv | None:
         """KV here that no sequence owns; None: this instance takes in none."""
@@ -104,20 +101,20 @@ class InstanceScheduler(Protocol):
 class NeighbourGroups(Protocol):
     """What the scheduler of one group asks about the others. A group that is alone has none."""
 
-    def widen(self, sequence: SequenceState, now: float) -> bool:
+    def extend_shards(self, sequence: SequenceState, now: float) -> bool:
         """Let another group take over the rows of a decode whose shard here is full, or cannot grow. True: it did."""
 
-    def guests(self, group: int) -> Iterable[SequenceState]:
+    def remote_holders(self, group: int) -> Iterable[SequenceState]:
         """Requests that have a shard in `group` and their rows elsewhere."""
 
-    def flying(self, sequence: SequenceState) -> bool:
-        """Whether a guest is in a batch in flight."""
+    def is_in_flight(self, sequence: SequenceState) -> bool:
+        """Whether a request with a shard in this group is in a batch in flight."""
 
-    def give_up(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """A guest gives up all of its KV."""
+    def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
+        """Take all KV of a request that is computed in another group."""
 
-    def released(self, sequence: SequenceState) -> None:
-        """A request has given its shards back."""
+    def shards_freed(self) -> None:
+        """A request has given its shards back: groups may be free of each other."""
 
     def remote_cost(self, request_id: str) -> RemoteCost:
         """What groups that hold earlier shards of a request add to its chunk, while a lockstep batch is made."""

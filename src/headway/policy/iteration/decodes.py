@@ -75,8 +75,8 @@ class DecodeSet:
         heapq.heappush(self._full, (self._steps + room, member.request.id))
 
     @property
-    def hungry(self) -> bool:
-        """Whether somebody has filled its lease. Mostly one look at the first note, which may be out of date but is
+    def needs_blocks(self) -> bool:
+        """Whether a member has filled its lease. Mostly one look at the first note, which may be out of date but is
         never too late."""
         return bool(self._full) and self._full[0][0] <= self._steps and self.room() <= 0
 

@@ -2,7 +2,7 @@
 
 A request longer than a shard starts in one group like any other. When its shard there is full, the least loaded of the
 groups that do not hold it joins: it takes over the request's rows and begins the next shard; the earlier groups stay
-guests, which attend its rows over what they hold. Groups that share requests form a crew and compute in lockstep;
+remote shard holders, which attend its rows over what they hold. Groups that share requests compute in lockstep;
 others run freely. Each group reserves its shard when it joins, not before.
 
 Departure: the paper adds the groups of a long request in order; here the least loaded joins, because each group also
@@ -52,7 +52,7 @@ def make_scheduler(
 
 
 class GroupedScheduler:
-    """Implements `InstanceScheduler` over one `Scheduler` a group, to which it is the `Neighbours`.
+    """Implements `InstanceScheduler` over one `Scheduler` a group, to which it is the `NeighbourGroups`.
 
     Nothing waits for ever: an older long request that cannot join anywhere for `admission_age_s` keeps others (but for
     short ones, within the headroom) from entering the groups it waits for, and takes the KV of the youngest long one
@@ -76,11 +76,11 @@ class GroupedScheduler:
             Scheduler(config, latency, ledger, index, self, times) for index, ledger in enumerate(self.ledgers)
         ]
         self._longs: dict[str, SequenceState] = {}
-        self._flights: dict[int, tuple[Scheduler, ...]] = {}
-        self._crews = connected(len(self.groups), ())
+        self._in_flight: dict[int, tuple[Scheduler, ...]] = {}
+        self._lockstep_groups = connected(len(self.groups), ())
         self._making: LockstepBatch | None = None
         self._stale = False
-        self._untold: list[RequestEvent] = []
+        self._pending_events: list[RequestEvent] = []
         self._arrivals = 0
         self._batches = 0
 
@@ -105,22 +105,20 @@ class GroupedScheduler:
 
     def deadline_s(self, request_id: str) -> float:
         """When the first token of a request that is here is due."""
-        return self._home(request_id).deadline_s(request_id)
+        return self._owner_group(request_id).deadline_s(request_id)
 
     def progress(self, request_id: str) -> int:
         """See `InstanceScheduler`."""
-        return self._home(request_id).progress(request_id)
+        return self._owner_group(request_id).progress(request_id)
 
-    def next_wakeup(self, now: float) -> float | None:
-        """See `Scheduler.next_wakeup`."""
-        return None
-
-    def crews(self) -> list[tuple[int, ...]]:
+    def lockstep_groups(self) -> list[tuple[int, ...]]:
         """Groups that compute in lockstep, each group in one of them."""
         if self._stale:
-            self._crews = connected(len(self.groups), (self._groups_of(s) for s in self._longs.values() if s.shards))
+            self._lockstep_groups = connected(
+                len(self.groups), (self._groups_of(s) for s in self._longs.values() if s.shards)
+            )
             self._stale = False
-        return self._crews
+        return self._lockstep_groups
 
     # -- the three verbs ----------------------------------------------------------------------------------------
 
@@ -144,7 +142,11 @@ class GroupedScheduler:
     def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
         """See `InstanceScheduler`."""
         batch = self._schedule(now, ahead, free)
-        if batch is None and not self._flights and (free is None or all(group.group in free for group in self.groups)):
+        if (
+            batch is None
+            and not self._in_flight
+            and (free is None or all(group.group in free for group in self.groups))
+        ):
             while batch is None and self._unblock(now):
                 batch = self._schedule(now, ahead, free)
         return batch
@@ -153,65 +155,67 @@ class GroupedScheduler:
         able = {group.group for group in self.groups if group.open and (free is None or group.group in free)}
         if not able:
             return None
-        self._grow_prefills(now, {group for crew in self.crews() if able.issuperset(crew) for group in crew})
+        self._grow_prefills(
+            now, {group for together in self.lockstep_groups() if able.issuperset(together) for group in together}
+        )
         for group in self.groups:
             if group.group in able:
-                group.feed(now)
-        for crew in self.crews():
-            if not able.issuperset(crew):
+                group.builder.grow_decodes(now)
+        for together in self.lockstep_groups():
+            if not able.issuperset(together):
                 continue
-            batch = self._launch(crew, now, ahead if ahead > 1 and self._quiet(crew) else 1)
+            batch = self._launch(together, now, ahead if ahead > 1 and self._quiet(together) else 1)
             if batch is not None:
-                self._flights[batch.id] = tuple(self.groups[part.group] for part in batch.parts)
+                self._in_flight[batch.id] = tuple(self.groups[part.group] for part in batch.parts)
                 self._batches += 1
                 return batch
         return None
 
-    def _launch(self, crew: tuple[int, ...], now: float, ahead: int) -> Batch | None:
-        if len(crew) == 1:
-            return self.groups[crew[0]].launch(now, ahead, self._batches)
-        spanning = [(s, self._home(name).group) for name, s in self._longs.items() if s.shards]
-        members = [self.groups[index] for index in crew]
+    def _launch(self, together: tuple[int, ...], now: float, ahead: int) -> Batch | None:
+        if len(together) == 1:
+            return self.groups[together[0]].builder.build(now, ahead, self._batches)
+        spanning = [(s, self._owner_group(name).group) for name, s in self._longs.items() if s.shards]
+        members = [self.groups[index] for index in together]
         making = LockstepBatch(
-            members, [(s, owner) for s, owner in spanning if owner in crew], self.latency, self.exchange
+            members, [(s, owner) for s, owner in spanning if owner in together], self.latency, self.exchange
         )
         self._making = making
         making.pack(now)
         self._making = None
-        return making.depart(self._batches, ahead)
+        return making.commit(self._batches, ahead)
 
-    def _quiet(self, crew: tuple[int, ...]) -> bool:
-        """Whether nothing that this instance does could reach this crew's decodes: they are all that there is in it,
+    def _quiet(self, together: tuple[int, ...]) -> bool:
+        """Whether nothing that this instance does could reach the decodes of these groups: they are all that is there,
         and no long request elsewhere may come to need its groups."""
-        if not all(self.groups[index].alone for index in crew):
+        if not all(self.groups[index].state.only_decodes for index in together):
             return False
-        return not self._longs or all(group.idle for group in self.groups if group.group not in crew)
+        return not self._longs or all(group.idle for group in self.groups if group.group not in together)
 
     def complete(
         self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None = None, repeats: int = 1
     ) -> list[RequestEvent]:
         """See `InstanceScheduler`. What a batch took is taken to be the time of its slowest part."""
-        groups = self._flights.pop(batch_id, None)
+        groups = self._in_flight.pop(batch_id, None)
         if groups is None:
             raise InvariantError(f"batch {batch_id} is not in flight")
         mine: dict[int, list[RequestProgress]] = {group.group: [] for group in groups}
         for result in results:
-            owner = next((group for group in groups if group.carries(batch_id, result.request)), None)
+            owner = next((group for group in groups if group.yields_token(batch_id, result.request)), None)
             if owner is None:
                 raise InvariantError(f"{result.request} yields nothing in batch {batch_id}")
             mine[owner.group].append(result)
         slowest = max(groups, key=lambda group: group.expected_s(batch_id))
-        events, self._untold = self._untold, []
+        events, self._pending_events = self._pending_events, []
         for group in groups:
             took_s = elapsed_s if group is slowest else None
             events += group.complete(batch_id, mine[group.group], now, took_s, repeats)
         for group in self.groups:
-            events += group.landed(now)
-        return self._heard(events)
+            events += group.completion.end_aborted(now)
+        return self._forget_ended(events)
 
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
-        return self._heard(self._home(request_id).abort(request_id, now)) if request_id in self else []
+        return self._forget_ended(self._owner_group(request_id).abort(request_id, now)) if request_id in self else []
 
     def stage(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`: KV of several groups is given to nobody."""
@@ -219,15 +223,15 @@ class GroupedScheduler:
 
     def lost(self, instance: int, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`. All groups of the instance have lost their KV."""
-        self._flights.clear()
-        events, self._untold = self._untold, []
+        self._in_flight.clear()
+        events, self._pending_events = self._pending_events, []
         for group in self.groups:
             events += group.lost(instance, now)
         for ledger in self.ledgers:
             ledger.take_ops()
-        return self._heard(events)
+        return self._forget_ended(events)
 
-    def _heard(self, events: list[RequestEvent]) -> list[RequestEvent]:
+    def _forget_ended(self, events: list[RequestEvent]) -> list[RequestEvent]:
         for event in events:
             if event.kind in ("finished", "aborted"):
                 self._longs.pop(event.request, None)
@@ -236,7 +240,7 @@ class GroupedScheduler:
     def check(self) -> None:
         """Raise InvariantError unless every group is in order and the shards of each request are adjacent."""
         for group in self.groups:
-            audit(group, frozenset(s.request.id for s in self.guests(group.group)))
+            audit(group.state, frozenset(s.request.id for s in self.remote_holders(group.group)))
         for name, sequence in self._longs.items():
             at = 0
             for shard in sequence.shards:
@@ -250,9 +254,9 @@ class GroupedScheduler:
 
     # -- Neighbours ---------------------------------------------------------------------------------------------
 
-    def widen(self, sequence: SequenceState, now: float) -> bool:
-        """See `Neighbours`. Before its shard is full another group joins only if shards of full length, one in each of
-        the groups that are then left, would hold the rest."""
+    def extend_shards(self, sequence: SequenceState, now: float) -> bool:
+        """See `NeighbourGroups`. Before the shard is full another group joins only if shards of full length, one in
+        each of the groups that are then left, would hold the rest."""
         if sequence.computed - sequence.base < sequence.limit:
             left = len(self.groups) - 1 - len(sequence.shards)
             need = sequence.prompt + sequence.request.max_output_tokens - sequence.computed
@@ -260,20 +264,20 @@ class GroupedScheduler:
                 return False
         return self._join(sequence, now)
 
-    def guests(self, group: int) -> Iterator[SequenceState]:
-        """See `Neighbours`."""
+    def remote_holders(self, group: int) -> Iterator[SequenceState]:
+        """See `NeighbourGroups`."""
         return (s for s in self._longs.values() if any(shard.group == group for shard in s.shards))
 
-    def flying(self, sequence: SequenceState) -> bool:
-        """See `Neighbours`."""
-        return self._home(sequence.request.id).flying(sequence)
+    def is_in_flight(self, sequence: SequenceState) -> bool:
+        """See `NeighbourGroups`."""
+        return self._owner_group(sequence.request.id).state.is_in_flight(sequence)
 
-    def give_up(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """See `Neighbours`."""
-        return self._home(sequence.request.id).give_up(sequence, now)
+    def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
+        """See `NeighbourGroups`."""
+        return self._owner_group(sequence.request.id).state.preempt(sequence, now)
 
-    def released(self, sequence: SequenceState) -> None:
-        """See `Neighbours`."""
+    def shards_freed(self) -> None:
+        """See `NeighbourGroups`."""
         self._stale = True
 
     def remote_cost(self, request_id: str) -> RemoteCost:
@@ -288,7 +292,7 @@ class GroupedScheduler:
         then that runs freely. Whoever has waited for one too long gets its way."""
         for sequence in list(self._longs.values()):
             full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
-            if full and sequence.slot >= 0 and self._home(sequence.request.id).group in able:
+            if full and sequence.slot >= 0 and self._owner_group(sequence.request.id).group in able:
                 self._join(sequence, now)
         stuck = [s for s in self._longs.values() if s.lease is not None and s.skipped_since is not None]
         oldest = min(stuck, key=lambda s: s.order, default=None)
@@ -302,7 +306,7 @@ class GroupedScheduler:
 
     def _join(self, sequence: SequenceState, now: float) -> bool:
         """Another group takes over, if one has room for the next shard; False: the request waits."""
-        home = self._home(sequence.request.id)
+        home = self._owner_group(sequence.request.id)
         held = set(self._groups_of(sequence))
         start = sequence.scheduled
         for group in self._by_load():
@@ -313,10 +317,10 @@ class GroupedScheduler:
                 continue
             assert sequence.lease is not None
             shard = KvShardLease(home.group, home.ledger, sequence.lease, sequence.base, start - sequence.base)
-            home.hand_over(sequence)
+            home.state.transfer_out(sequence)
             sequence.shards += (shard,)
             sequence.base, sequence.lease, sequence.skipped_since = start, lease, None
-            group.take_over(sequence)
+            group.state.transfer_in(sequence)
             self._stale = True
             return True
         if sequence.skipped_since is None:
@@ -325,9 +329,9 @@ class GroupedScheduler:
 
     def _room(self, group: Scheduler, sequence: SequenceState, start: int, now: float) -> KvLease | None:
         """A lease for the next shard. For a decode, younger requests give way as they would in its own group."""
-        lease = group.reserve(sequence, start)
-        while lease is None and sequence.decoding and group.evict_behind(sequence, now):
-            lease = group.reserve(sequence, start)
+        lease = group.state.growth.next_shard(sequence, start)
+        while lease is None and sequence.decoding and group.state.evict_behind(sequence, now):
+            lease = group.state.growth.next_shard(sequence, start)
         return lease
 
     def _unblock(self, now: float) -> bool:
@@ -338,8 +342,8 @@ class GroupedScheduler:
         return bool(holding)
 
     def _evict(self, sequence: SequenceState, now: float) -> None:
-        if not self.flying(sequence):
-            self._untold.append(self.give_up(sequence, now))
+        if not self.is_in_flight(sequence):
+            self._pending_events.append(self.preempt(sequence, now))
 
     def _by_load(self) -> list[Scheduler]:
         """Groups, the one with the least predicted work first. A request weighs on all groups that hold it."""
@@ -352,7 +356,7 @@ class GroupedScheduler:
 
     def _groups_of(self, sequence: SequenceState) -> Iterable[int]:
         yield from (shard.group for shard in sequence.shards)
-        yield self._home(sequence.request.id).group
+        yield self._owner_group(sequence.request.id).group
 
-    def _home(self, request_id: str) -> Scheduler:
+    def _owner_group(self, request_id: str) -> Scheduler:
         return next(group for group in self.groups if request_id in group)

@@ -1,9 +1,9 @@
-"""A crew: groups that are connected by requests whose KV they share, and so compute in lockstep, a batch at a time.
+"""One batch of groups in lockstep: they are connected by requests whose KV they share.
 
 Within one batch the rows of such a request are computed by the group that holds its last shard; every other group of
-the request attends these rows over its own shard (`RemoteAttention`). Owners of waiting long prefills pack first,
-whoever was
-served longest ago before the others; then guests fill what is left of their time with their own prefills.
+the request attends these rows over its own shard (`RemoteAttention`). Owners of waiting long prefills pack first, the
+least recently served before the others; then the other groups fill what is left of their time with prefills of their
+own.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """The crews of so many groups, given the groups of each request that is spread over several. In order."""
-    crew = list(range(groups))
+    """Partition so many groups into those that compute in lockstep, given the groups of each request that is spread
+    over several. In order."""
+    label = list(range(groups))  # groups with the same label are connected
     for holders in spread:
-        joined = {crew[group] for group in holders}
+        joined = {label[group] for group in holders}
         least = min(joined)
-        crew = [least if c in joined else c for c in crew]
-    return [tuple(g for g in range(groups) if crew[g] == c) for c in sorted(set(crew))]
+        label = [least if c in joined else c for c in label]
+    return [tuple(g for g in range(groups) if label[g] == c) for c in sorted(set(label))]
 
 
 class LockstepBatch:
-    """One batch of one crew while it is made. `spanning`: requests that connect it, with their owner's group."""
+    """One batch of these groups while it is made. `spanning`: requests that connect them, with their owner's group."""
 
     def __init__(
         self,
@@ -48,8 +49,8 @@ class LockstepBatch:
         self._loads: dict[int, BatchLoad] = {}
         self._chunks: dict[int, list[Chunk]] = {}
         for group in groups:
-            count = len(group.ready)
-            self._loads[group.group] = BatchLoad(count, count, group.ready.kv_sum)
+            count = len(group.state.ready)
+            self._loads[group.group] = BatchLoad(count, count, group.state.ready.kv_sum)
         for name, (sequence, owner) in self._owner.items():
             if sequence.decoding and name in self._ready(owner):
                 self._assist(sequence, owner, 1, decode=True)
@@ -78,22 +79,26 @@ class LockstepBatch:
         shorts = any(group.policy.shorts_wait for group in self.groups)
         least_s = min(group.policy.targets.least(group.config.t_target_s) for group in self.groups)
         for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
-            chunks, load = group.pack(self._loads[group.group], now, shorts and group.group in last, least_s)
+            chunks, load = group.builder.pick_chunks(
+                self._loads[group.group], now, shorts and group.group in last, least_s
+            )
             self._loads[group.group], self._chunks[group.group] = load, chunks
             for chunk in chunks:
                 if chunk.request in self._owner:
                     self._assist(self._owner[chunk.request][0], group.group, chunk.tokens)
 
-    def depart(self, number: int, ahead: int) -> Batch | None:
+    def commit(self, number: int, ahead: int) -> Batch | None:
         """The batch, handed out; None when there is nothing to compute. `ahead` as in `schedule`, where allowed."""
-        working = [g for g in self.groups if g.ready.members or self._chunks[g.group] or self._assists[g.group]]
+        working = [g for g in self.groups if g.state.ready.members or self._chunks[g.group] or self._assists[g.group]]
         if not working:
             return None
         repeat = 1
         if ahead > 1 and not any(self._chunks.values()):
-            repeat = max(1, min(ahead, *(group.ready.room() for group in working)))
+            repeat = max(1, min(ahead, *(group.state.ready.room() for group in working)))
         parts = [
-            group.depart(number, self._chunks[group.group], BatchLoad(), repeat, tuple(self._assists[group.group]))
+            group.builder.commit(
+                number, self._chunks[group.group], BatchLoad(), repeat, tuple(self._assists[group.group])
+            )
             for group in working
         ]
         loads = batch_loads(self.latency, parts, self.exchange)
@@ -103,7 +108,7 @@ class LockstepBatch:
         return Batch(id=number, parts=tuple(parts), predicted_s=seconds, repeat=repeat)
 
     def _ready(self, owner: int) -> dict[str, SequenceState]:
-        return next(group.ready.members for group in self.groups if group.group == owner)
+        return next(group.state.ready.members for group in self.groups if group.group == owner)
 
     def _assist(self, sequence: SequenceState, owner: int, rows: int, decode: bool = False) -> None:
         row_s = self.exchange.row_s * rows

@@ -62,8 +62,6 @@ class ChunkSpec(msgspec.Struct, frozen=True):
         orders = (*ORDERS, "first") if self.in_place else ORDERS
         if self.order not in orders:
             raise ConfigError(f"order '{self.order}': must be one of {', '.join(orders)}")
-        if self.strategy.kvp != 1:
-            raise ConfigError(f"strategy.kvp {self.strategy.kvp}: sequence-parallel prefill splits KV by its group")
         if self.keepers:
             self._check_keepers()
 

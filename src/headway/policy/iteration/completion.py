@@ -1,0 +1,147 @@
+"""What a batch's completion, an abort or a loss of KV makes of the requests of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from headway.core.batch import RequestProgress
+from headway.core.errors import InvariantError
+from headway.core.events import RequestEvent
+from headway.policy.iteration.decodes import DecodeSet
+from headway.policy.iteration.group_state import BatchInFlight, GroupState
+from headway.policy.iteration.sequence import SequenceState
+
+
+class BatchCompletion:
+    """Of one group. Every method returns what has become true of its requests."""
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+
+    def complete(
+        self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None, repeats: int
+    ) -> list[RequestEvent]:
+        """See `InstanceScheduler`."""
+        state = self._state
+        batch = state.in_flight.pop(batch_id, None)
+        if batch is None:
+            raise InvariantError(f"batch {batch_id} is not in flight")
+        if not 1 <= repeats <= batch.repeat:
+            raise InvariantError(f"batch {batch_id} may run {batch.repeat} times, not {repeats}")
+        if elapsed_s is not None:
+            state.policy.observed(batch.load, elapsed_s)
+        if repeats > 1:
+            state.count_iterations(repeats - 1)
+        events = state.drain_events()
+        decodes = batch.decodes
+        if decodes.members:
+            decodes.step(repeats)
+        prefilled = self._advance_prefills(batch, now, events)
+        ended = self._ended(results, batch, prefilled) if results or state.aborting else {}
+        for name, sequence in ended.items():
+            if name in decodes.members:
+                decodes.remove(sequence)
+        staging = [s for name, s in state.staging.items() if name in decodes.members] if state.staging else []
+        for sequence in staging:
+            decodes.remove(sequence)
+        state.rejoin(decodes)
+        events += [state.leave_staged(sequence, now) for sequence in staging]
+        for name, sequence in prefilled.items():
+            if name in ended:
+                continue
+            if sequence.hands_over:
+                events.append(state.leave_staged(sequence, now))
+                continue
+            state.ready.add(sequence)
+            state.policy.decoding(name)
+        events += [state.end(sequence, now) for sequence in ended.values()]
+        return events
+
+    def _advance_prefills(
+        self, batch: BatchInFlight, now: float, events: list[RequestEvent]
+    ) -> dict[str, SequenceState]:
+        """Move the cursors of the chunks' requests. Returns those whose prompt is done: each has its next token."""
+        prefilled: dict[str, SequenceState] = {}
+        for chunk, sequence in zip(batch.chunks, batch.sequences, strict=True):
+            sequence.computed += chunk.tokens
+            sequence.in_flight -= 1
+            if chunk.last:
+                prefilled[chunk.request] = sequence
+                sequence.generated += 1
+            if not sequence.started:
+                sequence.started = True
+                events.append(RequestEvent("started", chunk.request, now))
+        return prefilled
+
+    def _ended(
+        self, results: Seq[RequestProgress], batch: BatchInFlight, prefilled: dict[str, SequenceState]
+    ) -> dict[str, SequenceState]:
+        """Requests in no later batch: reported as finished, or aborted and no longer in flight."""
+        state = self._state
+        ended: dict[str, SequenceState] = {}
+        for result in results:
+            if result.finished:
+                ended[result.request] = state.sequences[result.request]
+            elif result.accepted != 1 and not state.sequences[result.request].aborted:
+                raise InvariantError(f"{result.request} goes on with {result.accepted} tokens of one iteration")
+        if state.aborting:
+            completed = (sequence.request.id for sequence in batch.sequences if not sequence.in_flight)
+            here = {*batch.decodes.members, *prefilled, *completed}
+            ended.update((name, sequence) for name, sequence in state.aborting.items() if name in here)
+        return ended
+
+    def abort(self, request_id: str, now: float) -> list[RequestEvent]:
+        """See `InstanceScheduler`."""
+        state = self._state
+        sequence = state.sequences.get(request_id)
+        if sequence is None or sequence.aborted:
+            return []
+        sequence.aborted = True
+        if state.is_in_flight(sequence):
+            state.policy.withdraw(request_id)
+            state.aborting[request_id] = sequence
+            return []
+        if request_id in state.ready.members:
+            state.ready.remove(sequence)
+        return [state.end(sequence, now)]
+
+    def end_aborted(self, now: float) -> list[RequestEvent]:
+        """End aborted requests whose last chunk was in flight in another group."""
+        state = self._state
+        return [state.end(s, now) for s in list(state.aborting.values()) if not state.is_in_flight(s)]
+
+    def stage(self, request_id: str, now: float) -> list[RequestEvent]:
+        """See `InstanceScheduler`."""
+        state = self._state
+        sequence = state.sequences.get(request_id)
+        if sequence is None or sequence.aborted:
+            return []
+        if request_id in state.ready.members:
+            state.ready.remove(sequence)
+            return [state.leave_staged(sequence, now)]
+        if request_id in state.waiting_for_kv:
+            return [state.leave_staged(sequence, now)]
+        sequence.hands_over = True  # where its KV is not all here, it goes with its next token
+        if any(request_id in batch.decodes.members for batch in state.in_flight.values()):
+            state.staging[request_id] = sequence
+        return []
+
+    def lost(self, now: float) -> list[RequestEvent]:
+        """See `InstanceScheduler`."""
+        state = self._state
+        for batch in state.in_flight.values():
+            batch.decodes.settle_all()
+        state.in_flight.clear()
+        state.ready.settle_all()
+        state.ready, state.waiting_for_kv = DecodeSet(), {}
+        state.staging.clear()
+        events = state.drain_events()
+        for sequence in list(state.sequences.values()):
+            sequence.in_flight = 0
+            if sequence.aborted:
+                events.append(state.end(sequence, now))
+            elif sequence.lease is not None:
+                events.append(state.preempt(sequence, now))
+        state.custody.lost()
+        state.ledger.take_ops()
+        return events

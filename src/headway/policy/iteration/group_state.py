@@ -1,0 +1,177 @@
+"""The state of one group: its requests, what is in flight, and how KV is given and taken.
+
+`batch_builder` makes batches from it, `completion` brings their results back, `scheduler` is the way in.
+"""
+
+from __future__ import annotations
+
+from headway.core.batch import Chunk
+from headway.core.events import RequestEvent
+from headway.kv.block_manager import BlockManager
+from headway.kv.staged_kv import StagedKv
+from headway.perf.latency.base import BatchLoad, LatencyModel
+from headway.perf.latency.prefill_cache import PrefillCache
+from headway.policy.iteration.base import NeighbourGroups
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.decodes import DecodeSet
+from headway.policy.iteration.kv_growth import KvGrowth
+from headway.policy.iteration.sequence import SequenceState
+
+
+class BatchInFlight:
+    """A group's part of a batch that has been handed out and not completed."""
+
+    __slots__ = ("chunks", "decodes", "load", "repeat", "sequences")
+
+    def __init__(
+        self,
+        decodes: DecodeSet,
+        chunks: tuple[Chunk, ...],
+        sequences: list[SequenceState],
+        load: BatchLoad,
+        repeat: int,
+    ) -> None:
+        self.decodes = decodes
+        self.chunks = chunks
+        self.sequences = sequences  # those of the chunks, in their order
+        self.load = load
+        self.repeat = repeat
+
+
+class GroupState:
+    """Requests of one group, each in exactly one place: the policy's queue, `ready`, `waiting_for_kv` or in flight."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        latency: LatencyModel,
+        ledger: BlockManager,
+        group: int = 0,
+        neighbours: NeighbourGroups | None = None,
+        prefill_times: PrefillCache | None = None,
+    ) -> None:
+        self.config = config
+        self.latency = latency
+        self.ledger = ledger
+        self.group = group
+        self.neighbours = neighbours
+        remote_cost = neighbours.remote_cost if neighbours is not None else None
+        self.policy = IterationPolicy(config, latency, ledger, prefill_times, remote_cost)
+        self.growth = KvGrowth(config, ledger, self.policy.admission)
+        self.custody = StagedKv(ledger)
+        self.sequences: dict[str, SequenceState] = {}
+        self.ready = DecodeSet()  # decodes that the next batch takes
+        self.waiting_for_kv: dict[str, SequenceState] = {}  # decodes without room for their next token
+        self.aborting: dict[str, SequenceState] = {}  # end when the batch that they are in completes
+        self.staging: dict[str, SequenceState] = {}  # leave their KV when the batch that they are in completes
+        self.in_flight: dict[int, BatchInFlight] = {}
+        self.pending_events: list[RequestEvent] = []  # to be returned by the next call that returns events
+        self.iterations = 0  # also the number of the next batch, where the group has batches of its own
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the decodes that are ready are all that there is."""
+        return not (len(self.policy.queue) or self.waiting_for_kv or self.in_flight or self.aborting)
+
+    def drain_events(self) -> list[RequestEvent]:
+        events, self.pending_events = self.pending_events, []
+        return events
+
+    def count_iterations(self, iterations: int = 1) -> None:
+        self.policy.began(iterations)
+        self.iterations += iterations
+
+    def is_in_flight(self, sequence: SequenceState) -> bool:
+        """Whether a request whose rows are computed here is in a batch in flight."""
+        if sequence.in_flight:
+            return True
+        return any(sequence.request.id in batch.decodes.members for batch in self.in_flight.values())
+
+    # -- decodes ------------------------------------------------------------------------------------------------
+
+    def rejoin(self, decodes: DecodeSet) -> None:
+        """Decodes whose batch is done are ready for the next. Where two sets meet, the smaller joins the larger."""
+        if len(decodes) > len(self.ready):
+            self.ready, decodes = decodes, self.ready
+        for sequence in list(decodes.members.values()):
+            decodes.settle(sequence)
+            self.ready.add(sequence)
+
+    def evict_behind(self, sequence: SequenceState, now: float) -> bool:
+        """Take the KV of the youngest request that holds some here, came after `sequence` and is in no batch in
+        flight. False: there is none."""
+        holders = (self.sequences[name] for name in self.policy.holders)
+        behind = [s for s in holders if s.order > sequence.order and not self.is_in_flight(s)]
+        others = self.neighbours
+        if others is not None:
+            remote = others.remote_holders(self.group)
+            behind += [s for s in remote if s.order > sequence.order and not others.is_in_flight(s)]
+        victim = max(behind, key=lambda s: s.order, default=None)
+        if victim is None:
+            return False
+        here = victim.request.id in self.sequences
+        self.pending_events.append(self.preempt(victim, now) if here or others is None else others.preempt(victim, now))
+        return True
+
+    def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
+        """Preempt by recomputation: free the KV, keep the generated count, queue for prefill of all that is known."""
+        name = sequence.request.id
+        if name in self.ready.members:
+            self.ready.remove(sequence)
+        self.waiting_for_kv.pop(name, None)
+        computed, sequence.computed = sequence.computed, 0
+        self._free(sequence)
+        self.policy.lost(name, sequence.known)
+        return RequestEvent("preempted", name, now, computed)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def end(self, sequence: SequenceState, now: float) -> RequestEvent:
+        """A request is finished, or has been aborted: all that it held is free."""
+        self._remove(sequence)
+        self._free(sequence)
+        return RequestEvent("aborted" if sequence.aborted else "finished", sequence.request.id, now)
+
+    def leave_staged(self, sequence: SequenceState, now: float) -> RequestEvent:
+        """A request ends here and its KV stays, for a transfer or for its next phase."""
+        lease = sequence.lease
+        assert lease is not None
+        self._remove(sequence)
+        sequence.lease = None
+        self.custody.keep(lease)
+        return RequestEvent("staged", sequence.request.id, now, sequence.computed)
+
+    def transfer_out(self, sequence: SequenceState) -> None:
+        """Another group takes over a request that is not decoding in flight. Its lease here stays."""
+        if sequence.request.id in self.ready.members:
+            self.ready.remove(sequence)
+        self._remove(sequence)
+
+    def transfer_in(self, sequence: SequenceState) -> None:
+        """Compute the rows of a request from now on. It holds a lease here."""
+        self.sequences[sequence.request.id] = sequence
+        self.policy.transfer_in(sequence)
+        if sequence.decoding:
+            self.ready.add(sequence)
+
+    def _remove(self, sequence: SequenceState) -> None:
+        name = sequence.request.id
+        self.waiting_for_kv.pop(name, None)
+        self.aborting.pop(name, None)
+        self.staging.pop(name, None)
+        self.policy.ended(name)
+        del self.sequences[name]
+
+    def _free(self, sequence: SequenceState) -> None:
+        """Give the lease and all shards back."""
+        if sequence.lease is None:
+            return
+        self.ledger.free(sequence.lease)
+        sequence.lease = None
+        if sequence.shards:
+            for shard in sequence.shards:
+                shard.ledger.free(shard.lease)
+            sequence.shards, sequence.base = (), 0
+            if self.neighbours is not None:
+                self.neighbours.shards_freed()
