@@ -102,8 +102,7 @@ class SimResult:
             return None
         shape = self.yardstick.shape
         flops = sum(
-            shape.linear_flops(use.prefill_tokens + use.decode_tokens)
-            + 4.0 * shape.layers * shape.q_heads * shape.head_dim * use.attention_pairs
+            shape.linear_flops(use.prefill_tokens + use.decode_tokens) + shape.pairs_flops(use.attention_pairs)
             for use in self.replicas
         )
         return flops / (self.duration_s * self.yardstick.peak_flops * len(self.replicas))

@@ -17,12 +17,12 @@ from headway.perf.accelerator.cost import OpCost, none
 from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
 from headway.perf.accelerator.machine_model import MachineModel
 from headway.perf.accelerator.precision import OperandTypes
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.shapes import ModelShape, causal_pairs
 
 
 def kv_bytes(shape: ModelShape, precision: OperandTypes) -> float:
-    """Bytes of keys and values that one token leaves in one layer."""
-    return 2.0 * shape.kv_heads * shape.head_dim * precision.kv_bytes
+    """Return the bytes of keys and values that one token leaves in one layer, with the precision of KV."""
+    return shape.kv_width * precision.kv_bytes
 
 
 class ChunkNumbers(NamedTuple):
@@ -55,17 +55,17 @@ def chunk_numbers(
 ) -> ChunkNumbers:
     """For a chunk of `tokens` (a number or an array) over `past` cached ones. own: its `own_cycles`. fused: queries
     come from, and outputs go to, on-chip memory."""
-    pairs = tokens * past + (tokens * (tokens + 1) / 2 if assumed.causal else tokens * tokens * 1.0)
+    pairs = causal_pairs(tokens, past) if assumed.causal else tokens * past + tokens * tokens * 1.0
     if assumed.mapper:
         streamed = np.maximum(shape.q_heads // shape.kv_heads * tokens, machine.rows)
         cycles = (tiles(shape, machine, past) * streamed + own) * (shape.kv_heads / machine.arrays)
         array_s = (cycles + machine.rows + machine.columns) / machine.clock_hz
     else:
-        array_s = 4.0 * pairs * shape.q_heads * shape.head_dim / (machine.flops * assumed.utilisation)
+        array_s = pairs * shape.pair_flops / (machine.flops * assumed.utilisation)
     scores = pairs * shape.q_heads
     softmax_s = assumed.softmax_ops * scores / (machine.vector_lanes * machine.clock_hz)
     per_token = kv_bytes(shape, precision)
-    queries = tokens * shape.q_heads * shape.head_dim * precision.activation_bytes
+    queries = tokens * shape.q_width * precision.activation_bytes
     # Queries and FP32 outputs of one KV head's group are resident; where they are not, KV is read once a block.
     group = queries / shape.kv_heads * (1.0 + 4.0 / precision.activation_bytes)
     passes = np.maximum(1.0, np.ceil(group / (machine.compute_bytes / 2)))
@@ -94,7 +94,7 @@ def chunk_attention(
         return none("prefill attention")
     own = own_cycles(shape, machine, tokens, assumed.causal) if assumed.mapper else 0.0
     found = chunk_numbers(shape, machine, precision, assumed, techniques, tokens, work.prefill_past, own, fused)
-    queries = 2.0 * tokens * shape.q_heads * shape.head_dim * precision.activation_bytes
+    queries = 2.0 * tokens * shape.q_width * precision.activation_bytes
     return OpCost(
         "prefill attention",
         "array",
@@ -134,7 +134,7 @@ def decode_attention(
 def vector_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
     """Scores and values: two multiply-accumulates a query head, dimension and token; one a lane and cycle."""
     rate = machine.vector_lanes * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation)
-    return 2.0 * kv_tokens * shape.q_heads * shape.head_dim / rate
+    return 2.0 * kv_tokens * shape.q_width / rate
 
 
 def array_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:

@@ -102,7 +102,7 @@ def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedAct
         return FusedActivations(True, True, True, True, True)
     machine = setting.machine
     qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, shape, rows))
-    queries = rows * shape.q_heads * shape.head_dim * setting.precision.activation_bytes
+    queries = rows * shape.q_width * setting.precision.activation_bytes
     attention = 2 * queries <= machine.compute_bytes / 2
     return FusedActivations(down and qkv, qkv and attention, attention and out, out and up, up and down)
 
@@ -110,17 +110,15 @@ def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedAct
 def gemms(
     setting: OperatorSetting, shape: ModelShape, rows: int, fused: FusedActivations | None = None
 ) -> list[GemmShape]:
-    """The four products of a layer."""
+    """Return the four products of a layer."""
     w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
-    heads = shape.q_heads * shape.head_dim
-    wide = heads + 2 * shape.kv_heads * shape.head_dim
-    gate = shape.mlp_matrices - 1
+    (qkv_k, qkv_n), (out_k, out_n), (up_k, up_n), (down_k, down_n) = shape.qkv, shape.out, shape.up, shape.down
     f = fused or FusedActivations(False, False, False, False, False)
     return [
-        GemmShape("qkv", rows, wide, shape.hidden, heads, w, a, f.qkv, f.attention),
-        GemmShape("out", rows, shape.hidden, heads, shape.hidden, w, a, f.out, f.up),
-        GemmShape("up", rows, gate * shape.mlp, shape.hidden, shape.mlp, w, a, f.up, f.down),
-        GemmShape("down", rows, shape.hidden, shape.mlp, shape.hidden, w, a, f.down, f.qkv),
+        GemmShape("qkv", rows, qkv_n, qkv_k, shape.q_width, w, a, f.qkv, f.attention),
+        GemmShape("out", rows, out_n, out_k, shape.hidden, w, a, f.out, f.up),
+        GemmShape("up", rows, up_n, up_k, shape.mlp, w, a, f.up, f.down),
+        GemmShape("down", rows, down_n, down_k, shape.hidden, w, a, f.down, f.qkv),
     ]
 
 
@@ -155,7 +153,7 @@ def constant(gemm: GemmShape, setting: OperatorSetting) -> OpCost:
 
 def elementwise_cost(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, rows: int) -> OpCost:
     """Two norms and two residuals of the hidden state, rotations of queries and keys, the activation."""
-    elements = rows * (4 * shape.hidden + (shape.q_heads + shape.kv_heads) * shape.head_dim + shape.mlp)
+    elements = rows * (4 * shape.hidden + shape.rotary_width + shape.mlp)
     return OpCost(
         "elementwise", "vector", assumed.elementwise_ops * elements / (machine.vector_lanes * machine.clock_hz), 0.0
     )

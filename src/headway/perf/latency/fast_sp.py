@@ -30,7 +30,7 @@ from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.links import NetworkLink
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.shapes import ModelShape, matmul_flops
 
 Form = Literal["megatron", "ulysses"]
 FORMS: tuple[Form, Form] = ("megatron", "ulysses")
@@ -127,22 +127,22 @@ def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: Accele
     """One layer's attention with its projections, of a prompt of `tokens`, causal."""
     s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
     d, head = shape.hidden, shape.head_dim
-    weights = d * (shape.q_heads + 2 * shape.kv_heads) * head + shape.q_heads * head * d
+    weights = shape.attention_parameters
     if form == "megatron":
-        products_s = _products_s(rates, 2 * s * weights, weights / tp * size)
+        products_s = _products_s(rates, matmul_flops(s, weights), weights / tp * size)
         exposed_s = _gathered_s(rates.inside, 2 * s * d * (tp - 1) * size, 2, tp)
         kv = s * tp * 2 * _heads(shape.kv_heads, tp) * head * size  # one rank's, of its region's tokens
-        flops = 2 * s * s * shape.q_heads * head * group.accelerators
+        flops = _attention_flops(s, shape.q_heads, head, group)
         hop = (kv, kv * tp)
         ring: float = group.replicas
     else:
-        products_s = _products_s(rates, 2 * s * weights, weights * size)
+        products_s = _products_s(rates, matmul_flops(s, weights), weights * size)
         exposed_s = _gathered_s(rates.inside, weights * (tp - 1) / tp * size, 2, tp)
         ranks = group.in_node
         q, kv_heads = _heads(shape.q_heads, ranks) * ranks, _heads(shape.kv_heads, ranks) * ranks
         exposed_s += _gathered_s(rates.inside, 2 * s * (q + kv_heads) * head * (ranks - 1) / ranks * size, 2, ranks)
         kv = s * 2 * kv_heads * head * size  # one rank's share of heads, of the node's tokens
-        flops = 2 * s * s * q * head * group.accelerators
+        flops = _attention_flops(s, q, head, group)
         hop = (kv, kv * ranks)
         ring = group.nodes
     step_s = flops / rates.attention_rate(ring) / ring
@@ -153,15 +153,16 @@ def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: Accele
 def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> StageCost:
     """One layer's MLP."""
     s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
-    weights = shape.mlp_matrices * shape.hidden * shape.mlp
+    weights = shape.mlp_parameters
     if form == "megatron":
         moved = 2 * s * shape.hidden * (tp - 1)
         return StageCost(
-            _products_s(rates, 2 * s * weights, weights / tp * size), _gathered_s(rates.inside, moved * size, 2, tp)
+            _products_s(rates, matmul_flops(s, weights), weights / tp * size),
+            _gathered_s(rates.inside, moved * size, 2, tp),
         )
     moved = weights * (tp - 1) / tp
     return StageCost(
-        _products_s(rates, 2 * s * weights, weights * size), _gathered_s(rates.inside, moved * size, 1, tp)
+        _products_s(rates, matmul_flops(s, weights), weights * size), _gathered_s(rates.inside, moved * size, 1, tp)
     )
 
 
@@ -186,9 +187,16 @@ def plain_ring(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, token
 
 
 def saved_bytes(shape: ModelShape, tokens: int, layers_done: int) -> tuple[int, int]:
-    """What a prefill paused between layers leaves (§5.1): bytes of KV of finished layers, and of one layer's
+    """Return what a prefill paused between layers keeps (§5.1): bytes of KV of finished layers, and of one layer's
     activations. The paper pauses between any two kernels; between layers there is nothing else to keep."""
-    return shape.kv_bytes_per_token // shape.layers * layers_done * tokens, tokens * shape.hidden * shape.dtype_bytes
+    return shape.layer_kv_bytes * layers_done * tokens, tokens * shape.hidden * shape.dtype_bytes
+
+
+def _attention_flops(s: float, q_heads: float, head_dim: int, group: AcceleratorGroup) -> float:
+    """Return one accelerator's FLOPs of one layer's causal attention: its s rows, against half of the whole prompt
+    (half
+    of `DecoderShape.pair_flops` each; the diagonal is left out)."""
+    return 2 * s * s * q_heads * head_dim * group.accelerators
 
 
 def _heads(heads: int, ranks: float) -> int:

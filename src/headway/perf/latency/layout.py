@@ -14,17 +14,22 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.links import NetworkLink, link
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.shapes import DecoderShape, ModelShape
 
 
 class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Degrees of tensor, pipeline and KV parallelism. `inside`, `across`: links in place of the accelerator's."""
+    """Degrees of parallelism, and links in place of the accelerator's."""
 
     tp: int = 1
+    """Tensor parallelism."""
     stages: int = 1
+    """Pipeline parallelism."""
     kvp: int = 1
+    """KV parallelism."""
     inside: str | None = None
+    """Link inside a node; None: the accelerator's."""
     across: str | None = None
+    """Link between nodes; None: the accelerator's."""
 
     def __post_init__(self) -> None:
         for name, value in (("tp", self.tp), ("stages", self.stages), ("kvp", self.kvp)):
@@ -33,12 +38,12 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As profiles are marked: tp8-pp2-kvp1."""
+        """Name in profiles, such as tp8-pp2-kvp1."""
         return f"tp{self.tp}-pp{self.stages}-kvp{self.kvp}"
 
     @classmethod
     def named(cls, name: str) -> ParallelLayout:
-        """The layout of a `name`, with the accelerator's links. ConfigError for anything else."""
+        """Return the layout of a `name`, with the accelerator's links. Raises ConfigError for anything else."""
         found = re.fullmatch(r"tp(\d+)-pp(\d+)-kvp(\d+)", name)
         if found is None:
             raise ConfigError(f"layout {name!r}: must look like tp2-pp1-kvp1")
@@ -56,62 +61,28 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
         return link(self.across) if self.across else device.across
 
     def stage_link(self, device: AcceleratorSpec) -> NetworkLink:
-        """What activations cross between stages: the node's own link while all stages fit into one node."""
+        """Return the link between stages: the node's own while all stages fit into one node."""
         return self.inside_link(device) if self.tp * self.stages <= device.per_node else self.across_link(device)
 
 
-class RankShape(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of one stage: layers it runs, heads and widths it holds."""
+class RankShape(DecoderShape, frozen=True, kw_only=True):
+    """What one rank of one stage holds: `layers` are the stage's, heads and widths the rank's."""
 
-    layers: int
     first: bool
+    """The stage has the embedding."""
     last: bool
-    hidden: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    mlp_matrices: int
-    vocab: int
-    dtype_bytes: int
-
-    @property
-    def qkv(self) -> tuple[int, int]:
-        """(k, n) of the fused query, key and value product."""
-        return self.hidden, (self.q_heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def out(self) -> tuple[int, int]:
-        return self.q_heads * self.head_dim, self.hidden
-
-    @property
-    def up(self) -> tuple[int, int]:
-        """Gate and up together where the MLP is gated."""
-        return self.hidden, (self.mlp_matrices - 1) * self.mlp
-
-    @property
-    def down(self) -> tuple[int, int]:
-        return self.mlp, self.hidden
-
-    @property
-    def head(self) -> tuple[int, int]:
-        return self.hidden, self.vocab
+    """The stage has the LM head."""
 
     @property
     def weight_bytes(self) -> int:
-        """Weights that this rank holds: layers, the embedding on the first stage, the LM head on the last."""
-        matrices = sum(k * n for k, n in (self.qkv, self.out, self.up, self.down))
+        """Bytes of the weights that this rank holds: layers, the embedding on the first stage, the LM head on the
+        last."""
         tables = (int(self.first) + int(self.last)) * self.vocab * self.hidden
-        return (self.layers * matrices + tables) * self.dtype_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Cache bytes that one token leaves on this rank, over the stage's layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return (self.layers * self.layer_parameters + tables) * self.dtype_bytes
 
 
 def cut(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
-    """What a rank of `stage` holds; ConfigError when the model cannot be cut so."""
+    """Return what a rank of `stage` holds. Raises ConfigError when the model cannot be cut so."""
     if not 0 <= stage < layout.stages:
         raise ConfigError(f"stage {stage} of a layout with {layout.stages} stages (they count from 0)")
     if layout.stages > shape.layers:

@@ -36,7 +36,7 @@ def between_groups(device: AcceleratorSpec, shape: ModelShape, layout: ParallelL
     rank = cut(shape, layout, 0)
     inside = layout.accelerators <= device.per_node
     link = layout.inside_link(device) if inside else layout.across_link(device)
-    width = rank.q_heads * rank.head_dim
+    width = rank.q_width
     row_bytes = width * rank.dtype_bytes + (width + rank.q_heads) * 4
     return ShardExchangeCost(
         fixed_s=2 * rank.layers * link.latency_s,

@@ -174,7 +174,7 @@ class _StageCompiler:
         if fit is None:
             self._note("prefill", "derived: half of peak arithmetic, 0.02 ms a layer")
             flops = self.device.flops * 0.5
-            per = 4e3 * heads[0] * self.part.head_dim / flops
+            per = 1e3 * self.part.pair_flops / flops
             slope = layers * per * np.maximum(chunks, 16)
             return layers * (0.02 + per * chunks * (chunks + 1) / 2), np.zeros(chunks.size), slope, slope
         source = preferred_source(list(fit.own))
@@ -206,7 +206,7 @@ class _StageCompiler:
         heads, layers = (self.part.q_heads, self.part.kv_heads), self.part.layers
         count, past = (g.ravel().astype(np.float64) for g in np.meshgrid(COUNTS, PAST, indexing="ij"))
         fit = self.fit.decode
-        per_token = 2e3 * heads[1] * self.part.head_dim * self.part.dtype_bytes / self.device.bandwidth
+        per_token = 1e3 * self.part.layer_kv_bytes / self.device.bandwidth
         if fit is None:
             self._note("decode", "derived: 0.8 of peak bandwidth, 0.01 ms a layer")
             grid = 0.01 + count * past * per_token / 0.8
@@ -247,7 +247,7 @@ class _StageCompiler:
         widths = {
             "input_layernorm": p.hidden,
             "post_attention_layernorm": p.hidden,
-            "attn_rope": (p.q_heads + p.kv_heads) * p.head_dim,
+            "attn_rope": p.rotary_width,
             "mlp_act": p.mlp,
         }
         time = np.sum([self._one_elementwise(op, rows, width) for op, width in widths.items()], axis=0)
@@ -264,7 +264,7 @@ class _StageCompiler:
         return fit.ms(op, rows, width) * self._memory
 
     def _kv_write(self, rows: Column) -> Column:
-        moved = 4.0 * rows * self.part.kv_heads * self.part.head_dim * self.part.dtype_bytes
+        moved = 2.0 * rows * self.part.layer_kv_bytes  # read from the product's output, written to the cache
         return np.asarray(
             np.maximum(self.told.kv_write_ms, 1e3 * moved / (self.told.kv_write * self.device.bandwidth)),
             dtype=np.float64,
