@@ -80,7 +80,7 @@ def test_another_decision_is_found_where_it_is_first_made() -> None:
     assert difference.at_s == pytest.approx(TRAFFIC[30].arrival_s)
     (kind, fields), actions = difference.replayed  # type: ignore[misc]
     assert (kind, fields["request"]["id"]) == ("RequestArrived", "r30")
-    assert actions[0][0] == "Enqueue"
+    assert actions[0][0] == "EnqueueRequest"
     assert "decision" in str(difference)
 
 

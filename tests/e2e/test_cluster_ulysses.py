@@ -29,7 +29,7 @@ def spans(log: str) -> list[tuple[tuple[int, ...], str]]:
     """Group and attention of all spans that the policy has committed."""
     decisions = [msgspec.json.decode(line) for line in Path(log).read_bytes().splitlines()[1:]]
     actions = [action for one in decisions for action in one.get("actions", ())]
-    commits: list[dict[str, Any]] = [what for name, what in actions if name == "Commit"]
+    commits: list[dict[str, Any]] = [what for name, what in actions if name == "CommitSpans"]
     return [(tuple(span["group"]), span["strategy"]["attn"]) for one in commits for span in one["spans"]]
 
 

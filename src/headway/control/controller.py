@@ -76,7 +76,7 @@ class ClusterController:
         self._moves = KvMigrations(self.state)
         self._holds = GroupReservations(self.state)
         self._spans = SpanDispatcher(self.state, self._moves.begun)
-        self._stays = SchedulerResidency(self.state, self._drop)
+        self._stays = SchedulerResidency(self.state, self._reject)
         self._verbs: dict[type, Callable[[Any], None]] = {
             CommitSpans: self._spans.commit,
             HoldGroup: self._holds.hold,
@@ -85,7 +85,7 @@ class ClusterController:
             PreemptRequest: self._preempt,
             ResumeRequest: self._spans.resume,
             TransferKv: self._moves.transfer,
-            RejectRequest: self._reject,
+            RejectRequest: self._carry_out_rejection,
         }
 
     # -- what a driver tells ------------------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ class ClusterController:
         else:
             raise ActionImpossible(f"{action.request} does not run")
 
-    def _reject(self, action: RejectRequest) -> None:
-        self._drop(self.state.journey(action.request), f"rejected: {action.why}")
+    def _carry_out_rejection(self, action: RejectRequest) -> None:
+        self._reject(self.state.journey(action.request), action.why)
 
     # -- beginnings and ends ------------------------------------------------------------------------------------------
 
@@ -313,9 +313,13 @@ class ClusterController:
         self._forget(journey, None)
         self._news.append(RequestFinished(journey.request.id))
 
+    def _reject(self, journey: ControlledRequest, why: str) -> None:
+        journey.rejected = True
+        self._drop(journey, why)
+
     def _drop(self, journey: ControlledRequest, why: str) -> None:
         self._forget(journey, why)
-        self._news.append(RequestDropped(journey.request.id, why))
+        self._news.append(RequestDropped(journey.request.id, why, journey.rejected))
 
     def _forget(self, journey: ControlledRequest, why: str | None) -> None:
         """Whatever a request has anywhere is free."""

@@ -17,8 +17,8 @@ class ControlledRequest:
     begun will be sent to, by index. kv_at: instances to which all that was announced has been sent. `driver`: whatever
     the hands keep of it."""
 
-    __slots__ = ("door", "driver", "ended", "entries", "group", "kv_at", "phase", "request", "sends", "staying",
-                 "tokens")  # fmt: skip
+    __slots__ = ("door", "driver", "ended", "entries", "group", "kv_at", "phase", "rejected", "request", "sends",
+                 "staying", "tokens")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -31,6 +31,7 @@ class ControlledRequest:
         self.sends: dict[int, int] = {}
         self.kv_at: set[int] = set()
         self.ended = False
+        self.rejected = False  # the policy, or a scheduler, refused it: set when it ends
         self.driver: Any = None
 
     def places(self) -> set[int]:

@@ -15,10 +15,10 @@ from headway.policy.placement.base import EnqueueRequest, SpanPaused, SpanProgre
 
 
 class SchedulerResidency:
-    def __init__(self, state: ControllerState, drop: Callable[[ControlledRequest, str], None]) -> None:
-        """`drop` ends a request that a scheduler has refused."""
+    def __init__(self, state: ControllerState, reject: Callable[[ControlledRequest, str], None]) -> None:
+        """`reject` ends a request that a scheduler has refused."""
         self._state = state
-        self._drop = drop
+        self._reject = reject
 
     def enqueue(self, action: EnqueueRequest) -> None:
         state = self._state
@@ -66,7 +66,7 @@ class SchedulerResidency:
         try:
             state.hands.enter(journey, group, phase, state.now)
         except RequestError as error:
-            self._drop(journey, f"rejected: {error}")
+            self._reject(journey, str(error))
             return
         journey.staying, journey.group, journey.phase = True, group, phase
         journey.kv_at.clear()

@@ -16,8 +16,8 @@ from headway.sim.workload import TraceRequest
 class DecodeTrack:
     """One request on its way. `left` is how many output tokens are missing, as of step `since` of its cohort."""
 
-    __slots__ = ("cohort", "deadline_s", "due_s", "ended_s", "error", "left", "replica", "request", "scheduled_s",
-                 "since", "source", "times")  # fmt: skip
+    __slots__ = ("cohort", "deadline_s", "due_s", "ended_s", "error", "left", "rejected", "replica", "request",
+                 "scheduled_s", "since", "source", "times")  # fmt: skip
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request = request
@@ -31,6 +31,7 @@ class DecodeTrack:
         self.deadline_s: float | None = None
         self.ended_s: float | None = None
         self.error: str | None = None
+        self.rejected = False
 
     def settle(self) -> None:
         """Take the times that the cohort has kept for this request."""

@@ -87,7 +87,7 @@ class SimResult:
     @property
     def starved(self) -> int:
         """Requests that were never scheduled, among those that nobody refused."""
-        return sum(r.scheduled_s is None and not (r.error or "").startswith("rejected") for r in self.records)
+        return sum(r.scheduled_s is None and not r.rejected for r in self.records)
 
     @property
     def idle_share(self) -> float:

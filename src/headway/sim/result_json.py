@@ -20,7 +20,7 @@ def run_json(result: SimResult, seed: int) -> dict[str, Any]:
     body = result.summary().to_json()
     starved: dict[str, int] = {}
     for record in result.records:
-        if record.scheduled_s is None and not (record.error or "").startswith("rejected"):
+        if record.scheduled_s is None and not record.rejected:
             starved[record.klass] = starved.get(record.klass, 0) + 1
     for block in (body["total"], *body["classes"]):
         count = result.starved if block is body["total"] else starved.get(block["class"], 0)

@@ -87,7 +87,7 @@ class InstanceSimulation(EventLoop):
         try:
             replica.add(track, self.now)
         except RequestError as error:
-            track.ended_s, track.error = self.now, f"rejected: {error}"
+            track.ended_s, track.error, track.rejected = self.now, str(error), True
             return
         self._changed.add(replica.index)
         self.schedule_departure(track)

@@ -89,10 +89,12 @@ class RequestFinished(msgspec.Struct, frozen=True):
 
 
 class RequestDropped(msgspec.Struct, frozen=True):
-    """A request has ended without all of its output: the client left, an instance refused it or was lost."""
+    """A request has ended without all of its output: the client left, it was rejected, or its instance was lost."""
 
     request: str
     why: str
+    rejected: bool = False
+    """The policy, or a scheduler, refused to serve it."""
 
 
 class ActionRefused(msgspec.Struct, frozen=True):

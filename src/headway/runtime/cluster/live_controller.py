@@ -522,8 +522,8 @@ class LiveController:
             ended, why = hands.ended.popleft()
             if why is None:
                 self._over(ended)
-            elif why.startswith("rejected: "):
-                ended.asked.fail(RequestError(why.removeprefix("rejected: ")))
+            elif ended.journey.rejected:
+                ended.asked.fail(RequestError(why))
                 self._over(ended)
         for asked in self.retries.take():
             if not asked.over and self.asked.get(asked.submit.id) is asked:

@@ -216,7 +216,7 @@ class SimulatedBackend(InstanceBackend):
             self.send_late(entry, now)
         self._paused_s.pop(journey.request.id, None)
         trip: SimRequest = journey.driver
-        trip.ended_s, trip.error = now, why
+        trip.ended_s, trip.error, trip.rejected = now, why, journey.rejected
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         for i in group:

@@ -15,7 +15,7 @@ from headway.sim.workload import TraceRequest
 class SimRequest:
     """`track`: its stay in a scheduler, if any."""
 
-    __slots__ = ("ended_s", "error", "request", "scheduled_s", "source", "times", "track")
+    __slots__ = ("ended_s", "error", "rejected", "request", "scheduled_s", "source", "times", "track")
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request, self.source = request, source
@@ -24,6 +24,7 @@ class SimRequest:
         self.scheduled_s: float | None = None
         self.ended_s: float | None = None
         self.error: str | None = None
+        self.rejected = False
 
     @property
     def left(self) -> int:

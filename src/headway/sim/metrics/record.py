@@ -48,6 +48,8 @@ class RequestRecord:
     slo: SloTargets = NO_TARGETS
     finish_reason: str | None = None
     error: str | None = None
+    rejected: bool = False
+    """The request was refused before it was scheduled."""
     text: str | None = None
 
     @property
