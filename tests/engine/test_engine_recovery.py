@@ -127,7 +127,7 @@ def test_a_restart_is_forgotten_once_it_has_held_for_a_minute() -> None:
     restarts = RestartLimit(1, "it")
     for start_s in (0.0, 500.0, 1000.0):
         restarts.spend(start_s, "gone")
-        restarts.up(start_s + 400.0)
+        restarts.record_up(start_s + 400.0)
     with pytest.raises(GaveUpError):
         restarts.spend(1459.0, "gone")
 
@@ -190,8 +190,8 @@ def test_a_request_that_needs_long_to_do_its_harm_is_ended_and_the_service_goes_
 
 
 def test_losses_are_forgotten_with_their_requests() -> None:
-    bereaved = PoisonRequestTracker()
-    assert bereaved.lost(["a", "gone"], ["a", "b"], 1) == []
-    assert bereaved.lost(["b"], ["b"], 1) == []
-    assert bereaved.lost(["a", "b"], ["a", "b"], 1) == ["b"]
-    assert bereaved.lost(["a"], ["a", "b"], 1) == ["a", "b"]
+    tracker = PoisonRequestTracker()
+    assert tracker.record_loss(["a", "gone"], ["a", "b"], 1) == []
+    assert tracker.record_loss(["b"], ["b"], 1) == []
+    assert tracker.record_loss(["a", "b"], ["a", "b"], 1) == ["b"]
+    assert tracker.record_loss(["a"], ["a", "b"], 1) == ["a", "b"]

@@ -98,7 +98,7 @@ class Turning:
         self.soon: list[Callable[[], object]] = []
         self.steps = 0
 
-    def say(self, message: FromInstance, measured: bool = False) -> None:
+    def send(self, message: FromInstance, measured: bool = False) -> None:
         self.said.append(message)
 
     def turn(self, step: bool, wait_s: float = 0.0) -> None:
@@ -293,7 +293,7 @@ def test_who_is_forgotten_for_now_may_come_again(world: tuple[Computing, Turning
 
 def test_a_run_ends_when_the_server_is_gone(tmp_path: Path) -> None:
     service = EngineService(f"ipc://{tmp_path}/e", ManualClock(), os.getpid())
-    service._core, service._member, service._elsewhere = make_core(), None, ()
+    service._core, service._agent, service._executor_waits_on = make_core(), None, ()
     with pytest.raises(UnavailableError, match="the server is gone"):
         service.turn(False)
     service.close()

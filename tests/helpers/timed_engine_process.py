@@ -64,7 +64,7 @@ def timed(
         peer_address=peers.address,
     )
     core = EngineCore(make_scheduler(made.config, made.latency, [ledger]), executor, clock, info)
-    mail = TimedMail(peers, service.ring)
+    mail = TimedMail(peers, service.wake)
     times = ClusterTimes(spec, own.number)
     runs = TimedSpanExecutor(times, mail, clock)
     port = TimedPort(times, runs, mail, alarm, clock)

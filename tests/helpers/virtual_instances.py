@@ -55,7 +55,7 @@ class VirtualInstance:
         first, *others = self.executor.peer_addresses
         return PeerAddress(self.number, 0, first, tuple(others))
 
-    def say(self, message: FromInstance, measured: bool = False) -> None:
+    def send(self, message: FromInstance, measured: bool = False) -> None:
         self.words.append(message)
 
     def turn(self) -> None:

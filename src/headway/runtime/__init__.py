@@ -1,4 +1,7 @@
-"""The native engine and its cluster: models, attention, executors, KV transfer, process launching, composition.
+"""The native engine and its clusters: all that computes tokens with torch, sockets, processes and a wall clock.
 
-Everything that touches torch, sockets, processes or the wall clock to compute tokens is in this package.
+An instance is an `engine` (scheduling loop and its process) over an `executor` (ranks that run a `model` with an
+`attention` backend). A `cluster` is several instances behind one controller, started by the `launcher`, with KV moved
+between them by `kv_transfer` and long prompts computed on several of them by `sequence_parallel`. `build` composes all
+of it from settings.
 """

@@ -13,19 +13,19 @@ from headway.runtime.attention.kv_pool import KvPool
 
 
 class BatchSegment(NamedTuple):
-    """One request's rows in this iteration's flattened batch.
-
-    start: its first row. tokens: its rows, 1 for a decode. past: the tokens of this request whose keys and values are
-    already in the pool. runs: its slots as (first, count), in token order, covering at least past + tokens. shared: its
-    keys lie in other pools as well: store the new ones, leave its rows of the answer unset; they are attended apart
-    (`partial`).
-    """
+    """One request's rows in this iteration's flattened batch."""
 
     start: int
+    """Its first row."""
     tokens: int
+    """Its rows; 1 for a decode."""
     past: int
+    """Tokens of the request whose keys and values are already in the pool."""
     runs: tuple[tuple[int, int], ...]
+    """Its slot ranges (first, count), in token order, covering at least past + tokens."""
     shared: bool = False
+    """Its keys lie in other pools as well: store the new ones and leave its rows of the output unset. They are
+    attended separately (`partial`)."""
 
 
 class AttentionPlan(Protocol):

@@ -34,7 +34,7 @@ class _SegmentRows:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """One iteration, worked out: what each segment reads, and where its new keys and values go.
+    """One iteration's plan: what each segment reads, and where its new keys and values go.
 
     Decodes are either in `native`, which also stores them, or in `decodes`; chunks in `prefill` or in `chunks`.
     """

@@ -20,13 +20,14 @@ from headway.runtime.attention.primitive import attend, merge
 
 
 class PartialRead(NamedTuple):
-    """Rows start .. start + rows - 1 of a batch, over slots `runs` of this pool, at least one. causal: the rows' own
-    keys are the last of them; otherwise every row sees all."""
+    """Rows start .. start + rows - 1 of a batch, over slot ranges of this pool."""
 
     start: int
     rows: int
     runs: Sequence[tuple[int, int]]
+    """At least one slot range (first, count)."""
     causal: bool
+    """The rows' own keys are the last of the slots; otherwise every row sees all of them."""
 
     @property
     def masked(self) -> bool:

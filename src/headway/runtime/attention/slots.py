@@ -18,16 +18,16 @@ _SLICES_WORTH_IT = 64
 
 @dataclass(frozen=True, slots=True)
 class KvWritePlan:
-    """Where an iteration's new keys and values go: copies of whole runs, or one scattered copy.
-
-    slices: (first row, end row, the run's views). Otherwise `rows` of the batch (None: all) go to `slots`, in `planes`,
-    the keys and values of each layer, (kv_heads, slots, head_dim).
-    """
+    """Where an iteration's new keys and values go: copies of whole slot ranges, or one scattered copy."""
 
     slices: tuple[tuple[int, int, tuple[Tensor, ...]], ...] = ()
+    """(first row, end row, the range's views by layer): the copies of ranges."""
     rows: Tensor | None = None
+    """Rows of the batch to copy to `slots`. None: all."""
     slots: Tensor | None = None
+    """Target slots of the scattered copy."""
     planes: tuple[Tensor, ...] = ()
+    """The keys and values of each layer, (kv_heads, slots, head_dim)."""
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy k and v, (T, kv_heads, head_dim), to their slots of one layer."""

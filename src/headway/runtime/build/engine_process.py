@@ -52,7 +52,7 @@ def real(
         return core, None
     from headway.runtime.build.instance import join
 
-    return core, join(config, core, clock, service.ring)
+    return core, join(config, core, clock, service.wake)
 
 
 def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real) -> int:
@@ -64,7 +64,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
     clock = WallClock()
     elsewhere = endpoint.startswith("tcp:")
     service = EngineService(endpoint, clock, server_pid, config.rdzv_token if elsewhere else None)
-    service.live(config.worker_timeout_s / PER_TIMEOUT)
+    service.start_heartbeats(config.worker_timeout_s / PER_TIMEOUT)
     core: EngineCore | None = None
     try:
         core, member = make(config, clock, service, server_pid)

@@ -1,4 +1,4 @@
-"""One attempt at a request, as the router and its instances know it: what was sent where, and where its KV is."""
+"""One attempt at a request, as the controller and its instances know it: what was sent where, and where its KV is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.runtime.cluster.messages import SendKv, SpanTask
 
 
 class KvMovement:
-    """KV that has been asked for: who still has to send, and what follows when all have."""
+    """KV of a request under way: which instances still have to send, and what follows when all have."""
 
     __slots__ = ("sources", "then")
 
@@ -95,7 +95,7 @@ class RequestAttempt:
 
 
 class AttemptTable:
-    """Those under way, by the id that instances know."""
+    """The attempts under way, by the id that instances know."""
 
     def __init__(self) -> None:
         self._of: dict[str, RequestAttempt] = {}

@@ -35,9 +35,11 @@ log = logging.getLogger("headway.cluster")
 
 
 class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed once instances have said what they are. policy: makes a new one; latency: what spans and prompts
-    are predicted by, latency_of: on an instance, where that is not the same; rows: most of a span that an instance
-    computes at once (`Run.rows`); log: of all decisions."""
+    """What depends on the instances' own reports, made once they are ready.
+
+    policy: makes a new one; latency: what spans and prompts are predicted by, latency_of: on an instance, where that is
+    not the same; rows: most of a span that an instance computes at once (`Run.rows`); log: of all decisions.
+    """
 
     policy: Callable[[], PlacementPolicy]
     latency: GroupLatency
@@ -48,7 +50,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterClient:
-    """One a router."""
+    """The live `EngineClient` of a whole cluster. One for each server."""
 
     def __init__(
         self,

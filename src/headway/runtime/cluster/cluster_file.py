@@ -1,4 +1,5 @@
-"""`cluster.yaml`: which model, how many instances of it in which roles and where, and which policy is before them."""
+"""The settings of a cluster (`cluster.yaml`): the model, the instances with their roles and hosts, and the placement
+policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router tells its operators of an instance."""
+"""What operators can read of a cluster and its instances, and change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from headway.runtime.cluster.live_instance import InstanceState
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance now. host: the --node-rank of where it runs; node: as policies see it. waiting, running: requests in
-    its scheduler; placed: requests of which any part is or will be there; queued_tokens: of prompts, not computed;
-    free_in_s: predicted seconds until all that is placed there is prefilled; failure: why it was given up."""
+    """The state of one instance now.
+
+    host: the --node-rank of where it runs; node: as policies see it. waiting, running: requests in its scheduler;
+    placed: requests of which any part is or will be there; queued_tokens: of prompts, not computed; free_in_s:
+    predicted seconds until all that is placed there is prefilled; failure: why it was given up.
+    """
 
     id: int
     role: Role
@@ -38,9 +41,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster now. waiting: requests that have not begun anywhere; transfers: pieces of KV under way or due. Of
-    decodes under way, how often so far: one left a scheduler to go on elsewhere (decodes_moved), the group of one that
-    decodes in place grew, shrank."""
+    """The state of the cluster now.
+
+    waiting: requests that have not begun anywhere; transfers: pieces of KV under way or due. Of decodes under way, how
+    often so far: one left a scheduler to go on elsewhere (decodes_moved), the group of one that decodes in place grew,
+    shrank.
+    """
 
     schema: Literal["headway.cluster/1"] = "headway.cluster/1"
     placement: str
@@ -56,7 +62,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class InstanceAdmin(Protocol):
-    """What the endpoints for operators need of a router."""
+    """What the endpoints for operators need of a cluster's client."""
 
     def report(self) -> ClusterReport:
         """All of it, instances by id."""

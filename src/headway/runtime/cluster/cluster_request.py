@@ -1,4 +1,4 @@
-"""A request that the router has accepted: what its client was told, and the attempts at it."""
+"""A request that the cluster has accepted: the output that its client has, and the attempts at it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from headway.runtime.engine.rejections import rejection_error
 
 
 class ClusterRequest:
-    """One request. Whatever is lost of it, another attempt goes on behind what the client was told."""
+    """One request. After a loss, another attempt continues behind the output that the client has.
+
+    Whatever is lost of it, another attempt goes on behind what the client was told.
+    """
 
     __slots__ = (
         "_news",

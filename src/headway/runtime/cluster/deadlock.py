@@ -1,4 +1,4 @@
-"""Requests that wait for each other's room for KV and would for ever: found, so that one of them can begin anew.
+"""Requests that wait for each other's KV blocks for ever: found, so that one of them can be started again.
 
 A request keeps its KV where it was computed until all of it is where it is to be decoded. Two that are to go each
 other's way between two full instances both wait for what the other has, and whoever wants to send from there waits
@@ -42,7 +42,7 @@ def knotted(
 
 
 class DeadlockDetector:
-    """Of one router."""
+    """Finds the requests to start again in one cluster."""
 
     def __init__(self, fleet: InstanceRegistry, attempts: AttemptTable, transfers: TransferQueue) -> None:
         self._fleet, self._attempts, self._transfers = fleet, attempts, transfers

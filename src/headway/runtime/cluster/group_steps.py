@@ -1,4 +1,4 @@
-"""Decodes in place: a group goes on, token by token, over the KV that it holds together (LoongServe §4.2).
+"""Decodes in place: a group continues, token by token, over the KV that its instances hold together (LoongServe §4.2).
 
 Each token is a run of its own, which the router begins when the group has told the end of the one before: a round trip
 a token, which the paper, whose instances have a scheduler in common, has not. A group changes between two tokens. It
@@ -27,7 +27,7 @@ _WHAT = "layout"
 
 
 class GroupDecodeSteps:
-    """grown, shrunk: how often a group has changed while it decoded."""
+    """The decode steps of groups. grown, shrunk: how often a group has changed while it decoded."""
 
     def __init__(self, fleet: InstanceRegistry) -> None:
         self._fleet = fleet

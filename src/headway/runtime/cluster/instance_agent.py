@@ -1,4 +1,5 @@
-"""What makes an engine an instance of a cluster: runs that several instances compute together, beside its scheduler.
+"""The part of an engine that makes it an instance of a cluster: spans computed with other instances, beside its
+scheduler.
 
 The companion of `EngineCore`, driven by the same loop. A run is computed in `work`, in the loop's own thread; from
 inside it the loop is called back: between layers and, every so often, within them and while others are waited for. So
@@ -62,9 +63,8 @@ class _SavedBytes(Protocol):
 
 
 class SpanExecution(Protocol):
-    """Who computes runs: `runtime.sequence_parallel.span_executor.Runs`, or who leads the ranks that do
-    (`runtime.sequence_parallel.multi_rank_span_executor`), and doubles in tests.
-    What it does not say of a method is said there."""
+    """What computes spans: `runtime.sequence_parallel.span_executor.SpanExecutor`, or, for several ranks,
+    `runtime.sequence_parallel.multi_rank_span_executor.MultiRankSpanExecutor`."""
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None: ...
 
@@ -95,7 +95,10 @@ class SpanExecution(Protocol):
 
 
 class KvTransferManager(Protocol):
-    """Who moves KV between instances (`runtime.kv_transfer.connector`). All is called in the loop's thread."""
+    """What moves KV between instances (`runtime.kv_transfer.connector`).
+
+    All is called in the loop's thread.
+    """
 
     def take(self, message: ReserveKv | SendKv) -> None:
         """The router asks for it."""
@@ -120,8 +123,8 @@ class KvTransferManager(Protocol):
 
 
 class PeerTable(Protocol):
-    """The other instances: `runtime.kv_transfer.peers.Peers`, or who speaks for those of several ranks. `number`:
-    this one's."""
+    """The other instances: `runtime.kv_transfer.peers.PeerNetwork`, or `MultiRankPeers` for several ranks. `number`:
+    this instance's."""
 
     @property
     def number(self) -> int: ...
@@ -134,9 +137,9 @@ class PeerTable(Protocol):
 
 
 class EngineLoop(Protocol):
-    """The loop that drives this, as it may be called from inside a run."""
+    """The engine's loop, as it may be called from inside a span."""
 
-    def say(self, message: FromInstance, measured: bool = False) -> None:
+    def send(self, message: FromInstance, measured: bool = False) -> None:
         """Send a message; measured: behind figures of what the pool holds now."""
 
     def turn(self, step: bool, wait_s: float = 0.0) -> None:
@@ -164,11 +167,12 @@ class _SpanJob:
 
 
 class InstanceAgent:
-    """Of one engine. `room_s`: how long a run waits for room in the pool.
+    """The agent of one engine.
 
-    Runs are carried out one at a time, in the order in which `ComputeSpan` and `ResumeSpan` come; the router sends
-    them to all
-    of a group in the same order, which is why groups that overlap do not wait for each other.
+    `room_s`: how long a run waits for room in the pool.
+
+    Runs are carried out one at a time, in the order in which `ComputeSpan` and `ResumeSpan` come; the router sends them
+    to all of a group in the same order, which is why groups that overlap do not wait for each other.
     """
 
     def __init__(
@@ -261,7 +265,7 @@ class InstanceAgent:
                     self._moves.granted(name)
         if self._moves is not None:
             for message in self._moves.turn():
-                loop.say(message, measured=isinstance(message, KvReserved))
+                loop.send(message, measured=isinstance(message, KvReserved))
 
     def _admit(self, admit: AdmitRequest, prompt: memoryview) -> None:
         info = self._core.info
@@ -304,7 +308,7 @@ class InstanceAgent:
             log.exception("a run of %s failed", name)
             self._lose(name, f"it failed: {error}", loop, self._peers.number)
             return
-        loop.say(word, measured=job.grew)
+        loop.send(word, measured=job.grew)
 
     def _carry_out(self, job: _SpanJob, loop: EngineLoop) -> bool:
         compute, name = job.compute, job.compute.id
@@ -420,7 +424,7 @@ class InstanceAgent:
         """A run cannot be completed. Nothing of the request is of use any more. by: see `SpanTaskLost`."""
         log.warning("a run of %s is lost: %s", name, why)
         self.forget(name)
-        loop.say(SpanTaskLost(name, why, by))
+        loop.send(SpanTaskLost(name, why, by))
 
     def _give_back(self, name: str) -> None:
         """The room of a request's runs."""

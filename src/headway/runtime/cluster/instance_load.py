@@ -1,4 +1,4 @@
-"""What the router knows of each instance's work, between and from its engine's snapshots."""
+"""The controller's estimate of each instance's work, between and from its engine's snapshots."""
 
 from __future__ import annotations
 

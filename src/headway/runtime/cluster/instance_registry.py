@@ -1,4 +1,4 @@
-"""All instances by number, and what is told to several of them."""
+"""All instances by number, and messages to several of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPe
 
 
 class InstanceRegistry:
-    """Those that are in the cluster, whatever their state. promises: of room for KV."""
+    """The instances in the cluster, whatever their state.
+
+    promises: of room for KV.
+    """
 
     def __init__(self, instances: Iterable[LiveInstance]) -> None:
         self._of = {instance.number: instance for instance in instances}

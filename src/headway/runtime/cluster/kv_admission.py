@@ -1,4 +1,4 @@
-"""Whether a span's KV has room on its group: what is free there and promised to nobody (`promises`).
+"""Whether a span's KV fits on its group: blocks that are free there and not reserved (`KvReservations`).
 
 A run that finds no room keeps its instances waiting, and with them those who would give room back. So a span begins
 when there is room for all of its prompt, and the spans of the prompt behind the first one need not ask. What it will
@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class KvAdmission:
-    """Of one router."""
+    """Admission of spans by KV, for one cluster."""
 
     def __init__(self, fleet: InstanceRegistry, clock: Callable[[], float]) -> None:
         self._fleet, self._clock = fleet, clock

@@ -1,4 +1,5 @@
-"""The scheduler's side of moving KV: room for what comes, in order of asking; word of what has come; what may go.
+"""The scheduler's side of KV transfers: room for KV that arrives, in order of asking, and what has arrived or may be
+sent.
 
 Implements `member.Moves` over a port, the worker's side. Where KV of a request is to be found here follows from who has
 it: the scheduler (as far as it has computed), custody (all of it), or runs (layer by layer).
@@ -22,7 +23,7 @@ _UNTOLD = 1024
 
 
 class KvPoolPort(Protocol):
-    """The worker's side: `runtime.kv_transfer.pool_port.KvPort`, where it is documented."""
+    """The worker's side: see `runtime.kv_transfer.pool_port.KvPort`."""
 
     def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
 
@@ -46,7 +47,10 @@ class KvPoolPort(Protocol):
 
 
 class KvConnectorScheduler:
-    """Of one engine. `replay`: the executor's, for KV operations that no batch carries."""
+    """The KV transfers of one engine.
+
+    `replay`: the executor's, for KV operations that no batch carries.
+    """
 
     def __init__(
         self, core: EngineCore, port: KvPoolPort, replay: Callable[[tuple[KvOp, ...]], None], clock: ClockProtocol

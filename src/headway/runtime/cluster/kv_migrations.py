@@ -1,4 +1,4 @@
-"""KV on its way between instances: room first, then the pieces, then what was waiting for them.
+"""KV on its way between instances: a reservation first, then the slices, then what waited for them.
 
 A piece of a span is sent by its holder as soon as the machine grants it and there is room, layer by layer while the
 span is computed. When another span of the request has begun meanwhile, KV has been spread over that one's group: such a

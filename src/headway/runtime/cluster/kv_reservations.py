@@ -1,4 +1,4 @@
-"""Room for KV that instances have been asked for, and that their snapshots do not show yet.
+"""KV reservations on instances that their snapshots do not show yet.
 
 Where KV goes is decided by snapshots, ten a second; what was decided since then is counted here. An engine says that it
 keeps room, or that a run which takes some has ended, behind a snapshot that shows it: from then on it counts there.
@@ -10,7 +10,7 @@ from collections import Counter
 
 
 class KvReservations:
-    """Of one fleet: tokens by instance, request, and what they are for."""
+    """Reserved tokens by instance, request and purpose."""
 
     def __init__(self) -> None:
         self._of: dict[str, dict[tuple[int, str], int]] = {}

@@ -1,4 +1,4 @@
-"""Starting the processes of instances: each number has a folder for its sockets, each process names of its own."""
+"""Launchers of instances' processes: each instance has a folder for its sockets, each process names of its own."""
 
 from __future__ import annotations
 

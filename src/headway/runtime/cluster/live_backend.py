@@ -1,4 +1,5 @@
-"""The machine's hands over live instances: what it asks for becomes messages, and what it expects is predicted.
+"""The controller's backend over live instances: its decisions become messages, and its expectations are predicted
+times.
 
 Times are the event loop's: whoever owns the machine calls it with `time.monotonic()`.
 """

@@ -1,4 +1,5 @@
-"""The live cluster's machine: what instances say goes in, and what follows is said to clients, policies and instances.
+"""The live cluster's controller loop: instances' messages go in; deltas, policy events and messages to instances come
+out.
 
 One a cluster, made when its first instances are ready. Everything happens on the event loop, in the order in which it
 is heard; after each thing the machine is settled once.
@@ -56,7 +57,7 @@ class DecisionLog(NamedTuple):
 
 
 class LiveController:
-    """asked: requests that are not over, in order of acceptance."""
+    """Drives one `ClusterController` over live instances."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One instance of a cluster: process after process under one number, as the router sees it.
+"""One instance of a cluster as the controller sees it: process after process under one number.
 
 Unlike `runtime.engine.client`, nothing is handed over when a process is lost: it is lost whole, with all KV on it,
 and another
@@ -49,7 +49,7 @@ class HasPid(Protocol):
 
 
 class InstanceProcess(Protocol):
-    """What an instance needs of `runtime.engine.engine_child.EngineChild`; tests have another one."""
+    """What an instance needs of `runtime.engine.engine_child.EngineChild`; tests have a double."""
 
     fatal_error: FatalError | None
     served: bool
@@ -79,7 +79,7 @@ Launch = Callable[[EngineConfig, int], InstanceProcess]
 
 
 class InstanceListener(Protocol):
-    """Who is told, on the event loop, in the order in which it happens."""
+    """Called on the event loop with what happens to instances, in order."""
 
     def joined(self, number: int) -> None:
         """A process is ready and empty: the first, or a new one."""
@@ -285,7 +285,7 @@ class LiveInstance:
                     listener.heard(self.number, delta)
             elif isinstance(message, EngineInfo):
                 process.ready()
-                self._restarts.up(time.monotonic())
+                self._restarts.record_up(time.monotonic())
                 self.info = message
                 if self.state != "draining":
                     self.state = "ready"

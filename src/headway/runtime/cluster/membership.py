@@ -1,4 +1,4 @@
-"""Who is in the cluster, for its operators: what there is, one more, one less."""
+"""Membership of the cluster, for its operators: list, join, leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines told as one: what a server says of a cluster."""
+"""One `EngineInfo` and one `EngineStats` for a whole cluster, merged from those of its instances."""
 
 from __future__ import annotations
 

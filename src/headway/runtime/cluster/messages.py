@@ -1,4 +1,4 @@
-"""What a router and an instance of a cluster say to each other, beside the messages of `runtime.engine.protocol`.
+"""Messages between the controller and an instance, beside those of `runtime.engine.protocol`.
 
 All travel on the engine's one socket. Requests are named by an id that the router makes anew for each attempt at a
 request: what an instance still says of an attempt that was given up names nobody. Instances are named by their number
@@ -60,7 +60,7 @@ class PauseSpan(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResumeSpan(msgspec.Struct, frozen=True, tag=True):
-    """Sent to all of the group: go on with a paused run."""
+    """Continue a paused span. Sent to all instances of the group."""
 
     id: str
 
@@ -103,8 +103,11 @@ class HaltDecode(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpanTaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A run is complete on this instance. Times are CLOCK_MONOTONIC. `delta`: from the first instance, after the last
-    run: the token (`finish` set where it ends the request)."""
+    """A span is complete on this instance.
+
+    Times are CLOCK_MONOTONIC. `delta`: from the first instance, after the last run: the token (`finish` set where it
+    ends the request).
+    """
 
     id: str
     index: int
@@ -138,7 +141,7 @@ class SpanTaskLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
-    """There is room now, and it is kept."""
+    """Room for a request's KV is reserved."""
 
     id: str
     serial: int = 0
@@ -155,7 +158,10 @@ class KvStaged(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvArrived(msgspec.Struct, frozen=True, tag=True):
-    """From the receiver: a piece is there. `source`: who sent it. Times are CLOCK_MONOTONIC: first and last byte."""
+    """A slice of KV has arrived. Sent by the receiver.
+
+    `source`: who sent it. Times are CLOCK_MONOTONIC: first and last byte.
+    """
 
     id: str
     piece: int

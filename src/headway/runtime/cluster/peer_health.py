@@ -1,4 +1,5 @@
-"""Instances that are there and cannot work with each other: found from what is lost, so that one of them begins again.
+"""Instances that run and cannot reach each other: found from lost spans and transfers, so that one of them is
+restarted.
 
 A connection that was cut is made again by itself. Where it cannot be, everything that a policy gives to both ends of it
 is lost, soon after it has begun; so the two look idle, and get more. Three such losses with nothing between that went
@@ -38,7 +39,7 @@ class _LinkHealth:
 
 
 class PeerHealth:
-    """Of one router."""
+    """Attributes losses to instances of one cluster."""
 
     def __init__(self) -> None:
         self._links: dict[tuple[int, int], _LinkHealth] = {}

@@ -1,4 +1,4 @@
-"""One policy after another, as instances come and go.
+"""Placement policies, replaced as instances come and go.
 
 Policies keep what they know of instances: groups, queues, who is reserved. None of them is told that an instance came
 or went; instead a new one is made, which knows those that are there now and gets all new requests. The ones before it

@@ -1,4 +1,5 @@
-"""Requests in schedulers, and decodes of groups: which instance of a group takes one, with what, and where it goes on.
+"""Requests resident in schedulers, and decodes of groups: which instance takes a decode, with what KV, and where it
+continues.
 
 A decode on a group of several, or where not all KV is on one instance, is a departure from the policies' and papers'
 own: KV is gathered on the instance of the group with the most room, whose scheduler batches the decode with others.

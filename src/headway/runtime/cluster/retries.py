@@ -1,4 +1,4 @@
-"""Requests between two attempts: at once, after a pause, when somebody can place them again, or not any more."""
+"""Requests between two attempts: retried at once, after a pause, or when instances can place them; or given up."""
 
 from __future__ import annotations
 

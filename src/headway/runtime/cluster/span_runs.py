@@ -1,4 +1,4 @@
-"""Spans as runs: begun on their groups, paused, gone on with, and told to the machine when all of a group have told.
+"""Spans on live instances: begun on their groups, paused, resumed, and reported when all of a group have reported.
 
 A batch (`policy.placement.base.Commit.along`) is computed one run after the other, on the group that it has for
 itself, and
@@ -25,8 +25,10 @@ from headway.runtime.engine.protocol import OutputDelta
 
 
 class LiveSpanBatch:
-    """What the router keeps of an entry that runs. over: requests that have all of their output with it; paused: the
-    last word of where it was."""
+    """What the controller keeps of spans that are being computed.
+
+    over: requests that have all of their output with it; paused: the last word of where it was.
+    """
 
     __slots__ = ("done", "over", "paused")
 

@@ -1,4 +1,4 @@
-"""The checkpoint that ships inside the package, so that a fresh install can serve and check itself offline."""
+"""The checkpoint that ships inside the package: a fresh installation can serve and check itself offline."""
 
 from __future__ import annotations
 

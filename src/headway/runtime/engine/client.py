@@ -1,5 +1,4 @@
-"""The server's end: starts the engine process, speaks to it, and starts it again when it is lost. The live
-`EngineClient`."""
+"""The live `EngineClient`: starts the engine process, exchanges messages with it, and restarts it when it is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _ENDS = "the server is ending; send the request again later"
 
 
 class _ResponseStream:
-    """A request that the server has accepted: all that another engine needs to go on with it."""
+    """A request that the server has accepted: all that a restarted engine needs to continue it."""
 
     __slots__ = ("deltas", "finished", "output", "prompt", "submit")
 
@@ -54,12 +53,11 @@ class _ResponseStream:
 
 
 class ProcessEngineClient:
-    """Spawns the engine at construction (so that it loads while the server imports its own modules) and connects when
-    `start` is awaited. One instance per server.
+    """The live `EngineClient` of one engine process. One for each server.
 
-    An engine that dies or hangs is started again, `config.max_restarts` times in a row at most (`RestartLimit`), and
-    gets
-    every request that is not finished, with what its client has been told: streams pause.
+    Starts the process at construction, so that it loads while the server imports its own modules, and connects when
+    `start` is awaited. An engine that dies or hangs is restarted, at most `config.max_restarts` times in a row
+    (`RestartLimit`), and gets every unfinished request again with the output so far: streams pause.
     """
 
     def __init__(self, config: EngineConfig, module: str = "headway.runtime.build.engine_process") -> None:
@@ -77,7 +75,7 @@ class ProcessEngineClient:
         self._drained = asyncio.Event()
         self._draining = False
         self.failure: str | None = None
-        """Why the engine could not start, or cannot go on, once that is known."""
+        """Why the engine could not start or go on; None while it can."""
 
     @property
     def state(self) -> EngineState:
@@ -150,7 +148,7 @@ class ProcessEngineClient:
             self._task.cancel()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(UnavailableError("the server is closing"))
-            self._ready.exception()  # seen, should nobody wait for it
+            self._ready.exception()  # retrieved, in case no caller awaits it
         self.end()
 
     def end(self) -> None:
@@ -162,7 +160,7 @@ class ProcessEngineClient:
     # -- one incarnation after another --------------------------------------------------------------------------
 
     async def _supervise(self, ready: asyncio.Future[EngineInfo]) -> None:
-        """For as long as there is an engine or hope of one. Whatever goes wrong here, nobody is left waiting."""
+        """Watch one incarnation after another until none follows. An error in here fails all waiting callers."""
         try:
             while self._restart_or_fail(await self._watch_engine(ready), ready):
                 pass
@@ -176,7 +174,7 @@ class ProcessEngineClient:
             self._mark_lost()
 
     async def _watch_engine(self, ready: asyncio.Future[EngineInfo]) -> str:
-        """Listen to an engine until it is gone; how it went. Raises what listening raises."""
+        """Receive an engine's messages until it is gone. Returns how it ended. Raises what receiving raises."""
         listening = asyncio.create_task(self._listen(ready))
         going = asyncio.create_task(self._child.wait_until_exited())
         try:
@@ -189,21 +187,23 @@ class ProcessEngineClient:
             going.cancel()
 
     def _restart_or_fail(self, why: str, ready: asyncio.Future[EngineInfo]) -> bool:
-        """Whether another engine was started in the place of one that is gone. What that one called final is so unless
-        it was itself a restart that failed: the next may find what it missed."""
-        words = self._child.fatal_error
+        """Restart an engine that is gone, or fail; returns whether it was restarted.
+
+        An error that the engine called final is final, unless that engine never became ready after a restart.
+        """
+        fatal = self._child.fatal_error
         if not ready.done():
-            ready.set_exception(ConfigError(f"{why} while starting" if words is None else words.error))
+            ready.set_exception(ConfigError(f"{why} while starting" if fatal is None else fatal.error))
         elif self._draining and self._child.process.returncode == 0:
             pass
-        elif words is not None and words.final and self._child.served:
-            self._fail(words.error)
+        elif fatal is not None and fatal.final and self._child.served:
+            self._fail(fatal.error)
         else:
-            return self._restart(why if words is None else words.error)
+            return self._restart(why if fatal is None else fatal.error)
         return False
 
     def _restart(self, why: str) -> bool:
-        """False when that has been tried often enough."""
+        """Start the next incarnation. False when the limit of restarts is reached."""
         try:
             self._restarts.spend(time.monotonic(), why)
         except GaveUpError as error:
@@ -236,7 +236,7 @@ class ProcessEngineClient:
             elif isinstance(message, EngineInfo):
                 self._info, self._state = message, "ready"
                 child.ready()
-                self._restarts.up(time.monotonic())
+                self._restarts.record_up(time.monotonic())
                 if not ready.done():
                     ready.set_result(message)
                 self._resubmit(child)
@@ -245,7 +245,7 @@ class ProcessEngineClient:
                 log.error(message.error)
 
     def _resubmit(self, child: EngineChild) -> None:
-        """Hand an engine what an earlier one has not finished."""
+        """Send unfinished requests of an earlier incarnation to a new one."""
         for stream in self._streams.values():
             if not stream.finished:
                 submit = msgspec.structs.replace(stream.submit, resubmitted=True, output=tuple(stream.output))
@@ -258,7 +258,7 @@ class ProcessEngineClient:
         log.error("the engine is lost for good: %s", why)
 
     def _mark_lost(self) -> None:
-        """Nothing follows. Counters stay; nothing runs or waits in an engine that is gone."""
+        """Fail all streams for good. Counters stay; gauges of running and waiting requests become 0."""
         self._state = "lost"
         self._stats = accumulate_counters(self._stats, EngineStats())
         self._drained.set()

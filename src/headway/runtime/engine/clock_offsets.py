@@ -1,4 +1,4 @@
-"""Times in messages of an engine on another host, whose CLOCK_MONOTONIC began elsewhere."""
+"""Correction of times in messages of an engine on another host, whose CLOCK_MONOTONIC has another origin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Message = EngineInfo | IterationOutputs | FatalError | FromInstance
 
 
 def by_our_clock(message: Message, ahead_s: float) -> Message:
-    """The same with `ahead_s` added to all times."""
+    """Return the message with `ahead_s` added to all times."""
     match message:
         case IterationOutputs(deltas=deltas) if deltas:
             return replace(message, deltas=tuple(_delta(delta, ahead_s) for delta in deltas))
@@ -25,7 +25,7 @@ def by_our_clock(message: Message, ahead_s: float) -> Message:
 
 
 def _delta(delta: OutputDelta, ahead_s: float) -> OutputDelta:
-    """0: the time is not known."""
+    """Correct a delta. A time of 0 is unknown and stays."""
     first_s = delta.first_scheduled_s
     return replace(
         delta,

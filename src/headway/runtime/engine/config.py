@@ -11,23 +11,23 @@ from headway.perf.latency.layout import ParallelLayout
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes an engine an instance of a cluster. `incarnation`: how many processes had the number before. `listen`:
-    where it hears the others, `unix:PATH` or `tcp:HOST:0`. `secret`: what all of them share; over sockets in a folder
-    that only this user can enter it may be empty. room_s: how long a run waits for room in the KV pool. kv_connector:
-    how KV moves to other instances (`runtime.kv_transfer.connector`)."""
+    """Settings of an engine that is an instance of a cluster."""
 
     number: int
     incarnation: int = 0
+    """How many processes had this number before."""
     listen: str
+    """Where it accepts other instances: `unix:PATH` or `tcp:HOST:0`."""
     secret: str = ""
+    """Shared by all instances; may be empty over sockets in a folder that only this user can enter."""
     room_s: float = 30.0
+    """How long a span waits for room in the KV pool."""
     kv_connector: str = "peers"
+    """How KV moves to other instances (`runtime.kv_transfer.connector`)."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one engine. `scheduler` holds the fields of `SchedulerConfig` that differ from its mode's.
-    memory_share: of the free memory, what this engine may think of as its own. log_level, log_format: the server's, and
-    its processes'. instance: None for an engine that is alone: it listens to no others."""
+    """Settings of one engine."""
 
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     memory_share: float = 1.0
+    """The part of the free memory that this engine may use."""
     block_size: int = 64
     threads: int | None = None
     tensor_parallel_size: int = 1
@@ -49,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     mode: Literal["default", "paper"] = "default"
     scheduler: dict[str, Any] = {}
+    """The fields of `SchedulerConfig` that differ from its mode's."""
     latency_profile: str = "auto"
     event_log: str | None = None
     worker_timeout_s: float = 10.0
@@ -56,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: str = "text"
     instance: InstanceConfig | None = None
+    """None: the engine is not part of a cluster."""
 
     @property
     def layout(self) -> ParallelLayout:

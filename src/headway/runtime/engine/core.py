@@ -1,4 +1,4 @@
-"""The engine's loop body: schedule → execute → update, in the time of whoever calls `step`.
+"""The engine's loop body: schedule → execute → update, once for each call of `step`.
 
 Knows requests as ids and tokens as numbers; decides when a request has ended (end token, stop token, length,
 time-out); never blocks on a client. No torch, no sockets, no clock of its own.
@@ -63,11 +63,10 @@ class EngineCore:
         self.info = info
         self.draining = False
         self.kv_incomplete: Callable[[str, int], bool] = lambda request_id, tokens: False
-        """Whether KV of so many tokens of a request, which a decode is about to take, has not all come; told by who
-        brings it."""
+        """Whether KV of a request's first tokens, which a decode needs, is missing. Set by the KV transfers."""
         self.staged: list[KvStaged] = []
-        """Requests of phase "prefill" that have been done, and decodes that have stopped for others to go on, since
-        whoever tells of them emptied this, after the deltas of the step."""
+        """Finished requests of phase "prefill", and decodes that stopped to continue elsewhere. The caller of `step`
+        sends them after the step's deltas and empties the list."""
         self._clock = clock
         self._log = log
         self._live: dict[str, _ScheduledOutput] = {}
@@ -94,13 +93,13 @@ class EngineCore:
 
     @property
     def recovering(self) -> bool:
-        """Whether what executes was lost and has not begun again."""
+        """Whether the executor's workers were lost and have not restarted."""
         return self._lost_s is not None
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
     def submit(self, submit: SubmitRequest, prompt: memoryview) -> OutputDelta | None:
-        """Take on a request, or return the delta that refuses it and says why."""
+        """Admit a request, or return the delta that rejects it."""
         now = self._clock.now()
         try:
             self._admit(submit, prompt, now)
@@ -109,12 +108,14 @@ class EngineCore:
         return None
 
     def _admit(self, submit: SubmitRequest, prompt: memoryview, now: float) -> None:
-        known = submit.resubmitted or submit.phase == "decode"  # accepted before
+        # Requests that were accepted before are not subject to queue limits.
+        known = submit.resubmitted or submit.phase == "decode"
         if self.draining and submit.phase != "decode":
             raise UnavailableError("the server is shutting down and takes no new requests")
         if self.scheduler.waiting >= self.info.max_queued_requests and not known:
             raise OverloadedError(f"{self.scheduler.waiting} requests are waiting, which is the limit; try again later")
-        if submit.id in self._live or submit.id in self.scheduler:  # the latter: aborted, and still in a batch
+        # An aborted request stays in the scheduler until its batch in flight is done.
+        if submit.id in self._live or submit.id in self.scheduler:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         if prompt.nbytes % 4:
             raise RequestError(f"the prompt frame has {prompt.nbytes} bytes, which are not whole token ids", "prompt")
@@ -129,17 +130,18 @@ class EngineCore:
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}", "prompt")
-        most, told = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size)), len(submit.output)
-        if told >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
-            raise RequestError(f"{told} tokens cannot be the output so far of at most {most} tokens", "output")
-        if submit.phase == "decode" and self.kv_incomplete(submit.id, int(ids.size) + told - 1):
+        most = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size))
+        emitted = len(submit.output)
+        if emitted >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
+            raise RequestError(f"{emitted} tokens cannot be the output so far of at most {most} tokens", "output")
+        if submit.phase == "decode" and self.kv_incomplete(submit.id, int(ids.size) + emitted - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,
-            prompt_tokens=int(ids.size) + told,
-            max_output_tokens=1 if submit.phase == "prefill" else most - told,
-            cached_tokens=int(ids.size) + told - 1 if submit.phase == "decode" else 0,
+            prompt_tokens=int(ids.size) + emitted,
+            max_output_tokens=1 if submit.phase == "prefill" else most - emitted,
+            cached_tokens=int(ids.size) + emitted - 1 if submit.phase == "decode" else 0,
             slo=submit.slo,
             priority=submit.priority,
         )
@@ -177,8 +179,10 @@ class EngineCore:
         return OutputDelta(id=request_id, finish=reason, emitted_s=now)
 
     def stage(self, request_id: str) -> None:
-        """A request that decodes goes on elsewhere: `staged` will tell of it, with its KV left here, unless it ends
-        before. Ids that are unknown are ignored."""
+        """Stop a decode that is to continue elsewhere: it appears in `staged`, its KV kept here, unless it ends first.
+
+        Unknown ids are ignored.
+        """
         if request_id in self._live:
             self._record_staged(self.scheduler.stage(request_id, self._clock.now()))
 
@@ -191,10 +195,10 @@ class EngineCore:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self, wait_s: float | None = None) -> list[OutputDelta]:
-        """Schedule what fits, execute, update. Returns what clients should hear; empty when there was nothing to do.
+        """Schedule what fits, execute, update. Returns the deltas for clients.
 
-        `wait_s` bounds the wait for an executor with several batches in flight (None: until something is done). A batch
-        is made when the executor would begin it at once, before and after looking at results.
+        `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). A batch is
+        made when the executor would begin it at once, before and after looking at results.
         """
         deltas = self._expire_timeouts()
         self._submit_batches()
@@ -211,15 +215,17 @@ class EngineCore:
         if self._lost_s is not None and self.executor.accepts:
             self._count("recovery_s_total", self._clock.now() - self._lost_s)
             self._lost_s = None
-            self._restarts.up(self._clock.now())
+            self._restarts.record_up(self._clock.now())
         if elsewhere:
             self._submit_batches()
         return deltas
 
     def _recover_from_loss(self, why: str) -> list[OutputDelta]:
-        """All KV and everything in flight is lost: every request's known tokens will be computed again. Raises
-        GaveUpError when that has happened too often; returns the ends of requests to which it has
-        (`PoisonRequestTracker`)."""
+        """Restart after all KV and all batches in flight were lost: requests' known tokens are computed again.
+
+        Raises GaveUpError when that has happened too often. Returns the last deltas of requests that were part of too
+        many losses (`PoisonRequestTracker`) and are aborted.
+        """
         now = self._clock.now()
         self._lost_s = now if self._lost_s is None else self._lost_s
         events = self.scheduler.lost(0, now)
@@ -234,7 +240,9 @@ class EngineCore:
         log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
         self._restarts.spend(now, why)
         limit, ended = self._restarts.limit, []
-        for name in self._poison_requests.lost((event.request for event in events if event.tokens), self._live, limit):
+        for name in self._poison_requests.record_loss(
+            (event.request for event in events if event.tokens), self._live, limit
+        ):
             self.abort(name, "error")
             words = f"the request was given up: it was being computed at {limit + 1} losses of workers, at last: {why}"
             ended.append(OutputDelta(id=name, finish="error", error=words, emitted_s=now))
@@ -242,7 +250,7 @@ class EngineCore:
         return ended
 
     def _submit_batches(self) -> None:
-        """Give the executor batches while it would begin them at once."""
+        """Schedule and submit batches while the executor would begin them at once."""
         while self.executor.accepts:
             now, free = self._clock.now(), self.executor.free
             batch = self.scheduler.schedule(now, 1, free)
@@ -255,7 +263,7 @@ class EngineCore:
             self.executor.submit(batch)
 
     def _update(self, result: StepResult) -> list[OutputDelta]:
-        """A batch has been carried out."""
+        """Complete a batch: count its tokens, tell the scheduler, and return the deltas."""
         deltas: list[OutputDelta] = []
         batch, submitted_s = self._batches.pop(result.batch_id)
         now = self._clock.now()
@@ -366,8 +374,11 @@ class EngineCore:
 
 
 def _between_groups(batch: Batch) -> dict[str, object]:
-    """What the log says of a batch of several KV groups: who joined whom (group, request, first token), and whose rows
-    were attended elsewhere (group, request, rows, owner)."""
+    """Return the event-log fields of a batch of several KV groups.
+
+    joins: new shards (group, request, first token). assists: rows attended in other groups (group, request, rows,
+    owner).
+    """
     joins = [(part.group, op.request, op.start) for part in batch.parts for op in part.kv_ops if op.start]
     assists = [(part.group, a.request, a.rows, a.owner) for part in batch.parts for a in part.assists]
     return {**({"joins": joins} if joins else {}), **({"assists": assists} if assists else {})}

@@ -1,4 +1,4 @@
-"""Counters that never fall, though the engine that counts is started again."""
+"""Counters that never fall, across restarts of the engine that counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _NOTHING = EngineStats()
 
 
 def accumulate_counters(before: EngineStats, now: EngineStats) -> EngineStats:
-    """A snapshot of an engine, with all that earlier ones had counted. What is not counted, but is so at the time, is
-    the newer one's."""
+    """Return `now` with the counters of `before` added. Gauges are those of `now`."""
     if before == _NOTHING:
         return now
     totals = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}

@@ -1,4 +1,4 @@
-"""The server's end of what goes between it and one engine process: messages, and the engine's signs of life."""
+"""The server's end of the connection to one engine process: messages and heartbeats."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOut
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
 
 START_TIMEOUT_S = 120.0
-"""An engine that has given no sign of life for so long while it starts is hung."""
+"""An engine without heartbeats for so long while it starts hangs."""
 
 _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | FromInstance)
 
 
 class EngineChannel:
-    """Two sockets, bound by `bind`, which is given both and raises what it likes.
+    """The server's sockets to one engine process: messages both ways, and its heartbeats.
 
-    timeout_s: how long an engine that has started may be silent. limit_s: how long it may be now.
+    timeout_s: how long an engine that has started may be silent; `limit_s`: how long it may be silent now. bind: called
+    with the message and the heartbeat socket; its errors are passed on.
     """
 
     def __init__(self, timeout_s: float, bind: Callable[[zmq.Socket[Any], zmq.Socket[Any]], None]) -> None:
@@ -58,22 +59,22 @@ class EngineChannel:
         return message
 
     def started(self) -> None:
-        """From now on its silence means something, should it never say a word."""
+        """Begin to count silence, even if no heartbeat ever comes."""
         if self._heartbeats is None:
             self._heartbeats = HeartbeatMonitor([0], self.limit_s, time.monotonic())
 
     def ready(self) -> None:
-        """From now on its silence means more."""
+        """Apply the shorter time-out of a started engine from now on."""
         self.limit_s = self._timeout_s
         if self._heartbeats is not None:
             self._heartbeats.timeout_s = self.limit_s
 
     @property
     def disconnected(self) -> bool:
-        """Whether the connection has ended, after it was there. What was on its way may be lost: no other follows.
+        """Whether the connection has ended after it was there. Messages under way may be lost, and it is not reopened.
 
-        A PAIR that may queue without bound can send exactly while its peer, which has shown its key, is there: others
-        who connect and leave change nothing.
+        A PAIR socket with an unbounded queue can send exactly while its authenticated peer is connected: strangers that
+        connect and leave change nothing.
         """
         if not self._disconnected and not self._socket.closed:
             there = bool(cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
@@ -82,7 +83,7 @@ class EngineChannel:
         return self._disconnected
 
     def is_silent(self, now: float) -> bool:
-        """Whether nothing was heard for too long. Before `started`, one that has never sent a beat sends none."""
+        """Whether heartbeats are overdue. Before `started`, silence counts from the first heartbeat."""
         while True:
             try:
                 self._beats.recv(zmq.NOBLOCK)
@@ -101,6 +102,6 @@ class EngineChannel:
 
 
 def _seen(sent: asyncio.Future[Any]) -> None:
-    """Whether a message to an engine that is gone could be sent does not matter."""
+    """Retrieve the exception of a send to an engine that is gone: it is noticed elsewhere."""
     if not sent.cancelled():
         sent.exception()

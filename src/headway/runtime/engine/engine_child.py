@@ -1,4 +1,4 @@
-"""One incarnation of the engine process as the server sees it: its process, and the line to it."""
+"""One incarnation of the engine process as the server sees it: the process, and the channel to it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class EngineChild:
     """Started at construction, in `folder`, where its socket is. `serial` tells incarnations of one folder apart."""
 
     ahead_s = 0.0
-    """To be added to its clock to have ours."""
+    """Added to its times to have times of our clock."""
     abandoned = False
-    """Whether it is gone because its host is, and that was waited for."""
+    """Whether it is gone with its host, which did not come back in time."""
 
     def __init__(self, config: EngineConfig, module: str, folder: Path, serial: int) -> None:
         endpoint = f"ipc://{folder}/e{serial}"
@@ -42,7 +42,7 @@ class EngineChild:
 
         self._channel = EngineChannel(config.worker_timeout_s, bind)
         self.fatal_error: FatalError | None = None
-        """What it said of its own end."""
+        """Its own report of why it ended, if it sent one."""
         self.served = False
         """Whether it has ever been ready."""
         self._reaper: threading.Thread | None = None
@@ -61,17 +61,17 @@ class EngineChild:
         return await self._channel.receive()
 
     def ready(self) -> None:
-        """It has started: from now on its silence means more."""
+        """Note that it has started: from now on the shorter time-out for silence applies."""
         self.served = True
         self._channel.ready()
 
     async def wait_until_exited(self) -> str:
-        """Returns when the process has ended, or hangs: how, in words that follow 'the engine process'."""
+        """Return when the process has ended or hangs: how, as a phrase that follows 'the engine process'."""
         while self.process.poll() is None:
             await asyncio.sleep(_LOOK_S)
             if self._channel.is_silent(time.monotonic()):
                 return f"was not heard of for {self._channel.limit_s:g} s: it hangs"
-        await asyncio.sleep(2 * _LOOK_S)  # what it said last may still be on its way
+        await asyncio.sleep(2 * _LOOK_S)  # its last messages may still be on their way
         code = self.process.returncode
         with suppress(OSError):  # its workers end with it; one that is stopped might not
             os.killpg(self.process.pid, signal.SIGKILL)

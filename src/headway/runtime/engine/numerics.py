@@ -1,4 +1,4 @@
-"""What numerical libraries are told before they load, unless the user's environment says otherwise."""
+"""Environment variables for numerical libraries, unless the user's environment sets them."""
 
 from __future__ import annotations
 

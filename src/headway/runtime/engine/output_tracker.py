@@ -1,5 +1,7 @@
-"""What has been said of a request so far, and when that is all: end token, stop token, length. Wherever its tokens are
-drawn, by a scheduler's iteration or by a run of several instances."""
+"""A request's output so far, and when it ends: end token, stop token, length.
+
+Used wherever tokens are sampled: in a scheduler's iteration or in a span of several instances.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from headway.runtime.engine.protocol import FinishReason, OutputDelta
 
 
 class OutputTracker:
-    """`told` tokens were said before. `room`: how many the model's context has for the output."""
+    """Counts a request's output and finds its end: end token, stop token, length.
+
+    told: output tokens emitted before. room: how many output tokens the model's context has room for.
+    """
 
     __slots__ = ("_room", "_stops", "emitted", "first_scheduled_s", "params")
 
@@ -21,7 +26,7 @@ class OutputTracker:
         self.first_scheduled_s: float | None = None
 
     def take(self, emitted: EmittedToken, now: float) -> OutputDelta:
-        """What the client hears of a token that was drawn at `now`; `finish` is set where it is the last."""
+        """Return the delta of a token that was sampled at `now`; `finish` is set where it is the last."""
         stop = emitted.token in self._stops and self.emitted >= self.params.min_tokens
         self.emitted += 0 if stop else 1
         finish: FinishReason | None = None

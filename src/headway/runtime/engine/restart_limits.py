@@ -1,4 +1,4 @@
-"""How often is it worth beginning again? Whatever dies over and over dies of a cause that a restart does not remove."""
+"""Limits of restarts: what dies over and over has a cause that a restart does not remove."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from headway.core.errors import HeadwayError
 
 
 class GaveUpError(HeadwayError):
-    """Lost too often: whoever is told this does not try again."""
+    """Restarted too often: not to be retried."""
 
 
 class RestartLimit:
-    """Allows `limit` restarts in a row. The row ends when what was restarted has been up for `window_s` seconds: the
-    time that a restart takes, which may be long, is no sign of health. `what`: who is restarted, for the error."""
+    """Allows `limit` restarts in a row. A row ends when the restarted thing has been up for `window_s` seconds.
+
+    The time that the restart itself takes, which may be long, does not count. what: names the thing in the error.
+    """
 
     def __init__(self, limit: int, what: str, window_s: float = 60.0) -> None:
         self.limit = limit
@@ -22,12 +24,12 @@ class RestartLimit:
         self._spent = 0
         self._up_s: float | None = None
 
-    def up(self, now: float) -> None:
-        """Told when a restart is complete."""
+    def record_up(self, now: float) -> None:
+        """Note that a restart is complete."""
         self._up_s = now
 
     def spend(self, now: float, why: str) -> None:
-        """One restart more. Raises GaveUpError, with the reason of this loss, when that is one too many."""
+        """Count one more restart. Raises GaveUpError, with the reason `why` of this loss, when it is one too many."""
         if self._up_s is not None and now - self._up_s >= self.window_s:
             self._spent = 0
         self._up_s = None
@@ -40,15 +42,19 @@ class RestartLimit:
 
 
 class PoisonRequestTracker:
-    """Requests that lost KV when what computed them was lost, and how often. What was there at every loss may be their
-    cause, however long it takes to do its harm."""
+    """Counts for each request the losses of workers at which it lost KV.
+
+    A request that was being computed at every loss may be their cause, however long it takes to do harm.
+    """
 
     def __init__(self) -> None:
         self._losses: dict[str, int] = {}
 
-    def lost(self, requests: Iterable[str], live: Iterable[str], limit: int) -> list[str]:
-        """Told at each loss who lost KV, and who is live: the live requests that have lost it more than `limit` times,
-        which should not be begun again."""
+    def record_loss(self, requests: Iterable[str], live: Iterable[str], limit: int) -> list[str]:
+        """Count a loss of workers at which `requests` lost KV. Returns the live requests with more than `limit` losses.
+
+        These should not be started again.
+        """
         alive = set(live)
         counted = {name: self._losses.get(name, 0) for name in alive}
         for name in alive.intersection(requests):

@@ -147,11 +147,13 @@ class RankAlive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 class MeasureRequest(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """Time something while no request is there: chunk (tokens, past), decodes (count, past), forward (rows), or, by two
-    ranks at the same time, ask (rows, guest group) and visit (rows, owner's group)."""
+    """Measure an operation while there are no requests."""
 
     kind: str
+    """"chunk" (tokens, past), "decodes" (count, past), "forward" (rows), or, by two ranks at the same time, "ask"
+    (rows, remote group) and "visit" (rows, owner's group)."""
     first: int
+    """The first of the numbers in brackets."""
     second: int
     repeats: int
 

@@ -17,8 +17,8 @@ from headway.perf.latency.tables import TableSource
 
 
 class ProfileGrid(NamedTuple):
-    """Which points are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past), and
-    rows that KV groups exchange."""
+    """The points that are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past),
+    and rows that KV groups exchange."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]

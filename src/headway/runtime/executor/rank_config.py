@@ -8,14 +8,17 @@ from headway.perf.latency.layout import ParallelLayout
 
 
 class RankPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an instance of a cluster: its number, life and secret, where its ranks hear other instances (each under a name
-    of its own, or a port), and how KV moves (`runtime.engine.config.InstanceConfig`)."""
+    """What a rank needs to reach other instances of the cluster."""
 
     number: int
+    """The instance's number."""
     incarnation: int
+    """How many processes had the number before."""
     listen: str
+    """Where ranks accept other instances: each under a name of its own (`unix:`), or on a port."""
     secret: str
     connector: str
+    """See `runtime.engine.config.InstanceConfig.kv_connector`."""
 
     def address(self, rank: int) -> str:
         """Where a rank listens."""
@@ -23,12 +26,7 @@ class RankPeer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The same for all ranks of a host. `cuda`: the CUDA device of a host's first worker, the others have those behind
-    it; None: the CPU. `host` is the address of node 0, where the rendezvous store is; `token` is what
-    the engine's socket asks for when it can be reached from other hosts. `patience_s` bounds how long ranks wait for
-    each other in a collective (a rank that is gone is noticed much sooner by its process). `timeout_s`: a rank that was
-    not heard of for so long is lost; `start_timeout_s` while it loads. `log_level`, `log_format`: the server's;
-    `instance`: whose number log lines bear, if anybody's. `peer`: None where KV does not move."""
+    """Settings that are the same for all ranks of a host."""
 
     model: str
     dtype: str
@@ -42,16 +40,24 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     stages: int
     kvp: int
     cuda: int | None = None
+    """The CUDA device of the host's first rank; the others have those that follow. None: the CPU."""
     nodes: int = 1
     host: str = "127.0.0.1"
+    """The address of node 0, where the rendezvous store is."""
     token: str | None = None
+    """Authenticates to the engine's socket where that can be reached from other hosts."""
     patience_s: float = 300.0
+    """How long ranks wait for each other in a collective. The engine notices a rank that is gone much sooner."""
     timeout_s: float = 10.0
+    """A rank without heartbeats for so long is lost."""
     start_timeout_s: float = 120.0
+    """The same while it loads."""
     log_level: str = "info"
     log_format: str = "text"
     instance: int | None = None
+    """The instance's number in log lines, if any."""
     peer: RankPeer | None = None
+    """None where KV does not move."""
 
     def device(self, rank: int) -> str:
         """Where a rank computes, as torch spells it. Hosts have equally many ranks, in order."""

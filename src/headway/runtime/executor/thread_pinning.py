@@ -22,10 +22,10 @@ _CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class ThreadPinning:
-    """Of the thread that calls it: that one, and those that libraries have started for it.
+    """Pins the calling thread, and the threads that libraries have started for it, to cores.
 
-    To be made before anything is computed: threads that are there by then, and those of Python's, are not of the team.
-    Does nothing where `threads` is one, or more than the cores, or the system has no such binding (Linux has).
+    Made before anything is computed: threads that exist by then, and those of Python's, are left alone. Does nothing
+    where `threads` is one, or more than the cores, or the system cannot pin threads (Linux can).
     """
 
     def __init__(self, threads: int) -> None:

@@ -1,4 +1,4 @@
-"""What a pushed message says of its body: which layer, heads and tokens of a piece; how tokens are written short."""
+"""The note of a pushed message: the layer, heads and tokens of its body, with tokens in a compact form."""
 
 from __future__ import annotations
 

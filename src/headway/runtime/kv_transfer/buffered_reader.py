@@ -1,5 +1,5 @@
-"""What arrives: a socket of which more is read than is asked for, so that a frame's head and a small body come in one
-call; and lists of buffers that are filled or emptied bit by bit."""
+"""Buffered reading of a socket: a frame's head and a small body come in one call; and lists of buffers filled step by
+step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AHEAD = 1 << 16
 
 
 class BufferedReader:
-    """One connection's, in the thread that reads it."""
+    """The reader of one connection, for the thread that reads it."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer

@@ -1,4 +1,4 @@
-"""Word of something that will have happened, or will not."""
+"""Completion of an operation in another thread, with success or failure."""
 
 from __future__ import annotations
 

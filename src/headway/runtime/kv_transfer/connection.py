@@ -1,4 +1,5 @@
-"""One connection to one life of another instance: what leaves in order, and what arrives where it is wanted.
+"""One connection to one incarnation of another instance: frames leave in order, and bodies are read to where they
+belong.
 
 A thread reads and a thread writes; neither holds a lock while it waits for the other side. A connection ends once, and
 all that waits on it is told.

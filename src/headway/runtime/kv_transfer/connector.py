@@ -1,4 +1,4 @@
-"""How KV moves from one instance to another: what the scheduler's side and the worker's side ask of a connector.
+"""KV connectors: how KV moves between instances, as the scheduler's side and the worker's side use it.
 
 The shape, and names where the meaning is the same, are those of vLLM's KV connectors (`KVConnectorBase_V1`). What is
 different, and why: KV is pushed by who has it, piece by piece, and a decode begins when all of it is there (Tetris
@@ -65,7 +65,10 @@ class KvPlace:
 
 
 class KvReceived(NamedTuple):
-    """A piece is whole. Times are CLOCK_MONOTONIC: first and last byte."""
+    """A slice has arrived completely.
+
+    Times are CLOCK_MONOTONIC: first and last byte.
+    """
 
     request: str
     piece: int
@@ -83,14 +86,14 @@ class KvLost(NamedTuple):
 
 
 class FinishedTransfers(NamedTuple):
-    """What has come to its end since the last look."""
+    """Transfers that have ended since the last call."""
 
     received: list[KvReceived]
     lost: list[KvLost]
 
 
 class KvConnector(ABC):
-    """One instance's end, or one rank's where an instance is cut by heads: each then sends and receives its own."""
+    """One instance's connector, or one rank's where an instance is cut by heads: each rank then moves its own."""
 
     # -- the scheduler's side -----------------------------------------------------------------------------------------
 
@@ -156,19 +159,19 @@ def check_connector(name: str) -> None:
         raise ConfigError("kv_connector 'nixl': NIXL is not installed: pip install 'headway[nixl]'")
 
 
-def make_connector(name: str, peers: PeerNetwork, ring: Callable[[], None]) -> KvConnector:
+def make_connector(name: str, peers: PeerNetwork, wake: Callable[[], None]) -> KvConnector:
     """The connector of that name. Raises ConfigError, see `check_connector`."""
     check_connector(name)
     if name in _factories:
-        return _factories[name](peers, ring)
+        return _factories[name](peers, wake)
     if name == "peers":
         from headway.runtime.kv_transfer.peer_connector import PeerConnector
 
-        return PeerConnector(peers, ring)
+        return PeerConnector(peers, wake)
     if name == "nixl":
         from headway.runtime.kv_transfer.nixl_connector import NixlConnector
 
-        return NixlConnector(peers, ring)
+        return NixlConnector(peers, wake)
     (point, *_) = entry_points(group=_GROUP, name=name)
     factory: Factory = point.load()
-    return factory(peers, ring)
+    return factory(peers, wake)

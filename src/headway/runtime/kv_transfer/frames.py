@@ -1,4 +1,4 @@
-"""What travels between two instances: a handshake, then frames of a head, a scope, a note and a body."""
+"""The wire format between two instances: a handshake, then frames of a head, a scope, a note and a body."""
 
 from __future__ import annotations
 

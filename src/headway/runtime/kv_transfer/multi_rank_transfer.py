@@ -1,4 +1,4 @@
-"""The engine's end of moving KV where the instance is several processes: each rank moves its own, this keeps count.
+"""The engine's end of KV transfers where the instance is several processes: each rank moves its own KV, counted here.
 
 Room is there when all ranks have opened theirs, and a piece has come when all have theirs of it. What ranks say of runs
 goes on to `computes`. No torch.
@@ -31,8 +31,11 @@ Slots = Sequence[tuple[int, int]]
 
 
 class MultiRankKvTransfer:
-    """`desk.Port` over the ranks of an executor. untold: KV operations that no batch has carried yet, which must come
-    before what is said of the blocks that they give."""
+    """`KvPoolPort` over the ranks of an executor.
+
+    untold: KV operations that no batch has carried yet, which must come before what is said of the blocks that they
+    give.
+    """
 
     def __init__(self, executor: MultiProcessExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
         self._executor, self._untold = executor, untold
@@ -148,7 +151,7 @@ class MultiRankKvTransfer:
 
 
 class MultiRankPeers:
-    """`member.Others`: the peers of instance `number`, whose ranks have them."""
+    """`PeerTable` over the ranks of instance `number`, which have the connections."""
 
     def __init__(self, number: int, ranks: MultiRankKvTransfer) -> None:
         self.number, self._ranks = number, ranks

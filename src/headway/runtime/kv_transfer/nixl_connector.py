@@ -129,7 +129,7 @@ class _ReadableStream:
         self.life = life
         self._line, self._to, self._memory, self._agent = line, to, memory, agent
         self._gate = threading.Lock()
-        self._ring = RingBuffer(memory.nbytes)
+        self._wake = RingBuffer(memory.nbytes)
         self._again: set[Callable[[], None]] = set()
 
     def ended(self) -> bool:
@@ -147,7 +147,7 @@ class _ReadableStream:
     def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         """See `TransferRoute.room`."""
         with self._gate:
-            taken = self._ring.take(size)
+            taken = self._wake.take(size)
             if taken is None:
                 self._again.add(again)
         if taken is None:
@@ -160,20 +160,20 @@ class _ReadableStream:
         said = BodyLocation(request, note, int(room.view.ctypes.data), room.view.nbytes, self._agent, self.life)
         with self._gate:  # in the order in which they are read
             if room.taken is not None:
-                self._ring.leave(room.taken)
+                self._wake.leave(room.taken)
             return self._line.push(self._to, _encode(said), ())
 
     def drop(self, room: _StreamMemory) -> None:
         """Nothing is read there."""
         with self._gate:
             if room.taken is not None:
-                self._ring.drop(room.taken)
+                self._wake.drop(room.taken)
         self.rouse()
 
     def read(self, messages: int) -> None:
         """The other end has read so many; what cannot be is ignored."""
         with self._gate, suppress(ValueError):
-            self._ring.read(messages)
+            self._wake.read(messages)
         self.rouse()
 
     def rouse(self) -> None:
@@ -240,7 +240,7 @@ class _NixlReader:
 class NixlConnector(PeerConnector):
     """See `KvConnector`. ConfigError where NIXL is not to be had."""
 
-    def __init__(self, peers: PeerNetwork, ring: Callable[[], None]) -> None:
+    def __init__(self, peers: PeerNetwork, wake: Callable[[], None]) -> None:
         self._agent = NixlAgent(f"headway {peers.number} {uuid4().hex}")
         self._lanes: dict[int, tuple[_ReadableStream, Memory, bytes]] = {}
         self._sources: dict[int, _NixlReader] = {}
@@ -249,7 +249,7 @@ class NixlConnector(PeerConnector):
         self._aside: dict[int, Memory] = {}
         self._spoilt: list[Memory] = []
         self._writes, self._ends = threading.Lock(), threading.Event()
-        super().__init__(peers, ring)
+        super().__init__(peers, wake)
 
     def forget(self, request: str) -> None:
         super().forget(request)

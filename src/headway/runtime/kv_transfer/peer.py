@@ -1,4 +1,4 @@
-"""Who an instance may speak to, and what is raised when it cannot."""
+"""Addresses of instances, and the error for one that cannot be reached."""
 
 from __future__ import annotations
 

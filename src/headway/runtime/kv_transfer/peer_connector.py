@@ -29,9 +29,9 @@ from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, Transfer
 class PeerConnector(KvConnector):
     """See `KvConnector`. It is who takes what is pushed to these peers."""
 
-    def __init__(self, peers: PeerNetwork, ring: Callable[[], None]) -> None:
+    def __init__(self, peers: PeerNetwork, wake: Callable[[], None]) -> None:
         self._peers = peers
-        self._inbox = ReceiveQueue(ring, self._answer)
+        self._inbox = ReceiveQueue(wake, self._answer)
         self._outlets: dict[int, SendQueue] = {}
         self._ways: dict[SaveKv, tuple[TransferRoute, list[int]]] = {}
         self._heres: dict[str, _LocalRoute] = {}

@@ -45,8 +45,9 @@ _REMEMBERED = 65536
 
 
 class PeerNetwork:
-    """One instance's end, or that of one of its ranks (`ends`). `address`: where it listens, and then, with the port,
-    where it is found.
+    """The connections of one instance, or of one of its ranks (`ends`).
+
+    `address`: where it listens, and then, with the port, where it is found.
 
     Made before others are told of it; `meet` says who they are. `secret`: what all instances of a cluster share; over
     sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory through which bodies

@@ -1,4 +1,4 @@
-"""Where KV that moves between instances lies in a worker's pool: what a connector is told of, piece by piece.
+"""KV of requests in a worker's pool, as connectors read and write it, slice by slice.
 
 KV of a request lies in one of two ways: under its own id in the order of its tokens (a scheduler's sequence, or what
 one has left, or what has arrived), or as runs have left it, in the order of a layout of which others hold the rest.
@@ -42,9 +42,10 @@ class _SliceInFlight:
 
 
 class KvPort:
-    """Of a worker that is the end `rank` (`runtime.kv_transfer.ends`). `runs`: who computes runs here; `heads`: the
-    KV heads that
-    it has, where the instance is several processes: in runs too.
+    """The pool of the worker that is the end `rank` (`runtime.kv_transfer.ends`).
+
+    `runs`: who computes runs here; `heads`: the KV heads that it has, where the instance is several processes: in runs
+    too.
 
     Raises ConfigError for a pool that is not in this host's memory.
     """

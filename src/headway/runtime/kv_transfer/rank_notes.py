@@ -1,4 +1,4 @@
-"""What an engine and its ranks say to each other of KV that moves (`runtime.executor.messages.Aside`, `Word`).
+"""Messages about KV transfers between an engine and its ranks, carried by `runtime.executor.messages`.
 
 A request has a name, by which other instances know it, and a number, by which the plan stream does: its blocks are
 those of the number. Nothing here grows with a context.

@@ -1,4 +1,4 @@
-"""A rank's end of moving KV: it sends and receives its own heads, over peers of its own.
+"""One rank's end of KV transfers: it sends and receives its own heads, over connections of its own.
 
 What is asked for comes between plans, and within runs, in the rank's own thread. A piece of a request that is still
 computed follows chunk by chunk, or layer by layer of a run, as this rank computes it: nobody waits for the engine to
@@ -39,8 +39,11 @@ _NO_NAME = ""
 
 
 class RankKvTransfer:
-    """Of one tensor-parallel rank of an instance. `say` and `aside` send a message to the engine, the latter from any
-    thread. ConfigError for an address that it cannot have, and an unknown connector."""
+    """The KV transfers of one tensor-parallel rank.
+
+    `say` and `aside` send a message to the engine, the latter from any thread. ConfigError for an address that it
+    cannot have, and an unknown connector.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""KV that comes: pushed messages written straight into the slots that were kept for them, by the thread that reads."""
+"""Receiving KV: pushed messages are written straight into their reserved slots, by the thread that reads the socket."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ class _RequestPlace:
 
 
 class ReceiveQueue:
-    """Of one instance or rank. In the thread that reads, `ring` is called when there is something to `take`, and
-    `answer(source, request, piece)` when a piece is whole."""
+    """The KV that one instance or rank receives.
 
-    def __init__(self, ring: Callable[[], None], answer: Callable[[int, str, int], None]) -> None:
-        self._ring, self._answer = ring, answer
+    In the thread that reads, `wake` is called when there is something to `take`, and `answer(source, request, piece)`
+    when a piece is whole.
+    """
+
+    def __init__(self, wake: Callable[[], None], answer: Callable[[int, str, int], None]) -> None:
+        self._wake, self._answer = wake, answer
         self._gate = threading.Lock()
         self._boxes: dict[str, _RequestPlace] = {}
         self._received: list[KvReceived] = []
@@ -74,13 +77,13 @@ class ReceiveQueue:
             for request, box in self._boxes.items():
                 if any(sender == source for _, sender in box.coming):
                     self._lost.append(KvLost(request, why, source))
-        self._ring()
+        self._wake()
 
     def fail(self, request: str, why: str, end: int | None = None) -> None:
         """Something of a request cannot be sent or received. See `KvLost`."""
         with self._gate:
             self._lost.append(KvLost(request, why, end))
-        self._ring()
+        self._wake()
 
     def take(self) -> tuple[list[KvReceived], list[KvLost]]:
         """What has come to its end since the last call."""
@@ -102,7 +105,7 @@ class ReceiveQueue:
                 return self._place(box, source, request, note, length, now)
             except ValueError as error:
                 self._lost.append(KvLost(request, f"{named(source)} has sent what cannot be kept: {error}"))
-        self._ring()
+        self._wake()
         return None
 
     def _place(
@@ -162,4 +165,4 @@ class ReceiveQueue:
             else:
                 why = f"{coming.messages} of {note.heads[0]} messages of {named(source)} have come"
                 self._lost.append(KvLost(request, why))
-        self._ring()
+        self._wake()

@@ -1,4 +1,4 @@
-"""Which bytes of an arena are taken: places in a ring, by who writes there; when they may be written again.
+"""Allocation of a shared buffer as a ring: which bytes are in use, and when they may be written again.
 
 Places are taken one after another and leave in messages, in whatever order. Whoever reads them says how many messages
 it has read in all, and needs to say so only when that makes a quarter (`due`): a body of at most a quarter (`most`)
@@ -33,7 +33,10 @@ class BufferRange:
 
 
 class RingBuffer:
-    """Of `size` bytes. For one thread at a time."""
+    """The writer's side of a ring of `size` bytes.
+
+    For one thread at a time.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -85,7 +88,10 @@ class RingBuffer:
 
 
 class RingReader:
-    """The other side's count. `due`: it has to be told."""
+    """The reader's count of released bytes. `due`: the writer is to be told.
+
+    `due`: it has to be told.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""What leaves for one instance: copied out of the pool a packet at a time, and pushed, by a thread of its own.
+"""Sending KV to one instance: copied out of the pool a packet at a time, and pushed, by a thread of its own.
 
 A packet is copied when its turn comes and there is room for it, so that memory beside the pool is bounded, or earlier,
 when its slots are about to be overwritten. Who computes never waits for the network.
@@ -25,7 +25,7 @@ WINDOW_BYTES = 8 << 20
 
 
 class TransferRoute(Protocol):
-    """How the bodies of one movement get there: to another instance, or to this instance itself."""
+    """How the bodies of one transfer reach their target: another instance, or this instance itself."""
 
     dead: bool
     """Set once a body has not got there: what follows is of no use."""

@@ -1,4 +1,4 @@
-"""Memory of one process that another on its host reads: how it is offered, found and proved over a fresh connection.
+"""Memory of one process that another on the same host reads: offered, mapped and verified over a fresh connection.
 
 An arena has no name in any file system: nothing of it outlives its processes, however they end, and no limit of a
 /dev/shm counts. It is found through the offering process's descriptors (`/proc`), and proved by random bytes that it

@@ -1,4 +1,4 @@
-"""Messages of one peer that are expected, in order by scope and lane: those who wait, and what came before anybody did.
+"""Expected messages of one peer, in order by scope and stream: waiting receivers, and messages that came before one.
 
 Not locked: `connection.Connection` calls it under a lock of its own.
 """
@@ -52,7 +52,7 @@ class _StreamState:
 
 
 class MessageStreams:
-    """Of one connection, to `end`."""
+    """The streams of one connection, to `end`."""
 
     def __init__(self, end: int) -> None:
         self._end = end

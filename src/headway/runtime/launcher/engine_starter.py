@@ -1,5 +1,5 @@
-"""What the hosts of a cluster beside node 0 run: whole engines, each an instance
-(`runtime.launcher.host_agent.Starter`)."""
+"""The launcher of a cluster's hosts beside node 0: whole engines, each an instance
+(`runtime.launcher.host_agent.ProcessLauncher`)."""
 
 from __future__ import annotations
 

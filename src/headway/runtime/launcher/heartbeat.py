@@ -1,4 +1,4 @@
-"""Signs of life: a process says every now and then that it runs, and who listens notices when it no longer does.
+"""Heartbeats: a process sends them while it runs, and a monitor notices when they stop.
 
 A beat tells that the process is scheduled and can be reached, not that it gets on: a long computation is no silence. No
 torch.

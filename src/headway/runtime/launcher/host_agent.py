@@ -1,4 +1,4 @@
-"""A host beside node 0: joins it, runs what it is told to run, and looks for it when it is gone. No torch.
+"""A host beside node 0: joins it, runs the processes that it asks for, and looks for it when it is gone. No torch.
 
 It keeps no state of requests, and restarts nothing of its own accord: node 0 decides what shall run, and how often.
 """
@@ -70,7 +70,10 @@ class HostedProcess(Protocol):
 
 
 class ProcessLauncher(Protocol):
-    """What processes on this host are. noun: one of them, in words."""
+    """How processes are started on this host.
+
+    noun: one of them, in words.
+    """
 
     noun: str
 

@@ -1,4 +1,4 @@
-"""On what the hosts of an instance, or of a cluster, must agree, and what each brings. No torch."""
+"""What the hosts of an instance, or of a cluster, must agree on, and what each contributes. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Node 0's side of several hosts: waits for them, tells them what to run, and notices when one is gone. No torch.
+"""Node 0's side of several hosts: waits for them, sends the desired processes, and notices when one is gone. No torch.
 
 A thread of its own says and hears everything, so that hosts are looked after whatever the engine is doing.
 """

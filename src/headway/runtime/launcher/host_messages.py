@@ -1,4 +1,4 @@
-"""What node 0 and the other hosts of an instance, or of a cluster, say to each other: states, not commands. No torch.
+"""Messages between node 0 and the other hosts: desired and observed states, not commands. No torch.
 
 Node 0 says, at least once a second, which ranks (in a cluster: which instances) a host shall run; the host says which
 of them have ended. Whatever gets lost is said again, and both ends know from silence that the other is gone.
@@ -50,7 +50,7 @@ class DesiredState(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A process has ended: `why`, in words that follow 'worker 3 has ended with'."""
+    """A process has ended: `why` continues the phrase 'worker 3 has ended with'."""
 
     serial: int
     why: str

@@ -34,8 +34,10 @@ def launch(rank: int, endpoint: str, settings: bytes) -> ForkServerProcess:
 
 
 class RankLauncher:
-    """`host.Starter` of ranks. model, threads: what those of this host load and compute with, whatever node 0's folder
-    is called."""
+    """`ProcessLauncher` of ranks.
+
+    model, threads: what those of this host load and compute with, whatever node 0's folder is called.
+    """
 
     noun = "worker"
 

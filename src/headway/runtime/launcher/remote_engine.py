@@ -1,5 +1,4 @@
-"""One incarnation of an engine process on another host, with the few things that a router asks of
-`runtime.engine.engine_child`.
+"""One incarnation of an engine process on another host, with the interface of `runtime.engine.engine_child`.
 
 It connects straight back, to two ports of this host where nobody is heard but this one process, whose settings hold a
 key made for it alone (CURVE: encrypted, both ends authenticated); that others connect there and leave changes nothing.

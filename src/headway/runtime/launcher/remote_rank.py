@@ -1,4 +1,4 @@
-"""A rank's process on another host, as the engine sees it: the few things that it asks of a process of its own."""
+"""A rank's process on another host, with the interface of a local process."""
 
 from __future__ import annotations
 

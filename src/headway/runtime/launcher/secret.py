@@ -1,4 +1,4 @@
-"""The token that the hosts of one instance share, made into ZeroMQ's CURVE keys. No torch.
+"""ZeroMQ CURVE keys, derived from the token that the hosts of one instance share. No torch.
 
 Connections are encrypted, and closed to whoever lacks the token: the serving socket's permanent key pair is made from
 it, and without that public key, which is never sent, a client cannot even begin CURVE's handshake (RFC 26/CurveZMQ).

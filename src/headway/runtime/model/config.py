@@ -16,11 +16,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """One decoder's shape and rules. Sizes in elements, lengths in tokens.
-
-    checkpoint_dtype: the type that the weights were saved in. max_model_len: the longest sequence (prompt and output)
-    that this instance serves; rotary frequencies are fixed from it. sliding_window None: every layer sees everything.
-    """
+    """One decoder's shape and rules. Sizes in elements, lengths in tokens."""
 
     architecture: str
     vocab_size: int
@@ -33,15 +29,20 @@ class DecoderConfig:
     rms_eps: float
     rope: RopeConfig
     max_positions: int
+    """`max_position_embeddings` of config.json."""
     max_model_len: int
+    """The longest sequence (prompt and output) that this instance serves; rotary frequencies are fixed from it."""
     checkpoint_dtype: str = "float32"
+    """The type that the weights were saved in."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     fused_checkpoint: bool = False
+    """The checkpoint holds q, k and v as one tensor, and gate and up as one."""
     sliding_window: int | None = None
+    """None: every layer attends to the whole context."""
     eos_token_ids: tuple[int, ...] = ()
 
     @property

@@ -9,21 +9,22 @@ from headway.core.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """What an architecture implies that its config.json does not say.
-
-    qkv_bias / out_bias / mlp_bias: the value where config.json has no `attention_bias` or `mlp_bias` (None: the field
-    decides, absent means false). qk_norm: heads are RMS-normalised before rotation. fused: the checkpoint holds
-    qkv_proj and gate_up_proj as single tensors. window_switch: `sliding_window` counts only with `use_sliding_window`.
-    """
+    """What an architecture implies that its config.json does not state."""
 
     name: str
     qkv_bias: bool | None = False
+    """A bias where config.json has no `attention_bias`. None: config.json decides, absent means false."""
     out_bias: bool | None = False
     mlp_bias: bool | None = False
+    """Likewise with `mlp_bias`."""
     qk_norm: bool = False
+    """Query and key heads are RMS-normalised before rotation."""
     fused: bool = False
+    """The checkpoint holds qkv_proj and gate_up_proj as single tensors."""
     windowed: bool = False
+    """`sliding_window` of config.json counts."""
     window_switch: bool = False
+    """It counts only with `use_sliding_window`."""
 
 
 FAMILIES: dict[str, FamilySpec] = {

@@ -14,16 +14,15 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One model's rotary embedding. Fields that a kind does not use keep their defaults.
-
-    rotary_dim: the leading dimensions of a head that rotate (even). original_max: tokens the model was first trained
-    with. long_factor, short_factor: rotary_dim / 2 numbers each. attention_factor None: derived from `factor`.
-    """
+    """One model's rotary embedding. Fields that a kind does not use keep their defaults."""
 
     kind: str
+    """One of `KINDS`."""
     theta: float
     rotary_dim: int
+    """The leading dimensions of a head that rotate; even."""
     original_max: int
+    """Tokens that the model was first trained with."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -33,8 +32,11 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
+    """None: derived from `factor`."""
     short_factor: tuple[float, ...] = ()
+    """rotary_dim / 2 numbers."""
     long_factor: tuple[float, ...] = ()
+    """rotary_dim / 2 numbers."""
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, origin: str) -> RopeConfig:

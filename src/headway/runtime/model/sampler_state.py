@@ -19,10 +19,10 @@ GREEDY_BELOW = 1e-5
 
 
 class SamplerState:
-    """One request's sampling state; make it with `make_state`, tell it of each accepted token with `append`.
+    """One request's sampling state: made by `make_state`, told of each accepted token by `append`.
 
-    It holds tensors of the vocabulary's size only if a penalty asks for them. It says nothing about randomness: draws
-    come from (seed, position), so that a state made again from the same tokens continues the same stream.
+    It holds tensors of the vocabulary's size only if a penalty needs them. It holds no random state: draws come from
+    (seed, position), so that a state made again from the same tokens continues the same stream.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Tensor, vocab_size: int, eos_ids: Sequence[int]) -> None:

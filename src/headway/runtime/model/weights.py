@@ -12,32 +12,34 @@ from headway.runtime.model.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. qkv stacks q, k and v heads in that order; gate_up stacks gate and up. Norms are (hidden,).
-
-    q_norm and k_norm, (head_dim,), only where the family normalises heads.
-    """
+    """One layer."""
 
     attention_norm: Tensor
+    """(hidden,)."""
     qkv: PackedLinear
+    """Query, key and value heads stacked in this order."""
     out: PackedLinear
     mlp_norm: Tensor
+    """(hidden,)."""
     gate_up: PackedLinear
+    """Gate and up projections stacked in this order."""
     down: PackedLinear
     q_norm: Tensor | None = None
+    """(head_dim,), only where the family normalises heads."""
     k_norm: Tensor | None = None
+    """(head_dim,), likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """What one process holds of a model. A pipeline stage holds some layers, and perhaps no embedding or head.
-
-    embedding: (vocab, hidden). With tied embeddings the head still has its own packed copy: look-up needs plain rows.
-    """
+    """The weights that one process holds. A pipeline stage holds some layers, and perhaps no embedding or head."""
 
     layers: Sequence[LayerWeights]
     embedding: Tensor | None
+    """(vocab, hidden)."""
     final_norm: Tensor | None
     head: PackedLinear | None
+    """With tied embeddings a packed copy of its own: look-up needs plain rows."""
 
     @property
     def parameters(self) -> int:

@@ -52,17 +52,18 @@ from headway.runtime.sequence_parallel.whole import weights
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's part in a chunk, as steps.
-
-    enter: once, before the layers. fetch: before the first layer, and again before the one at which a paused chunk goes
-    on. layer: every layer. leave: once, after them; then the register `LOGITS` is there where `answers`.
-    """
+    """One rank's part in a chunk, as steps."""
 
     enter: tuple[Step, ...]
+    """Once, before the layers."""
     fetch: tuple[Step, ...]
+    """Before the first layer, and again before the layer at which a paused chunk continues."""
     layer: tuple[Step, ...]
+    """Every layer."""
     leave: tuple[Step, ...]
+    """Once, after the layers."""
     answers: bool
+    """Whether `leave` fills the register `LOGITS`."""
 
 
 LOGITS = "logits"

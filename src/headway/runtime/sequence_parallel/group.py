@@ -38,13 +38,8 @@ class SpGroup(msgspec.Struct, frozen=True):
 class ChunkSpec(msgspec.Struct, frozen=True):
     """One chunk of a prompt: tokens [start, end) on a group, with a strategy. The data that a span carries.
 
-    Strategy: `ulysses` is Ulysses; `ring`, `megatron` and `local` are one form, activations gathered within a TP region
-    and KV passed round a ring of regions, in which nothing is gathered at tp 1 and nothing is passed in one region.
-    preemptible: the first rank may pause it between layers. in_place: KV of earlier chunks stays where it lies, and
-    rows go to it, not it to them: for chunks of few rows, such as one token that is decoded over the KV of a whole
-    group (LoongServe §4.2). KV that does not fit, its heads being cut otherwise, is laid out anew, as before any chunk.
-    keepers: of an in-place chunk, those of the group's ranks on which KV stays, the first among them; what the others
-    hold is brought to these while the layers are computed (scale-down). (): all.
+    Strategies: `ulysses` is Ulysses. `ring`, `megatron` and `local` are one form: activations are gathered within a TP
+    region and KV is passed round a ring of regions. Nothing is gathered at tp 1, and nothing is passed with one region.
     """
 
     start: int
@@ -53,8 +48,14 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     strategy: Strategy = Strategy()
     order: Order = "zigzag"
     preemptible: bool = False
+    """The first rank may pause the chunk between layers."""
     in_place: bool = False
+    """KV of earlier chunks stays where it lies, and rows are sent to it: for chunks of few rows, such as one token
+    that is decoded over the KV of a whole group (LoongServe §4.2). KV whose heads are cut otherwise is laid out
+    anew, as before any other chunk."""
     keepers: tuple[int, ...] = ()
+    """Of an in-place chunk: the ranks on which KV stays, the group's first among them; KV of the others is moved to
+    these while the layers are computed (scale-down). Empty: all ranks."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:

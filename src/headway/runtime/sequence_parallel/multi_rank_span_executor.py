@@ -48,13 +48,14 @@ _WAIT_S = 0.005
 
 
 class SpanTaskError(HeadwayError):
-    """A run cannot be completed: a rank has said so."""
+    """A span cannot be completed: a rank has reported so."""
 
 
 class MultiRankSpanExecutor:
-    """See `runtime.sequence_parallel.span_executor.Runs` for what its methods promise. untold: KV operations that no
-    batch has carried yet, which
-    ranks must follow before they write where these have made room."""
+    """`SpanExecutor` of an instance of several ranks: its methods promise the same.
+
+    untold: returns KV operations that no batch has carried yet; ranks must replay them before they write to the blocks.
+    """
 
     def __init__(self, executor: MultiProcessExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
         self._executor, self._untold = executor, untold

@@ -29,11 +29,11 @@ Storage = Callable[[int, int], KvShard]
 
 
 class SequencePrefill:
-    """Made once a prompt on every rank that will take part, and again after a loss: nothing else is kept.
+    """One prompt's prefill on one rank of a group, made once for a prompt on every rank, and again after a loss.
 
-    config: the whole model's. storage: where KV is kept, asked once a chunk at most, when the heads are others than
-    before or the room is too small; it may give the place that it gave before, extended. By default pools of this
-    prompt alone.
+    config: the whole model's. storage: returns where KV is kept; called at most once for a chunk, when the heads differ
+    from the chunk before or the room is too small. It may return the place that it returned before, extended. By
+    default, pools of this prompt alone.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class _OverError(Exception):
 
 
 class RankSpanExecutor:
-    """Companion of `SpanExecutor` at one rank. say: a word to the engine. `loop` is set before anything is heard."""
+    """One rank's `SpanExecutor`, driven by messages of the engine. `loop` is set before the first message."""
 
     loop: RankLoopCalls
 

@@ -6,15 +6,14 @@ import msgspec
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank, or of several added up.
-
-    kv_bytes: keys and values of earlier chunks, and of the finished layers of this one. activation_bytes: the rows
-    between two layers, all that there is beside KV. kv_bytes_at_end: keys and values once the chunk is finished.
-    """
+    """Bytes of a paused chunk on one rank, or on several added up."""
 
     kv_bytes: int
+    """Keys and values of earlier chunks, and of this chunk's finished layers."""
     activation_bytes: int
+    """The rows between two layers: all state beside KV."""
     kv_bytes_at_end: int
+    """Keys and values once the chunk is finished."""
 
     @property
     def share(self) -> float:

@@ -59,8 +59,7 @@ def _ends(instances: Sequence[int], tp: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StoredKv:
-    """KV of a request that is here: the places of `layout`'s tokens for this instance are the slots of `shard`, in
-    order. `layers`: of how many layers all of it is there; `whole`: at least the tokens before this one are in all."""
+    """KV of a request on this instance."""
 
     layout: KvLayout
     shard: KvShard

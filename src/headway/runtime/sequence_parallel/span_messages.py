@@ -16,7 +16,7 @@ from headway.runtime.kv_transfer import rank_notes
 
 
 class AdmitSpan(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
-    """A request of which runs may be computed (`Runs.admit`). prompt: token ids, int32, little-endian."""
+    """A request of which spans may be computed (`SpanExecutor.admit`). prompt: token ids, int32, little-endian."""
 
     name: str
     prompt: bytes
@@ -42,13 +42,13 @@ class GrantSlots(msgspec.Struct, frozen=True, array_like=True, tag="given"):
 
 
 class StartSpan(msgspec.Struct, frozen=True, array_like=True, tag="go"):
-    """Compute, from where the run stands. hold: it is to pause at once. edges: stop behind each layer, for what the
-    engine has submitted until it says `ContinueSpan`. Answered by `LayerEdge`, then by `SpanComputed` or
-    `SpanHalted`."""
+    """Compute the span from where it stands. Answered by `LayerEdge`, then by `SpanComputed` or `SpanHalted`."""
 
     name: str
     hold: bool
+    """Pause it at once."""
     edges: bool
+    """Stop behind each layer, for batches that the engine has submitted, until `ContinueSpan`."""
 
 
 class HoldSpan(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
@@ -117,20 +117,22 @@ class SpanComputed(msgspec.Struct, frozen=True, array_like=True, tag="through"):
 
 
 class SpanEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """A run is done (`Runs.finish`). whole: see `Runs.whole_tokens`."""
+    """A span is done (`SpanExecutor.finish`)."""
 
     name: str
     emitted: EmittedToken | None
     moved: bool
     whole: int
+    """See `SpanExecutor.whole_tokens`."""
 
 
 class SpanBroken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
-    """A run cannot be completed here: for want of the peer `end`, unless that is None."""
+    """The span cannot be completed here."""
 
     name: str
     why: str
     end: int | None
+    """The peer that is missing, if that is the reason."""
 
 
 RunToRank = AdmitSpan | BeginSpan | GrantSlots | StartSpan | HoldSpan | ContinueSpan | FinishSpan | SuspendRequest

@@ -97,13 +97,15 @@ class RingAttend:
 
 
 class GuestRows(NamedTuple):
-    """Rank `rank` has `rows` rows, which see this rank's keys under `blocks`; seen: whether this rank's rows see any of
-    its keys."""
+    """Rows of another rank that are attended over this rank's keys."""
 
     rank: int
+    """The rows' rank."""
     rows: int
     blocks: tuple[MaskBlock, ...]
+    """Which of this rank's keys they see."""
     seen: bool
+    """Whether this rank's rows see any of that rank's keys."""
 
 
 @dataclass(frozen=True, slots=True)
