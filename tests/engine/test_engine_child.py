@@ -48,7 +48,7 @@ def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
         assert corpse.wait(20) == -signal.SIGKILL
 
 
-def test_nobody_waits_for_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path, monkeypatch) as (child, corpse):
         child.end(at_once=True)
         child.end(at_once=True)

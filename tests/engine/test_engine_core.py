@@ -95,7 +95,7 @@ def test_output_ends_where_the_model_does() -> None:
     assert (len(heard.tokens["a"]), heard.last["a"].finish) == (5, "length")
 
 
-def test_the_first_delta_says_when_the_request_was_first_scheduled() -> None:
+def test_the_first_delta_has_the_time_of_first_scheduling() -> None:
     core = make_core()
     submit(core, "a", [1] * 300, max_tokens=3)
     clock_of(core).advance(1.0)
@@ -172,7 +172,7 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "mid-prefill", "prefill in flight", "decode in flight", "decoding"])
-def test_abort_in_every_state_frees_the_request_and_touches_nobody(state: str) -> None:
+def test_abort_in_every_state_frees_the_request_and_no_other(state: str) -> None:
     executor = FakeExecutor()
     core = make_core(executor)
     heard = Heard()

@@ -44,7 +44,7 @@ def take_up(core: EngineCore, name: str, output: tuple[int, ...]) -> None:
     executor.residents[name].computed = len(PROMPT) + len(output) - 1
 
 
-def test_prefill_then_decode_says_what_one_stay_says() -> None:
+def test_prefill_then_decode_equals_one_instance() -> None:
     core = make_core()
     assert submit_phase(core, "a", "prefill") is None
     heard = run(core)

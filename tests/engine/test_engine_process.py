@@ -168,7 +168,7 @@ def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_on
 @pytest.mark.parametrize(
     ("model", "words"), [("broken", "the checkpoint has no tensors"), ("silent", "exit code 3 while starting")]
 )
-def test_an_engine_that_cannot_start_says_why_to_everybody_who_waits(model: str, words: str) -> None:
+def test_an_engine_that_cannot_start_fails_all_waiting_callers(model: str, words: str) -> None:
     async def test() -> None:
         client = make_client(model)
         try:
@@ -187,7 +187,7 @@ def test_an_engine_that_cannot_start_says_why_to_everybody_who_waits(model: str,
     go(test)
 
 
-def test_an_engine_that_hangs_while_it_starts_is_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.engine.engine_channel.START_TIMEOUT_S", 0.5)
 
     async def test() -> None:

@@ -42,7 +42,7 @@ def test_every_answer_is_that_of_an_undisturbed_run(losses: set[int]) -> None:
     assert not executor.residents
 
 
-def test_nothing_is_scheduled_before_the_restart_has_ended_and_the_state_says_so() -> None:
+def test_nothing_is_scheduled_while_the_state_is_recovering() -> None:
     executor = FakeExecutor(waits_on=("wire",))
     core = make_core(executor)
     assert submit(core, "a", PROMPTS["a"]) is None

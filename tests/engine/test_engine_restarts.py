@@ -156,7 +156,7 @@ def test_a_restart_that_cannot_load_is_not_the_last() -> None:
     go(test, model="stumbles", max_restarts=2)
 
 
-def test_a_restart_that_never_loads_is_given_up_with_its_own_words() -> None:
+def test_a_restart_that_never_loads_is_given_up_with_its_own_error() -> None:
     async def test(client: ProcessEngineClient) -> None:
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
@@ -189,7 +189,7 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
     go(test, kv_cache_bytes=asked)  # type: ignore[arg-type]
 
 
-def test_what_a_dying_engine_says_for_good_is_believed() -> None:
+def test_a_final_error_of_a_dying_engine_is_final() -> None:
     async def test(client: ProcessEngineClient) -> None:
         with pytest.raises(UnavailableError, match="worker 0 has ended too often"):
             await tokens(stream(client, "a", [1, 2], 10**7))

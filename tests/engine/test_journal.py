@@ -39,7 +39,7 @@ def left(folder: Path) -> dict[str, list[list[int]]]:
     }
 
 
-def test_what_has_not_ended_is_found_again_with_all_that_was_said(tmp_path: Path) -> None:
+def test_unfinished_requests_are_recovered_with_all_their_output(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path / "made" / "here")
     assert journal.left == {}
     one, two = journal.accept("one", b"job 1", PROMPTS), journal.accept("two", b"job 2", [PROMPTS[0]])
@@ -143,7 +143,7 @@ def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path
     assert left(tmp_path) == {"one": [[5, 7]], "two": [[8]]}
 
 
-def test_a_file_that_cannot_be_written_anew_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_rewritten_stays_unchanged(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
     for token in range(20):
@@ -225,12 +225,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_writer_that_is_killed_has_written_all_that_it_said(tmp_path: Path) -> None:
+def test_a_killed_writer_has_written_all_that_it_reported(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert left(tmp_path) == {"one": [list(range(100))]}
 
 
-def test_an_end_is_an_end_though_there_is_no_room_to_compact(
+def test_an_end_is_recorded_without_space_to_compact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody is told of it but the log, and it is not tried again at every end."""

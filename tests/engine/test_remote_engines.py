@@ -249,7 +249,7 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
     go(test)
 
 
-def test_a_host_without_the_model_is_refused_and_node_0_says_why(tmp_path: Path) -> None:
+def test_a_host_without_the_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     with hosts(patience_s=2.0) as cluster:
         agent = cluster.agent(1, folder=str(tmp_path / "nothing"))
         cluster.agent(2)
@@ -289,6 +289,6 @@ def test_times_of_another_clock_are_moved_and_nothing_else_is() -> None:
     assert by_our_clock(KvReserved("a"), 1.0) == KvReserved("a")
 
 
-def test_two_doors_in_one_word() -> None:
+def test_two_endpoints_join_into_one_string_and_split_again() -> None:
     assert split_endpoints(join_endpoints("tcp://a:1", "tcp://a:2")) == ("tcp://a:1", "tcp://a:2")
     assert split_endpoints("ipc://x/e0") == ("ipc://x/e0", f"ipc://x/e0{HEARTBEAT_SUFFIX}")

@@ -106,7 +106,7 @@ def test_a_pushed_body_goes_where_the_handler_says(make: Make) -> None:
     assert room == b"b" * 200_000 + b"a" * 100_000
 
 
-def test_a_message_of_another_size_is_said_so(make: Make) -> None:
+def test_a_message_of_another_size_is_an_error(make: Make) -> None:
     one, two = make(0), make(1)
     meet(one, two)
     ticket = two.line("r", (0,)).expect(0, 0, memoryview(bytearray(3)))
@@ -147,7 +147,7 @@ def test_nothing_is_written_once_a_scope_is_forgotten(make: Make) -> None:
     assert room.count(1) == filled < len(room)
 
 
-def test_a_peer_that_ends_wakes_who_waits(make: Make) -> None:
+def test_a_peer_that_ends_wakes_waiting_receivers(make: Make) -> None:
     one, two, three = make(0), make(1), make(2)
     heard: list[int] = []
     one.on_lost(lambda instance, why: heard.append(instance))
@@ -214,7 +214,7 @@ def test_a_wait_looks_round_and_may_be_ended_by_that(make: Make) -> None:
         ticket.wait(look, 0.001)
 
 
-def test_who_does_not_know_the_secret_gets_nothing(make: Make) -> None:
+def test_a_peer_without_the_secret_gets_nothing(make: Make) -> None:
     one, two = make(0, tcp=True, secret=b"right"), make(1, tcp=True, secret=b"wrong")
     meet(one, two)
     fails(two.line("r", (0,)).expect(0, 0, memoryview(bytearray(1))).wait, "secret|handshake")

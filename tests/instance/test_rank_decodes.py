@@ -55,7 +55,7 @@ def _moves(world: World, name: str, on: int, to: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("on", "to"), [(0, 1), (0, ONE), (ONE, 1)])
-def test_what_a_halted_decode_has_said_goes_on_elsewhere(world: World, expected: Expected, on: int, to: int) -> None:
+def test_the_output_of_a_halted_decode_continues_elsewhere(world: World, expected: Expected, on: int, to: int) -> None:
     prompt, count, name = prompt_of(70, 12), 60, f"halted {on} {to}"
     one = ScaledDecode(world, name, prompt, count, ())
     world.ask(on, name, prompt, max_tokens=count, logprobs=0)

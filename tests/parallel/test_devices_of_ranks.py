@@ -70,7 +70,7 @@ def test_cuda_is_asked_for_by_number() -> None:
         ("cuda:-1", 1, PAIR, "not 'cuda:-1'"),
     ],
 )
-def test_what_cannot_be_says_why(asked: str, workers: int, found: CudaReport, words: str) -> None:
+def test_an_impossible_setting_names_its_reason(asked: str, workers: int, found: CudaReport, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose(asked, workers, lambda: found)
     assert words in str(error.value)
@@ -78,7 +78,7 @@ def test_what_cannot_be_says_why(asked: str, workers: int, found: CudaReport, wo
 
 
 @pytest.mark.parametrize("look", [cuda.look, cuda.look_apart])
-def test_torch_says_what_is_there(look: Callable[[], CudaReport]) -> None:
+def test_torch_reports_the_devices(look: Callable[[], CudaReport]) -> None:
     found = look()
     assert found.torch == torch.__version__
     assert found.built == (torch.version.cuda is not None)
@@ -107,7 +107,7 @@ def test_each_rank_has_a_device_of_its_host() -> None:
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=needs(1))])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_one_process_over_sdpa_says_what_transformers_say(family: str, place: str) -> None:
+def test_one_process_over_sdpa_equals_transformers(family: str, place: str) -> None:
     decoder = load_decoder(checkpoint(family), device=place, backend=SdpaBackend())
     executor = SingleProcessExecutor(ModelWorker(decoder, BLOCKS, BLOCK, ()))
     wanted = [expected(family, seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]

@@ -88,7 +88,7 @@ def config_of(**fields: Any) -> EngineConfig:
     )
 
 
-def test_an_engine_of_two_groups_is_told_what_was_measured() -> None:
+def test_an_engine_of_two_groups_gets_the_measurements() -> None:
     core = assemble(config_of(latency_profile="quick"), ManualClock())
     try:
         told: ShardExchangeCost = core.scheduler.exchange  # type: ignore[attr-defined]

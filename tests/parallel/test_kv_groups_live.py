@@ -113,7 +113,7 @@ def test_a_decode_that_fills_its_shard_goes_on_in_the_next_group() -> None:
     assert len({group for group, _, _ in told.joins}) == 2
 
 
-def test_two_longs_that_are_each_others_guests() -> None:
+def test_two_long_requests_attend_in_each_others_groups() -> None:
     """Each group owns the rows of one and attends those of the other, in the same batch and layer."""
     layout = ParallelLayout(tp=2, kvp=2)
     asks = [Ask(prompt_of(0, 70), 20), Ask(prompt_of(1, 75), 20), Ask(prompt_of(2, 10), 30, 3)]
@@ -254,7 +254,7 @@ def test_a_rank_that_cannot_follow_gets_a_snapshot_of_its_group(rank: int, seqs:
 
 
 @pytest.mark.parametrize("seed", quick_first(range(4)))
-def test_aborts_at_any_moment_leave_no_blocks_and_disturb_nobody(seed: int) -> None:
+def test_aborts_at_any_moment_leave_no_blocks_and_disturb_no_request(seed: int) -> None:
     """Also between the moment when a group joins and its first batch with the request, and with the id used again."""
     rng = random.Random(seed)
     layout = ParallelLayout(stages=rng.choice((1, 2)), kvp=rng.choice((2, 3)))

@@ -133,7 +133,7 @@ def test_the_embedded_model(monkeypatch: pytest.MonkeyPatch, asked: dict[str, in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_of_many_ranks_says_the_models_own_number_of_weights(family: str, tmp_path: Path) -> None:
+def test_an_engine_of_many_ranks_reports_the_models_parameter_count(family: str, tmp_path: Path) -> None:
     """Not those that ranks hold twice: instances of one model, however cut, are known by it."""
     folder = make_tiny(family, tmp_path)
     config = read_config(read_json(folder / "config.json"), None, family)

@@ -91,7 +91,7 @@ def test_what_cannot_be_sent_comes_out_with_the_next_result_and_nowhere_else() -
             executor.result(0.0)
 
 
-def test_new_ranks_are_told_of_every_request_and_what_it_has_said() -> None:
+def test_new_ranks_get_every_request_with_its_output() -> None:
     fresh = ScriptedWire()
     wire, _, core = begin(lambda: fresh)
     ask(core, "told before", (9, 8, 7))
@@ -112,7 +112,7 @@ def test_new_ranks_are_told_of_every_request_and_what_it_has_said() -> None:
     assert {chunk[1] for chunk in plans[0][1].chunks} == {0}, "everything is computed from its first token"
 
 
-def test_a_rank_that_has_done_what_it_never_told_is_lost() -> None:
+def test_a_rank_whose_report_was_lost_is_lost() -> None:
     wire, executor, _ = begin()
     while not wire.kinds(RankProbe):
         assert executor.result(0.001) is None
@@ -130,7 +130,7 @@ def test_ranks_that_run_and_get_on_with_nothing_are_lost() -> None:
         executor.result(5.0)
 
 
-def test_without_anybody_who_starts_new_ranks_the_loss_is_final() -> None:
+def test_without_a_restart_the_loss_of_ranks_is_final() -> None:
     wire, _, core = begin()
     wire.broken = {0}
     ask(core, "b")
@@ -179,7 +179,7 @@ def test_closing_while_new_ranks_start_leaves_none_behind() -> None:
     moves=st.lists(st.tuples(st.sampled_from(["beat 0", "beat 1", "look"]), st.floats(0.01, 0.9)), max_size=60),
     timeout_s=st.floats(1.0, 5.0),
 )
-def test_a_process_is_silent_exactly_when_it_was_not_heard_of_for_the_timeout(
+def test_a_process_is_silent_exactly_when_heartbeats_miss_the_timeout(
     moves: list[tuple[str, float]], timeout_s: float
 ) -> None:
     pulse, now, looked = HeartbeatMonitor((0, 1), timeout_s, 0.0), 0.0, 0.0
@@ -201,7 +201,7 @@ def test_a_process_is_silent_exactly_when_it_was_not_heard_of_for_the_timeout(
         looked = now
 
 
-def test_time_in_which_nobody_looked_is_no_silence() -> None:
+def test_time_without_a_check_is_no_silence() -> None:
     pulse = HeartbeatMonitor((0,), 2.0, 0.0)
     assert pulse.silent(0.5) is None
     assert pulse.silent(1000.0) is None

@@ -168,7 +168,7 @@ def test_a_rank_that_is_killed_while_it_starts_again_costs_another_restart(
         assert core.stats().recoveries_total == 2
 
 
-def test_a_long_stop_of_the_engine_itself_blames_nobody(llama: Path, wanted: list[list[int]]) -> None:
+def test_a_long_stop_of_the_engine_itself_loses_no_rank(llama: Path, wanted: list[list[int]]) -> None:
     with world(rank_config(llama, 1, 2)) as one:
         core = one.core()
         core.step(0.0)

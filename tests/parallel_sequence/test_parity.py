@@ -137,7 +137,7 @@ def test_rows_that_go_to_the_keys_of_nodes(models: dict[str, Model], tp: int, no
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_in_place_over_kv_that_is_cut_otherwise_lays_it_out_anew(models: dict[str, Model], tp: int) -> None:
+def test_in_place_over_kv_cut_otherwise_lays_it_out_again(models: dict[str, Model], tp: int) -> None:
     """Once: from heads to tokens, on all, on more, on fewer, from the heads of nodes, and back."""
 
     def here(tokens: int, size: int, attn: str = "ring", keepers: int = 0, node: int | None = None) -> Part:
@@ -152,7 +152,7 @@ def test_in_place_over_kv_that_is_cut_otherwise_lays_it_out_anew(models: dict[st
     check_parts(models["qwen2"], [Part(21, 2, "ulysses"), here(1, 4), here(1, 4, keepers=2), Part(9, 4, "ulysses")], tp)
 
 
-def test_in_place_needs_all_who_hold_anything(models: dict[str, Model]) -> None:
+def test_in_place_needs_all_holders_of_kv(models: dict[str, Model]) -> None:
     for attn in ("ring", "ulysses"):
         with pytest.raises(ConfigError, match="must include ranks"):
             check_parts(models["llama"], [Part(21, 2, attn), Part(1, 1, in_place=True)])

@@ -93,7 +93,7 @@ def test_answers_are_those_of_one_process(model: Model, name: str, rows: int) ->
 
 
 @pytest.mark.parametrize(("tp", "attn"), [(1, "ring"), (1, "ulysses"), (2, "megatron")])
-def test_a_piece_that_nobody_wants_logits_of_has_none(model: Model, tp: int, attn: str) -> None:
+def test_a_piece_without_wanted_logits_has_none(model: Model, tp: int, attn: str) -> None:
     specs = pieces(route([Part(50, 4, attn)], tp)[0], 5)
     prompt, before = prompt_of(50), layouts(specs, model.config)
 

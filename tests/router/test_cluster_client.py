@@ -72,7 +72,7 @@ def test_a_request_that_is_out_of_time_ends() -> None:
 
 
 @pytest.mark.parametrize("placement", ["jsq", "fixed-sp"])
-def test_what_waits_is_bounded_and_those_sent_away_are_told_when_to_come_back(placement: str) -> None:
+def test_the_queue_is_bounded_and_rejections_have_a_retry_time(placement: str) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=10.0, kv_tokens=1000)
         async with running(fake, ("mixed", "mixed"), placement) as client:
@@ -131,7 +131,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
     asyncio.run(run())
 
 
-def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_span_is_retried_after_a_pause_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.001)
 
     async def run() -> None:
@@ -159,7 +159,7 @@ def test_a_run_that_is_lost_begins_anew_after_a_pause_and_not_for_ever(monkeypat
     asyncio.run(run())
 
 
-def test_word_of_a_loss_that_a_decode_has_gone_on_without_is_ignored() -> None:
+def test_a_late_loss_report_of_a_continued_decode_is_ignored() -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.2)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
@@ -190,7 +190,7 @@ def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> 
     asyncio.run(run())
 
 
-def test_who_joins_has_the_room_of_its_pool_and_is_refused_with_less_than_was_promised() -> None:
+def test_a_joining_instance_needs_the_kv_room_of_its_pool() -> None:
     async def run() -> None:
         fake = FakeCluster()
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
@@ -248,7 +248,7 @@ def begun(fake: FakeCluster) -> list[tuple[int, str]]:
     return [(number, message.id) for number, message in fake.log if isinstance(message, SubmitRequest | ComputeSpan)]
 
 
-def test_requests_wait_while_nobody_is_there_and_are_told_when_nobody_will_be() -> None:
+def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
     async def run() -> None:
         fake = FakeCluster(token_s=0.002, start_s=0.02)
         client = router(fake, ("mixed",), "jsq")
@@ -280,7 +280,7 @@ def test_requests_wait_while_nobody_is_there_and_are_told_when_nobody_will_be() 
     asyncio.run(run())
 
 
-def test_what_an_earlier_router_had_told_is_not_told_again() -> None:
+def test_output_sent_by_an_earlier_router_is_not_sent_again() -> None:
     async def run() -> None:
         fake = FakeCluster()
         async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:

@@ -38,7 +38,7 @@ def test_a_log_that_cannot_be_written_ends_and_nothing_else(caplog: pytest.LogCa
     assert "No space left" in caplog.text
 
 
-def test_a_file_that_is_no_log_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_log_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, log = tmp_path / "cluster.yaml", tmp_path / "log"
     file.write_text("pools: [{count: 1}]\n")
     log.write_text(json.dumps({"schema": "headway.cluster.log/2"}) + "\n" + json.dumps({"x": 1}) + "\n")

@@ -47,7 +47,7 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
     assert (world.steps.grown, world.steps.shrunk) == (1, 1)
 
 
-def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
+def test_a_group_shrinks_when_the_remaining_instances_have_room() -> None:
     world = DecodeWorld(500, 500, 500)
     attempt = world.attempt
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
@@ -63,7 +63,7 @@ def test_a_group_shrinks_as_soon_as_those_that_stay_have_room() -> None:
     assert (attempt.spread, world.steps.shrunk) == ((0, 1), 1)
 
 
-def test_a_master_without_room_is_followed_by_the_roomiest() -> None:
+def test_a_master_without_room_is_replaced_by_the_instance_with_most_free_tokens() -> None:
     world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
@@ -135,7 +135,7 @@ def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
     assert world.token()[0].run.strategy.attn == "ulysses", "nobody has room for all of it"
 
 
-def test_a_group_of_one_gathers_where_there_is_room_for_all() -> None:
+def test_a_group_of_one_gathers_where_all_kv_fits() -> None:
     world = DecodeWorld(500, 100)
     attempt = world.attempt
     attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
@@ -166,7 +166,7 @@ def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
     assert world.token()[0].home is None
 
 
-def test_a_decode_that_is_moved_stops_first_and_all_that_it_has_said_by_then_is_sent() -> None:
+def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
@@ -202,7 +202,7 @@ def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
     assert not world.fleet.take(SendKv)
 
 
-def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
+def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
     world = DecodeWorld(500, 500, 500)
     attempt = world.attempt
     attempt.asked.told.clear()
@@ -222,7 +222,7 @@ def test_a_prefill_that_moves_asks_for_room_under_its_new_name() -> None:
     assert not attempt.room[2], "what was kept under the old name is not there any more"
 
 
-def test_a_decode_that_an_instance_has_not_all_kv_of_begins_anew() -> None:
+def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.002, token_s=0.002)
         async with running(fake, ("prefill", "decode"), "tetris", {"sizes": [1]}) as client:

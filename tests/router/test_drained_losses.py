@@ -86,7 +86,7 @@ def test_one_that_is_still_starting_can_be_drained(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
-def test_one_that_cannot_be_started_is_said_so_and_not_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_that_cannot_start_is_reported_and_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     def launcher(fake: FakeCluster, number: int) -> object:
         def launch(config: EngineConfig, serial: int) -> object:
             raise OSError(11, "Resource temporarily unavailable")

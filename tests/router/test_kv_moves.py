@@ -72,7 +72,7 @@ def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_as
     assert [send.end for send in sends if isinstance(send, SendKv)] == [104, 104]
 
 
-def test_a_piece_that_waits_for_room_while_its_kv_spreads_is_sent_by_all_who_have_it() -> None:
+def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     """Of a span on instance 0, of which instance 1 has a part by the time instance 2 has room."""
     fleet, moves = _moves()
     attempt = _attempt()
@@ -90,7 +90,7 @@ def test_a_piece_that_waits_for_room_while_its_kv_spreads_is_sent_by_all_who_hav
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)] * 2
 
 
-def test_a_piece_goes_as_soon_as_there_is_room() -> None:
+def test_a_slice_is_sent_as_soon_as_there_is_room() -> None:
     fleet, moves = _moves()
     attempt = _attempt()
     entry: Any = SimpleNamespace(index=0, state="running")
@@ -102,7 +102,7 @@ def test_a_piece_goes_as_soon_as_there_is_room() -> None:
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)]
 
 
-def test_room_of_an_earlier_stay_is_none_of_a_later_one() -> None:
+def test_room_of_an_earlier_attempt_is_not_counted_for_a_later_one() -> None:
     """A word that was on its way while the request left an instance and was asked to come there again."""
     fleet, moves = _moves()
     attempt = _attempt()
@@ -116,7 +116,7 @@ def test_room_of_an_earlier_stay_is_none_of_a_later_one() -> None:
     assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [1]
 
 
-def test_who_decodes_waits_for_no_room_elsewhere() -> None:
+def test_a_decode_waits_for_no_room_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     fleet, moves = _moves()
     attempt = _attempt()

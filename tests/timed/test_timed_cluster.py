@@ -159,7 +159,7 @@ def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:
         scenario_of(file)
 
 
-def test_what_is_sent_and_run_takes_what_the_simulator_says(tmp_path: Path) -> None:
+def test_transfers_and_spans_take_the_simulators_times(tmp_path: Path) -> None:
     from tests.helpers.timed.times import ClusterTimes
 
     from headway.perf.latency.groups import GroupShape

@@ -99,7 +99,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.mark.parametrize(
     ("sources", "targets"), [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 4), (8, 1), (1, 8), (8, 2), (2, 8), (8, 8)]
 )
-def test_each_rank_gets_its_heads_and_a_piece_is_told_once(make: Make, sources: int, targets: int) -> None:
+def test_each_rank_gets_its_heads_and_a_slice_is_reported_once(make: Make, sources: int, targets: int) -> None:
     source, target = make(sources, targets)
     runs = ((50, 20), (7, 13))
     target.open("r", 33, runs)
@@ -149,7 +149,7 @@ def test_of_a_request_that_was_forgotten_no_part_is_kept(make: Make, first: str)
     assert not rank.connector._come
 
 
-def test_a_rank_that_is_gone_is_told_of_by_who_waits_for_it(make: Make) -> None:
+def test_a_lost_rank_is_reported_by_the_waiting_rank(make: Make) -> None:
     """What the others have sent is not taken for the whole; once forgotten, the same name may come again."""
     source, target = make(2, 2)
     target.open("r", 10, ((0, 10),))

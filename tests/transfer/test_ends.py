@@ -57,12 +57,12 @@ def test_copies_of_a_head_take_turns(kv: int, copies: int, ahead: int) -> None:
 
 
 @given(st.integers(0, 60_000), st.integers(0, 500))
-def test_an_end_says_whose_it_is(instance: int, rank: int) -> None:
+def test_an_end_names_its_request(instance: int, rank: int) -> None:
     end = end_of(instance, rank)
     assert (instance_of(end), rank_of(end)) == (instance, rank)
 
 
-def test_words_and_peers_of_ends() -> None:
+def test_peer_and_messages_of_an_end() -> None:
     assert named(end_of(3, 0)) == "instance 3"
     assert named(end_of(3, 2)) == "instance 3 (worker 2)"
     assert PeerAddress(4, 1, "unix:a", ("unix:b", "unix:c")).ends() == [

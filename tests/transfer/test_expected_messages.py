@@ -32,7 +32,7 @@ def came(lanes: MessageStreams, lane: int, scope: str, body: bytes) -> Callable[
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(acts, st.booleans())
-def test_the_nth_message_of_a_lane_is_for_the_nth_who_expects_one(acts: Acts, late: bool) -> None:
+def test_the_nth_message_of_a_stream_is_for_the_nth_receiver(acts: Acts, late: bool) -> None:
     """late: a message is only there when the next thing has happened."""
     lanes = MessageStreams(1)
     waits: dict[tuple[str, int], list[tuple[Completion, bytearray]]] = defaultdict(list)
@@ -94,7 +94,7 @@ def test_a_message_of_another_size_is_refused_and_the_next_one_is_not(first: str
     assert into == b"next"
 
 
-def test_clear_tells_everybody() -> None:
+def test_clear_reports_to_all_waiters() -> None:
     lanes = MessageStreams(1)
     tickets = [lanes.expect(lane, scope, memoryview(bytearray(SIZE))) for lane in range(2) for scope in "ab"]
     assert lanes.begin(0, "a", SIZE) is not None  # being read when the connection ends

@@ -34,7 +34,7 @@ def test_orders_of_a_ring_are_few_progressions() -> None:
             assert len(shorten(share)) <= 2
 
 
-def test_a_note_of_the_most_progressions_fits_a_frame() -> None:
+def test_a_note_with_the_maximum_of_progressions_fits_a_frame() -> None:
     rng = np.random.default_rng(0)
     scattered = np.cumsum(rng.integers(1, 100, 30_000)) + 2_000_000
     for _, short in packets(scattered, 10_000):

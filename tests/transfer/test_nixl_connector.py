@@ -61,7 +61,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         end.close()
 
 
-def test_much_more_than_an_arena_holds_comes_whole_both_ways(make: Make) -> None:
+def test_much_more_than_a_buffer_holds_arrives_completely_both_ways(make: Make) -> None:
     one, two = make(2)
     positions = np.arange(SLOTS // 2)
     for turn in range(4):
@@ -98,7 +98,7 @@ def test_slots_may_change_and_what_was_forgotten_is_not_written(make: Make) -> N
     assert receiver.lost == []
 
 
-def test_a_sender_that_is_killed_is_told_and_another_life_is_read(tmp_path: Path) -> None:
+def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: Path) -> None:
     end = End(0, tmp_path, connector="nixl")
     end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
     for life in range(2):
@@ -127,7 +127,7 @@ def test_a_sender_that_is_killed_is_told_and_another_life_is_read(tmp_path: Path
     end.close()
 
 
-def test_an_end_that_never_answers_is_told_whatever_waits_for_it(tmp_path: Path) -> None:
+def test_waiters_of_an_end_that_never_answers_are_told(tmp_path: Path) -> None:
     end = End(1, tmp_path, connector="nixl")
     end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
     (tmp_path / "0").touch()

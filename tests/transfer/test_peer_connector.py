@@ -37,7 +37,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         end.close()
 
 
-def test_a_piece_comes_whole_and_is_told_once(make: Make) -> None:
+def test_a_slice_arrives_completely_and_is_reported_once(make: Make) -> None:
     sender, receiver = make(range(2), range(2))
     runs = ((50, 30), (10, 10))
     receiver.open("a", 40, runs)
@@ -125,7 +125,7 @@ def test_an_instance_gathers_what_it_holds_itself(make: Make) -> None:
     assert np.array_equal(got[:, :, :, 1::2], other.cache[:, :, :, :15])
 
 
-def test_a_piece_of_nothing_is_told_too(make: Make) -> None:
+def test_an_empty_slice_is_reported_too(make: Make) -> None:
     sender, receiver = make(range(2), range(2))
     receiver.open("a", 40, ((0, 40),))
     sender.connector.finish_save(SaveKv("a", 3, 1))
@@ -151,7 +151,7 @@ def test_slots_may_change_once_saves_were_waited_for(make: Make, monkeypatch: py
     assert np.array_equal(receiver.cache[:, :, :, :90], before[:, :, :, :90])
 
 
-def test_what_was_forgotten_is_neither_written_nor_told(make: Make) -> None:
+def test_forgotten_kv_is_neither_written_nor_reported(make: Make) -> None:
     sender, receiver = make(range(2), range(2))
     receiver.open("a", 40, ((0, 40),))
     receiver.connector.forget("a")
@@ -170,7 +170,7 @@ def test_what_was_forgotten_is_neither_written_nor_told(make: Make) -> None:
     assert sender.lost == []
 
 
-def test_a_peer_that_goes_is_told_on_both_sides(make: Make) -> None:
+def test_a_lost_peer_is_reported_on_both_sides(make: Make) -> None:
     sender, receiver, other = make(range(2), range(2), range(2))
     receiver.open("a", 40, ((0, 40),))
     receiver.open("b", 40, ((40, 40),))
@@ -191,7 +191,7 @@ def test_a_peer_that_goes_is_told_on_both_sides(make: Make) -> None:
     assert "instance 0" in other.lost[0].why
 
 
-def test_a_receiver_that_hangs_holds_nobody_up(make: Make) -> None:
+def test_a_receiver_that_hangs_delays_no_other(make: Make) -> None:
     """More than the sockets hold; whoever computes is not kept waiting, and what it changes then is not sent."""
     sender, receiver, other = make(range(2), range(2), range(2))
     sender.cache = np.random.default_rng(1).integers(0, 255, (LAYERS, 2, 2, SLOTS, 1 << 16), dtype=np.uint8)
@@ -211,7 +211,7 @@ def test_a_receiver_that_hangs_holds_nobody_up(make: Make) -> None:
     assert np.array_equal(receiver.cache, before)
 
 
-def test_a_piece_that_nobody_read_is_lost_to_its_sender(make: Make) -> None:
+def test_a_slice_that_was_not_read_is_lost_to_its_sender(make: Make) -> None:
     """It was in sockets when the other end went: only a piece that was answered is not told."""
     sender, receiver = make(range(2), range(2))
     receiver.open("a", 10, ((0, 10),))
@@ -231,7 +231,7 @@ def test_a_piece_that_nobody_read_is_lost_to_its_sender(make: Make) -> None:
 
 
 @pytest.mark.parametrize("fault", ["heads", "layer", "tokens", "bytes"])
-def test_what_does_not_fit_the_place_is_lost_and_harms_nobody(make: Make, fault: str) -> None:
+def test_a_body_that_does_not_fit_its_place_is_lost_and_harms_no_other(make: Make, fault: str) -> None:
     sender, receiver = make(range(4), range(2))
     receiver.open("a", 20, ((0, 20),))
     receiver.open("b", 20, ((20, 20),))

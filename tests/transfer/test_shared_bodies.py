@@ -72,7 +72,7 @@ def say(by: PeerConnection, frame: bytes) -> None:
     by._leave(connection._OutgoingFrame("r", [memoryview(frame)], connection.Completion(), None))
 
 
-def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) -> None:
+def test_bodies_are_in_shared_memory_and_only_notes_in_the_socket(make: Make) -> None:
     sender, receiver = make(2, 1 << 22)
     receiver.open("a", SLOTS, ((0, SLOTS),))
     positions = np.arange(SLOTS)
@@ -91,7 +91,7 @@ def test_bodies_are_in_memory_and_the_socket_has_their_notes_only(make: Make) ->
     assert inline == [0]  # the end of the piece
 
 
-def test_an_arena_of_a_few_bodies_moves_any_number(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_of_a_few_bodies_moves_any_number(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.kv_transfer.send_queue.PACKET_BYTES", WIDE * 4)
     sender, receiver, other = make(3)
     receiver.open("a", SLOTS, ((0, SLOTS),))
@@ -105,7 +105,7 @@ def test_an_arena_of_a_few_bodies_moves_any_number(make: Make, monkeypatch: pyte
     assert np.array_equal(receiver.cache[:, :, :, : SLOTS // 2], other.cache[:, :, :, ::2])
 
 
-def test_a_slow_receiver_costs_an_arena_and_what_changes_meanwhile_is_copied(make: Make) -> None:
+def test_a_slow_receiver_costs_one_buffer_and_changing_kv_is_copied(make: Make) -> None:
     sender, receiver = make(2, 1 << 22)
     receiver.open("a", SLOTS, ((0, SLOTS),))
     sent, before, positions = up(sender, 1), sender.cache.copy(), np.arange(SLOTS)
@@ -123,7 +123,7 @@ def test_a_slow_receiver_costs_an_arena_and_what_changes_meanwhile_is_copied(mak
     assert np.array_equal(receiver.cache, before)
 
 
-def test_what_is_forgotten_while_it_waits_for_room_leaves_room_for_the_rest(make: Make) -> None:
+def test_a_request_forgotten_while_waiting_leaves_its_room_to_the_rest(make: Make) -> None:
     sender, receiver = make(2, 1 << 22)
     for name in "ab":
         receiver.open(name, SLOTS, ((0, SLOTS),))
@@ -230,7 +230,7 @@ def test_what_has_ceased_is_not_complete_and_may_come_again(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("at", "length"), [(ARENA, 64), (ARENA - 64, 128), (-2, 64), (2**62, 64), (0, ARENA)])
-def test_places_outside_the_arena_end_the_connection(make: Make, at: int, length: int) -> None:
+def test_places_outside_the_shared_buffer_end_the_connection(make: Make, at: int, length: int) -> None:
     sender, receiver = make(2)
     there, wrote = up(receiver, 0), []
     receiver.peers.handle(lambda *_: ReceivePlace((), lambda: None, wrote.append))
@@ -250,7 +250,7 @@ def test_a_count_of_what_was_never_sent_ends_the_connection(make: Make, messages
     assert f"{messages} messages read, of 0" in str(here.ended)
 
 
-def test_a_message_in_an_arena_that_there_is_not_ends_the_connection(make: Make) -> None:
+def test_a_message_in_a_missing_shared_buffer_ends_the_connection(make: Make) -> None:
     sender, receiver = make(2, 0)
     there, here = up(receiver, 0), up(sender, 1)
     say(here, head(FrameKind.PUSH, 0, "r", b"", 64, 0))
@@ -283,7 +283,7 @@ def test_a_connection_that_is_cut_gets_another_arena(make: Make) -> None:
     assert again._arena is not here._arena
 
 
-def test_one_end_without_an_arena_still_reads_the_others(tmp_path: Path) -> None:
+def test_one_end_without_a_shared_buffer_still_reads_the_others(tmp_path: Path) -> None:
     """Each direction has its own: here the mapping fails on one side only."""
     ends = [End(number, tmp_path, arena_bytes=size) for number, size in enumerate((ARENA, 128))]
     try:
@@ -322,7 +322,7 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:headway-kv")
 
 
-def test_a_receiver_that_is_killed_with_a_full_arena_is_told_and_nothing_stays(tmp_path: Path) -> None:
+def test_a_receiver_killed_with_a_full_buffer_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     def state() -> tuple[int, int]:
         return mapped(), len(os.listdir("/proc/self/fd"))
 
@@ -358,7 +358,7 @@ def test_a_receiver_that_is_killed_with_a_full_arena_is_told_and_nothing_stays(t
         time.sleep(0.02)
 
 
-def test_rooms_of_a_socket_are_memory_of_their_own(tmp_path: Path) -> None:
+def test_send_rooms_of_a_socket_are_memory_of_their_own(tmp_path: Path) -> None:
     peers = [PeerNetwork(number, 0, f"unix:{tmp_path}/{number}", arena_bytes=0) for number in (0, 1)]
     got = bytearray(10)
     done = threading.Event()

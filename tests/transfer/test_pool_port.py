@@ -129,7 +129,7 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     np.testing.assert_allclose(got, kept, atol=1e-4)
 
 
-def test_room_is_asked_for_once_and_only_what_can_be_had(ends: tuple[End, End]) -> None:
+def test_room_is_reserved_once_and_only_as_far_as_it_exists(ends: tuple[End, End]) -> None:
     engine = Engine(ends[0])
     engine.desk.take(ReserveKv("a", 100))
     engine.desk.take(ReserveKv("a", 100))

@@ -126,7 +126,7 @@ def test_several_single_tokens_are_laid_out_as_one_run() -> None:
     ("keepers", "in_place", "order"),
     [((1,), True, "first"), ((0, 7), True, "first"), ((0,), False, "zigzag")],
 )
-def test_keepers_that_cannot_be_are_refused(keepers: tuple[int, ...], in_place: bool, order: str) -> None:
+def test_impossible_keepers_are_refused(keepers: tuple[int, ...], in_place: bool, order: str) -> None:
     with pytest.raises(ConfigError, match="keepers"):
         ChunkSpec(3, 4, SpGroup((0, 1)), Strategy("ring"), order, False, in_place, keepers)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="order 'first'"):

@@ -156,7 +156,7 @@ def test_a_host_that_differs_is_refused_with_the_reason(
         assert not meeting._hosts
 
 
-def test_another_token_is_not_let_in_and_is_told_so(endpoint: HostEndpoint, model: Path) -> None:
+def test_another_token_is_rejected_with_the_reason(endpoint: HostEndpoint, model: Path) -> None:
     with node0(endpoint, model) as meeting:
         error = Joining(endpoint, model, token=new_token()).ended()
         assert "does not take this host's token" in str(error)
@@ -164,7 +164,9 @@ def test_another_token_is_not_let_in_and_is_told_so(endpoint: HostEndpoint, mode
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_the_engines_socket_hears_nobody_without_the_token(endpoint: HostEndpoint, model: Path, guarded: bool) -> None:
+def test_the_engines_socket_accepts_no_peer_without_the_token(
+    endpoint: HostEndpoint, model: Path, guarded: bool
+) -> None:
     context = zmq.Context()
     with node0(endpoint, model) as meeting:
         engine, stranger, friend = context.socket(zmq.ROUTER), context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -216,7 +218,7 @@ def test_both_sides_wait_for_a_stated_time(endpoint: HostEndpoint, model: Path) 
     assert "no server answered" in str(alone.ended())
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_where(endpoint: HostEndpoint, model: Path) -> None:
+def test_a_port_in_use_is_an_error_that_names_it(endpoint: HostEndpoint, model: Path) -> None:
     with (
         node0(endpoint, model),
         pytest.raises(ConfigError, match=f"cannot listen at {endpoint}"),

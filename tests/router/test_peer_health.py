@@ -60,7 +60,7 @@ def test_losses_of_one_moment_are_one_and_of_one_request_are_its_own_affair() ->
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["lost", "worked", "gone"]), st.integers(0, 3), st.integers(0, 3))))
-def test_nobody_ends_without_losses_since_it_began_and_nobody_for_good_before_both_had_a_try(
+def test_restarts_follow_losses_and_are_final_after_both_were_tried(
     acts: list[tuple[str, int, int]],
 ) -> None:
     suspects = PeerHealth()
@@ -159,7 +159,7 @@ def test_one_whose_runs_fail_begins_again_and_then_serves(monkeypatch: pytest.Mo
     asyncio.run(run())
 
 
-def test_one_that_says_nothing_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.live_controller.SILENT_S", 1.5)
 
     async def run() -> None:

@@ -176,5 +176,5 @@ def test_memory_stays_when_its_owner_is_killed(tmp_path: Path) -> None:
     near.close()
 
 
-def test_a_packet_finds_room_in_an_arena() -> None:
+def test_a_packet_is_placed_in_the_shared_buffer() -> None:
     assert most(arena.ARENA_BYTES) >= outlet.PACKET_BYTES

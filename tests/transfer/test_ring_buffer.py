@@ -52,7 +52,7 @@ def test_places_do_not_meet_and_all_come_back(size: int, steps: list[tuple[str, 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(SIZES, st.data())
-def test_whoever_waits_for_room_is_told_of_it(size: int, data: st.DataObject) -> None:
+def test_a_waiting_request_is_told_when_it_has_room(size: int, data: st.DataObject) -> None:
     """A reader that tells when it is due only, and reads as late as it may: nobody waits for what was read."""
     ring, reader = RingBuffer(size), RingReader(size)
     under_way: list[int] = []

@@ -187,7 +187,7 @@ def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World, name: st
     world.clean()
 
 
-def test_an_answer_goes_on_behind_what_was_said(world: World, expected: Expected) -> None:
+def test_an_answer_continues_after_the_output_so_far(world: World, expected: Expected) -> None:
     """After a loss: prompt and output so far are computed again, and the next token is drawn."""
     prompt, part = prompt_of(33, 4), Part(33 + 3, (0, 3))
     tokens, chances = expected(prompt, 4)

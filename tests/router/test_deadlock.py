@@ -34,7 +34,7 @@ from headway.runtime.cluster.messages import ReserveKv
 from headway.runtime.engine.protocol import EngineStats, SubmitRequest
 
 
-def test_two_that_go_each_others_way_are_a_knot() -> None:
+def test_two_crossing_migrations_are_a_deadlock() -> None:
     assert knotted({"a": [1], "b": [0]}, {}, {0: ["a"], 1: ["b"]}) == {"a", "b"}
     assert knotted({"a": [1], "b": [0]}, {}, {0: ["a"], 1: ["b", "decodes"]}) == set(), "who decodes will end"
     assert knotted({"a": [1]}, {}, {0: ["a"], 1: ["b"]}) == set()
@@ -52,7 +52,7 @@ places = st.integers(0, 3)
     st.dictionaries(names, st.sets(names), max_size=3),
     st.dictionaries(places, st.sets(names), max_size=4),
 )
-def test_a_knot_is_who_is_left_when_all_who_can_go_on_have_gone(
+def test_deadlock_is_the_set_left_after_removing_runnable_requests(
     waits: dict[str, set[int]], behind: dict[str, set[str]], holders: dict[int, set[str]]
 ) -> None:
     """Against a run of the tale itself: whoever waits for nobody ends, and with it what it holds."""
@@ -92,7 +92,7 @@ def looks(attempts: list[RequestAttempt], stats: EngineStats) -> RequestAttempt 
     return found[0] if found else None
 
 
-def test_who_waits_where_nobody_has_anything_is_about_to_be_answered() -> None:
+def test_a_request_waiting_on_an_empty_instance_is_not_deadlocked() -> None:
     one = attempt("a")
     one.whole, one.room = {0}, {1: False}
     assert looks([one], EngineStats()) is None
@@ -139,7 +139,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_of_those_who_wait_for_each_other_the_youngest_begins_anew(quick: None, count: int) -> None:
+def test_of_deadlocked_requests_the_youngest_restarts(quick: None, count: int) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.01, kv_tokens=100, full=True)
         async with running(fake, ("mixed", "mixed"), "tetris") as client:
@@ -165,7 +165,7 @@ def test_of_those_who_wait_for_each_other_the_youngest_begins_anew(quick: None, 
     asyncio.run(run())
 
 
-def test_who_only_waits_for_a_long_decode_waits(quick: None) -> None:
+def test_a_request_behind_a_long_decode_is_not_deadlocked(quick: None) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.01, token_s=0.06, kv_tokens=130, full=True)
         async with running(fake, ("mixed", "mixed"), "tetris") as client:

@@ -29,7 +29,7 @@ def test_what_is_promised_is_the_last_of_each(made: list[tuple[int, str, str, in
             assert promises.on(each) == sum(n for k, n in last.items() if k[0] == each)
 
 
-def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
+def test_reserved_room_is_not_given_to_others_before_a_snapshot_shows_it() -> None:
     world = DecodeWorld(500, 500)
     moves, fleet, attempt = world.moves, world.fleet, world.attempt
     moves.reserve(attempt, 0)
@@ -44,7 +44,7 @@ def test_room_that_was_asked_for_is_nobody_elses_until_it_shows() -> None:
     assert fleet.promises.on(0) == 0
 
 
-def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
+def test_a_shrinking_group_reserves_room_until_its_token_arrives() -> None:
     world = DecodeWorld(500, 500, 500)
     attempt, fleet = world.attempt, world.fleet
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
@@ -57,7 +57,7 @@ def test_a_group_that_shrinks_promises_room_until_its_token_is_there() -> None:
     assert [fleet.promises.on(number) for number in range(3)] == [0] * 3
 
 
-def test_a_decode_that_found_no_room_is_gathered_once_there_is() -> None:
+def test_a_decode_without_room_is_gathered_when_blocks_are_free() -> None:
     world = DecodeWorld(500, 500, in_place=False)
     attempt, fleet = world.attempt, world.fleet
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}

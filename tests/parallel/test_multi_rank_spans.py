@@ -94,7 +94,7 @@ def test_room_is_given_behind_the_operations_that_made_it() -> None:
     assert ranks.told[-1] == GrantSlots("r", ((8, 56),))
 
 
-def test_a_pause_is_told_once_and_what_is_kept_is_that_of_all_ranks() -> None:
+def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
     halted = SpanHalted("r", 16, 1, 100, 10, 200)
     ranks = Ranks(
         READY | {BeginSpan: [both(SpanBegun("r"))], StartSpan: [[], both(SpanComputed("r"))], HoldSpan: [both(halted)]}
@@ -126,7 +126,7 @@ def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
     assert layers == [1, 2]
 
 
-def test_kv_that_becomes_the_request_s_own_is_told_before_its_decode() -> None:
+def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:
     first = EmittedToken("r", 7, None)
     ended: list[RunFromRank] = [SpanEnded("r", first, False, 50), SpanEnded("r", None, False, 50)]
     ranks = Ranks(READY | {BeginSpan: [both(SpanBegun("r"))], FinishSpan: [ended]})

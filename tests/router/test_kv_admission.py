@@ -101,7 +101,7 @@ def test_requests_that_end_promise_nothing() -> None:
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.data())
-def test_what_begins_always_has_room(data: st.DataObject) -> None:
+def test_a_span_that_begins_always_has_room(data: st.DataObject) -> None:
     """Instances that take what is promised, and snapshots that come late, but before the end of a span: no pool is ever
     overfull."""
     world = World(3)

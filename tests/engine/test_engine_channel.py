@@ -97,7 +97,7 @@ async def heard(line: Line) -> int:
     return message.stats.running
 
 
-def test_strangers_who_come_and_go_before_its_peer_is_there_or_after_cut_nothing() -> None:
+def test_strangers_that_connect_and_leave_cut_nothing() -> None:
     async def test(line: Line) -> None:
         await line.strangers()
         peer = line.peer(TOKEN)
@@ -135,7 +135,7 @@ def test_the_end_of_its_peer_is_a_cut_and_what_came_before_can_still_be_read(loo
     go(test)
 
 
-def test_looking_does_not_keep_messages_from_who_waits_for_them() -> None:
+def test_polling_does_not_keep_messages_from_waiting_receivers() -> None:
     async def test(line: Line) -> None:
         peer = line.peer(TOKEN)
         for i in range(200):

@@ -108,7 +108,7 @@ def narrow(checkpoint: Path) -> Iterator[World]:
     one.close()
 
 
-def test_a_run_waits_for_room_and_its_scheduler_goes_on(narrow: World, expected: Expected) -> None:
+def test_the_scheduler_continues_while_a_span_waits_for_room(narrow: World, expected: Expected) -> None:
     part = Part(400, (0,))
     narrow.prefill("a", prompt_of(400), [part])
     narrow.admit("b", prompt_of(400), (0,), GREEDY)
@@ -128,7 +128,7 @@ def test_a_run_waits_for_room_and_its_scheduler_goes_on(narrow: World, expected:
     narrow.clean()
 
 
-def test_a_run_that_waits_for_room_may_be_forgotten(narrow: World) -> None:
+def test_a_span_waiting_for_room_may_be_forgotten(narrow: World) -> None:
     part = Part(400, (0,))
     narrow.prefill("d", prompt_of(400), [part])
     narrow.admit("e", prompt_of(400), (0,), GREEDY)

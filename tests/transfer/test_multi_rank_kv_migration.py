@@ -160,7 +160,7 @@ def _listener(path: str) -> int:
         pytest.param("target", signal.SIGKILL, marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_is_lost_takes_its_instance_and_nobody_else(
+def test_a_lost_rank_takes_only_its_own_instance(
     world: World, expected: Expected, victim: str, how: signal.Signals
 ) -> None:
     """In the middle of a hand-over. The other side is told, and goes on with others."""

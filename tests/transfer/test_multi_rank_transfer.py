@@ -22,7 +22,7 @@ def _ranks() -> tuple[MultiRankKvTransfer, list[Any]]:
     return MultiRankKvTransfer(cast(MultiProcessExecutor, executor), lambda: ()), told
 
 
-def test_a_room_is_open_and_whole_by_words_of_its_own_life() -> None:
+def test_a_reservation_counts_only_messages_of_its_own_life() -> None:
     ranks, told = _ranks()
     ranks.receive("r", 10, ())
     ranks.forget("r")
@@ -43,7 +43,7 @@ def test_a_room_is_open_and_whole_by_words_of_its_own_life() -> None:
     assert [received.piece for received in ranks.finished().received] == [2]
 
 
-def test_a_room_that_was_forgotten_is_not_told_of() -> None:
+def test_a_forgotten_reservation_is_not_reported() -> None:
     ranks, told = _ranks()
     ranks.receive("r", 10, ())
     for rank in (0, 1):
@@ -52,7 +52,7 @@ def test_a_room_that_was_forgotten_is_not_told_of() -> None:
     assert not ranks.opened()
 
 
-def test_ranks_are_told_what_is_there() -> None:
+def test_ranks_are_told_which_kv_is_there() -> None:
     ranks, told = _ranks()
     ranks.tokens_are_there("r", 40, ())
     assert told == [RankHolds(7, 40)]

@@ -105,7 +105,7 @@ def test_a_receiver_that_is_killed_half_way(trio: World, expected: Expected) -> 
     hands_over(trio, expected, "kr2", 1, 2)
 
 
-def test_a_receiver_that_hangs_holds_nobody_up(trio: World, expected: Expected) -> None:
+def test_a_receiver_that_hangs_delays_no_other(trio: World, expected: Expected) -> None:
     prompt = prompt_of(77, 4)
     reserve(trio, 2, "h", 77)
     trio[2].signal(signal.SIGSTOP)

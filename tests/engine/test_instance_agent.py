@@ -188,7 +188,7 @@ def test_the_scheduler_steps_between_layers_where_it_may(world: tuple[Computing,
     assert loop.steps == (LAYERS if beside else 0)
 
 
-def test_a_forgotten_run_ends_behind_its_layer_and_says_nothing(world: tuple[Computing, Turning]) -> None:
+def test_a_forgotten_span_ends_after_its_layer_without_a_message(world: tuple[Computing, Turning]) -> None:
     computing, loop = world
     admit(loop, "a")
     compute(loop, "a")
@@ -278,7 +278,7 @@ def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tup
     assert used(loop) == 0
 
 
-def test_who_is_forgotten_for_now_may_come_again(world: tuple[Computing, Turning], monkeypatch: Any) -> None:
+def test_a_request_forgotten_for_now_may_return(world: tuple[Computing, Turning], monkeypatch: Any) -> None:
     _, loop = world
     gone: list[str] = []
     monkeypatch.setattr(loop.member._peers, "forget", gone.append)

@@ -39,7 +39,7 @@ def test_the_first_token_is_that_of_one_process(world: World, expected: Expected
     world.clean()
 
 
-def test_whoever_hears_that_a_span_is_done_has_heard_what_it_holds(world: World) -> None:
+def test_a_stats_snapshot_precedes_span_done(world: World) -> None:
     """Else a decode is gathered where its own KV leaves no room for all of it."""
     names = [f"held-{number}" for number in range(6)]
     for count, name in enumerate(names, start=1):

@@ -53,5 +53,5 @@ def test_each_thread_has_cores_of_its_own_after_a_pause_and_all_of_them_otherwis
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core")
-def test_nothing_is_bound_where_the_user_has_said_where_threads_run() -> None:
+def test_nothing_is_pinned_where_the_user_has_pinned_threads() -> None:
     assert run(KMP_AFFINITY="none") == ["True", "True", "True", "False", "0 False True 0"]

@@ -51,7 +51,7 @@ def test_over_several_workers(degrees: tuple[int, int, int], free: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_longest_request_is_said_by_numbers(groups: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_longest_request_is_described_by_numbers(groups: int, caplog: pytest.LogCaptureFixture) -> None:
     """Groups share a request: together they hold it."""
     path = embedded.model_path() / "config.json"
     shape = read_config(read_json(path), None, str(path))

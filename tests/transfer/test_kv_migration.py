@@ -134,7 +134,7 @@ def test_kv_that_came_can_go_on_to_another(trio: World, expected: Expected) -> N
     end(trio, "on")
 
 
-def test_who_asks_first_gets_room_first_and_all_of_it(trio: World, expected: Expected) -> None:
+def test_the_first_to_ask_gets_room_first_and_completely(trio: World, expected: Expected) -> None:
     """Room for 800: 600, then 300 that wait, then 100 that would fit and do not overtake."""
     prompt = prompt_of(300, 7)
     first = first_token(trio, 0, "second", prompt, max_tokens=5)

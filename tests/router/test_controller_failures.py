@@ -71,7 +71,7 @@ def test_a_policy_that_cannot_say_when_to_wake_it_is_asked_on(monkeypatch: pytes
     asyncio.run(run())
 
 
-def test_what_goes_wrong_when_all_is_settled_is_laid_to_nobody(
+def test_an_error_while_settling_is_attributed_to_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settle, calls = ClusterController.settle, 0
@@ -97,7 +97,7 @@ def test_what_goes_wrong_when_all_is_settled_is_laid_to_nobody(
 
 
 @pytest.mark.parametrize("where", ["arrive", "sent"])
-def test_who_cannot_be_placed_or_sent_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_request_that_cannot_be_placed_blocks_no_other(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     real = getattr(ClusterController, where)
 
     def fails(machine: ClusterController, what: Any, *more: Any) -> Any:

@@ -140,7 +140,7 @@ def test_kv_of_a_group_goes_to_instances_of_any_size(
     world.clean()
 
 
-def test_an_instance_of_one_process_hands_over_to_one_of_two(world: World, expected: Expected) -> None:
+def test_an_instance_of_one_process_transfers_kv_to_one_of_two(world: World, expected: Expected) -> None:
     parts = [Part(40, (ONE,)), Part(35, (ONE,), rows=8)]
     word = hand_over(world, "up", prompt_of(75), parts, 0, "meanwhile")
     assert word.delta is not None
@@ -270,7 +270,7 @@ def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) 
     world.clean()
 
 
-def test_a_run_that_waits_for_room_goes_on_or_is_forgotten(world: World, expected: Expected) -> None:
+def test_a_span_waiting_for_room_continues_or_is_forgotten(world: World, expected: Expected) -> None:
     """The scheduler goes on meanwhile."""
     info = world[1].info
     assert info is not None

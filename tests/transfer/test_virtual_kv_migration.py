@@ -141,7 +141,7 @@ def test_both_sides_forget_while_kv_is_on_its_way(make: Make) -> None:
     assert not [word for one in (pair.source, pair.target) for word in one.words if isinstance(word, SpanTaskLost)]
 
 
-def test_a_rank_that_is_cut_off_is_told_of(make: Make) -> None:
+def test_a_rank_that_is_cut_off_is_reported(make: Make) -> None:
     """Its part of a piece will not come; the other ranks' parts are not taken for the piece."""
     pair = make(2, 1)
     prompt = prompt_of(100)
