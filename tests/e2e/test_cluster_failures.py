@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, pid_of, until, write
+from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, pid_of, write
 from tests.helpers.cluster_streams import (
     ANSWER_TOKENS,
     LONG_PROMPT,
@@ -24,6 +24,7 @@ from tests.helpers.cluster_streams import (
 )
 from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.http_probe import metric
+from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main

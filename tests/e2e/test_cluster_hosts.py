@@ -12,11 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import APART, CLUSTER, instances, pid_of, until, write
+from tests.helpers.cluster_probe import APART, CLUSTER, instances, pid_of, write
 from tests.helpers.cluster_streams import ANSWER_TOKENS, ClientStream, decoding, handing_over
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
 from tests.helpers.namespaces import NODE0, Hosts, Running, inside
+from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main

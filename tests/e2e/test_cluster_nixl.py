@@ -8,10 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.helpers.cluster_probe import APART, cluster, pid_of, until, write
+from tests.helpers.cluster_probe import APART, cluster, pid_of, write
 from tests.helpers.cluster_streams import ANSWER_TOKENS, LONG_PROMPT, SHORT_PROMPT, ClientStream, decoding
 from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.http_probe import metric
+from tests.helpers.polling import until
 
 pytest.importorskip("nixl")
 

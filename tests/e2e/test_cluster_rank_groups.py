@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.cluster_probe import cluster, instances, rank_pids, until, write
+from tests.helpers.cluster_probe import cluster, instances, rank_pids, write
 from tests.helpers.cluster_streams import (
     ANSWER_TOKENS,
     LONG_PROMPT,
@@ -24,6 +24,7 @@ from tests.helpers.cluster_streams import (
 )
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
+from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main

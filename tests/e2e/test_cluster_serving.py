@@ -8,9 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import APART, MIXED, cluster, until, write
+from tests.helpers.cluster_probe import APART, MIXED, cluster, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
+from tests.helpers.polling import until
 
 from headway.cli.main import main
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import APART, cluster, instances, until, write
+from tests.helpers.cluster_probe import APART, cluster, instances, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import streamed_ids
+from tests.helpers.polling import until
 
 from headway.cli.main import main
 

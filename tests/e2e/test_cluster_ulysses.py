@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, until, write
+from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
+from tests.helpers.polling import until
 
 LONGS = [prompt_of(40 + seed, length) for seed, length in enumerate((1500, 1400, 1100))]
 """Each has more KV than is free on one of its two instances once each of these has its half."""

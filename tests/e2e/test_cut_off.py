@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import cluster, pid_of, rank_pids, until, write
+from tests.helpers.cluster_probe import cluster, pid_of, rank_pids, write
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.http_probe import metric_reaches, model_of
+from tests.helpers.polling import until
 
 from headway.serving.load.server_process import ServerProcess
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import httpx
 import pytest
 from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.http_probe import metric, stream
+from tests.helpers.polling import until
 from tests.helpers.process_tree import child_pids, ends_soon
 
 from headway.serving.load.server_process import ServerProcess
@@ -112,9 +112,8 @@ def test_a_server_that_is_killed_leaves_its_requests_to_the_next(
         assert 100 < told < COUNT
         assert ends_soon(engine)
     with ServerProcess(arguments) as running:
-        deadline = time.monotonic() + 60
-        while (found := httpx.get(f"{running.url}/v1/requests/mine")).status_code == 202:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        answer = f"{running.url}/v1/requests/mine"
+        until(lambda: httpx.get(answer).status_code != 202)
+        found = httpx.get(answer)
         assert found.json()["choices"][0]["token_ids"] == wanted
         assert metric(running.url, "headway_decode_tokens_computed_total") < COUNT - 90

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from tests.helpers.fake_executor import answer
+from tests.helpers.polling import eventually
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import SamplingParams
@@ -62,8 +63,7 @@ def test_streams_go_on_where_they_were(fault: signal.Signals) -> None:
         counted = client.stats.decode_tokens_total
         pid = client.pid
         os.kill(pid, fault)
-        while client.state == "ready":
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.state != "ready")
         assert client.state == "recovering"
         late = asyncio.create_task(tokens(stream(client, "late", [9], 5)))
         gone = stream(client, "left", [8], 10**6)
@@ -103,8 +103,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
         await tokens(one, 2)
         first = client.pid
         os.kill(first, signal.SIGKILL)
-        while client.pid == first or client.state != "ready":
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.pid != first and client.state == "ready")
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"has ended with SIGKILL; the engine started again 1 times"):
             await tokens(one)
@@ -138,8 +137,7 @@ def test_an_engine_that_cannot_be_understood_is_ended() -> None:
         with pytest.raises(UnavailableError, match="cannot be looked after"):
             await tokens(stream(client, "a", [1, 2], 10**7))
         assert client.state == "lost"
-        while client._child.process.poll() is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client._child.process.poll() is not None)
         await client.drain()
 
     go(test, model="garbles")
@@ -181,8 +179,7 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
         for _ in range(2):
             pid = client.pid
             os.kill(pid, signal.SIGKILL)
-            while client.pid == pid or client.state != "ready":
-                await asyncio.sleep(0.01)
+            await eventually(lambda pid=pid: client.pid != pid and client.state == "ready")
         assert client.info.kv_bytes == 4
         assert [config.kv_cache_bytes for config in seen] == [asked, asked or 4, asked or 4]
 
@@ -215,11 +212,9 @@ def test_an_engine_that_is_gone_for_good_holds_nothing_and_has_counted_what_it_d
         streams = [stream(client, f"r{i}", [i, 1], 10**7) for i in range(3)]
         for one in streams:
             await tokens(one, 2)
-        while client.stats.running + client.stats.waiting < 3:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.stats.running + client.stats.waiting >= 3)
         os.kill(client.pid, signal.SIGKILL)
-        while client.state != "lost":
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.state == "lost")
         stats = client.stats
         assert (stats.running, stats.waiting, stats.kv_tokens_used, stats.kv_tokens_total) == (0, 0, 0, 0)
         assert not stats.recovering

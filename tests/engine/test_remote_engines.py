@@ -19,6 +19,7 @@ import pytest
 import zmq
 from tests.helpers.fake_executor import answer
 from tests.helpers.host_agent_process import NODES, TOKEN
+from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
@@ -125,15 +126,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
-    async with within(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def pid(engine: RemoteEngine) -> int:
     """Of its process, as soon as its host has said it."""
-    await until(lambda: engine.process.pid)
+    await eventually(lambda: engine.process.pid)
     assert engine.process.pid is not None
     return engine.process.pid
 
@@ -160,12 +155,12 @@ def test_engines_of_two_hosts_answer_and_each_goes_its_way() -> None:
             orphan = await pid(three)
             agents[2].kill()
             assert await three.wait_until_exited() == "was cut off: its connection has ended"
-            await until(lambda: not alive(orphan))
+            await eventually(lambda: not alive(orphan))
             waiting = cluster.engine(3)
             cluster.agent(2)
             await said(waiting, EngineInfo)
             last = await pid(waiting)
-        await until(lambda: not alive(last))
+        await eventually(lambda: not alive(last))
 
     go(test)
 
@@ -181,7 +176,7 @@ def test_one_that_hangs_is_noticed_and_ended_there() -> None:
             os.kill(hung, signal.SIGSTOP)
             assert await engine.wait_until_exited() == "was not heard of for 1 s: it hangs, or is cut off"
             engine.end()
-            await until(lambda: not alive(hung))
+            await eventually(lambda: not alive(hung))
 
     go(test)
 
@@ -236,9 +231,9 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
             launch = host_launcher(1, Path(__file__).parent, cluster.meeting, peers_secret(TOKEN))
             instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
             life = asyncio.create_task(instance.look_after(Told()))
-            await until(lambda: instance.state == "ready")
+            await eventually(lambda: instance.state == "ready")
             agent.terminate()
-            await until(lambda: instance.state == "lost")
+            await eventually(lambda: instance.state == "lost")
             assert instance.pid == 0
             await life
             assert instance.state == "failed"

@@ -67,10 +67,3 @@ class Caller:
         """The JSON of all `data:` events but [DONE]."""
         lines = [line[6:] for line in self.received.split(b"\n\n") if line.startswith(b"data: ")]
         return [json.loads(line) for line in lines if line != b"[DONE]"]
-
-
-async def until(condition: Any) -> None:
-    """Let the loop run until `condition()` holds."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -20,8 +20,9 @@ from typing import Any
 
 import httpx
 from tests.helpers.chaos_links import processes
-from tests.helpers.cluster_probe import instances, pid_of, rank_pids, until
+from tests.helpers.cluster_probe import instances, pid_of, rank_pids
 from tests.helpers.http_probe import model_of
+from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
 
 from headway.serving.load.server_process import ServerProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from tests.helpers.fake_instances import FakeCluster
 
@@ -118,11 +118,3 @@ async def ask(client: ClusterClient, name: str, prompt: list[int], count: int = 
 
 def prompt(seed: int, length: int) -> list[int]:
     return [3 + (seed * 7919 + i * i * 31 + i * 17) % 300 for i in range(length)]
-
-
-async def until(true: Callable[[], object], what: str = "") -> None:
-    for _ in range(2000):
-        if true():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(what or "it did not happen")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +54,6 @@ def pid_of(url: str, number: int) -> int:
     """The process of an instance."""
     (pid,) = (each["pid"] for each in instances(url) if each["id"] == number)
     return int(pid)
-
-
-def until(true: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Poll; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def rank_pids(url: str, number: int) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from tests.helpers.polling import until
 
 
 def complete(url: str, prompt: list[int] | str, max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -79,12 +79,11 @@ def metric(url: str, name: str) -> float:
 
 def metric_reaches(url: str, name: str, reached: Any, timeout_s: float = 30.0) -> float:
     """Poll until `reached(value)`; fails the test after `timeout_s`."""
-    waited = threading.Event()
-    left = int(timeout_s / 0.02)
-    while left:
-        value = metric(url, name)
-        if reached(value):
-            return value
-        waited.wait(0.02)
-        left -= 1
-    raise AssertionError(f"{name} is {metric(url, name)} after {timeout_s} s")
+    values: list[float] = []
+
+    def now() -> object:
+        values.append(metric(url, name))
+        return reached(values[-1])
+
+    until(now, timeout_s, f"{name} is not there")
+    return values[-1]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from tests.helpers.polling import until
 
 
 def child_pids(pid: int) -> list[int]:
@@ -20,9 +21,8 @@ def is_running(pid: int) -> bool:
 
 def ends_soon(pid: int, timeout_s: float = 10.0) -> bool:
     """Whether the process ends within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
+    try:
+        until(lambda: not is_running(pid), timeout_s)
+    except AssertionError:
+        return False
     return True

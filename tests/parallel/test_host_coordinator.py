@@ -8,8 +8,7 @@ import select
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.polling import until
 
 from headway.core.errors import CheckpointError, ConfigError
 from headway.perf.latency.layout import ParallelLayout
@@ -91,13 +91,6 @@ class Joining:
     def leave(self) -> None:
         self.host.end()
         assert self.ended() is None
-
-
-def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.02)
 
 
 # -- who is let in ---------------------------------------------------------------------------------------------------

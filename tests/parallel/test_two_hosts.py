@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.namespaces import Hosts, Running
+from tests.helpers.polling import until
 from tests.helpers.rank_serving import greedy, prompt_of
 
 HEADWAY = (sys.executable, "-m", "headway.cli.main")
@@ -61,13 +61,6 @@ def ready(hosts: Hosts, *running: Running) -> bool:
     for one in running:
         assert one.process.poll() is None, one.said
     return "Uvicorn running" in running[0].said and get(hosts, "/health").get("status") == "ready"
-
-
-def until(condition: Callable[[], object], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.1)
 
 
 def get(hosts: Hosts, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.helpers.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running, until
+from tests.helpers.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running
 from tests.helpers.fake_instances import FakeCluster, answer
+from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
@@ -100,9 +101,9 @@ def test_the_bound_is_that_of_the_instances_that_are_in_the_cluster() -> None:
             await asyncio.sleep(0.01)
             with pytest.raises(OverloadedError, match="128 requests are waiting"):
                 await ask(client, "more", prompt(0, 5))
-            await until(lambda: len(client.report().instances) == 1)
+            await eventually(lambda: len(client.report().instances) == 1)
             client.join(0)
-            await until(lambda: client.report().instances[1].state == "ready")
+            await eventually(lambda: client.report().instances[1].state == "ready")
             asks.append(asyncio.create_task(ask(client, "more", prompt(0, 5))))
             await asyncio.sleep(0.01)
             assert not asks[-1].done()
@@ -117,7 +118,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
         fake = FakeCluster(run_s=0.03)
         async with running(fake, ("prefill", "decode"), "pecsched", {"long_tokens": 100}) as client:
             long = asyncio.create_task(ask(client, "long", prompt(0, 400)))
-            await until(lambda: fake.said(ComputeSpan))
+            await eventually(lambda: fake.said(ComputeSpan))
             assert client._live is not None
             (entry,) = client._live.machine.journeys["long#1"].entries
             assert await ask(client, "short", prompt(1, 20)) == answer(prompt(1, 20), 4)
@@ -164,7 +165,7 @@ def test_a_late_loss_report_of_a_continued_decode_is_ignored() -> None:
         fake = FakeCluster(run_s=0.2)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             asked = asyncio.create_task(ask(client, "a", prompt(0, 300)))
-            await until(lambda: fake.said(SubmitRequest))
+            await eventually(lambda: fake.said(SubmitRequest))
             for process in fake.processes.values():
                 process._say(SpanTaskLost("a#1", "what it had of a movement that nobody waits for"))
             assert await asked == answer(prompt(0, 300), 4)
@@ -179,7 +180,7 @@ def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> 
         async with running(fake, ("mixed",) * 3, "jsq") as client:
             poison = asyncio.create_task(ask(client, "poison", prompt(0, 300)))
             for losses in range(21):
-                await until(lambda: len(fake.said(SubmitRequest)) > losses)  # noqa: B023
+                await eventually(lambda: len(fake.said(SubmitRequest)) > losses)  # noqa: B023
                 (at,) = (number for number, process in fake.processes.items() if process.scheduled)
                 fake.kill(at)
             with pytest.raises(UnavailableError, match="21 instances were lost with the request on them"):
@@ -196,7 +197,7 @@ def test_a_joining_instance_needs_the_kv_room_of_its_pool() -> None:
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             fake.longest[2] = client.info.max_model_len - 1
             client.join(0)
-            await until(lambda: client.report().instances[2].state == "failed")
+            await eventually(lambda: client.report().instances[2].state == "failed")
             assert "and this cluster serves such of up to" in (client.report().instances[2].failure or "")
             assert fake.kv_bytes == [1001]
             assert await ask(client, "a", prompt(0, 30)) == answer(prompt(0, 30), 4)
@@ -215,10 +216,10 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
             assert client.join(0).state == "starting"
             with pytest.raises(RequestError, match="pool 0"):
                 client.join(1)
-            await until(lambda: client.report().instances[2].state == "ready")
+            await eventually(lambda: client.report().instances[2].state == "ready")
             assert {peer.instance for peer in fake.said(MeetPeers)[-1].peers} == {0, 1, 2}
             asks += [asyncio.create_task(ask(client, f"b{n}", prompt(n, 60), 20)) for n in range(6)]
-            await until(lambda: client.report().instances[2].placed)
+            await eventually(lambda: client.report().instances[2].placed)
             assert client.leave(0).state == "draining"
             assert client.leave(0).state == "draining"
             asks += [asyncio.create_task(ask(client, f"c{n}", prompt(n, 300), 5)) for n in range(3)]
@@ -227,13 +228,13 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
             wanted += [answer(prompt(n, 60), 20) for n in range(6)] + [answer(prompt(n, 300), 5) for n in range(3)]
             assert answers == wanted
             assert not any(name.startswith("c") for number, name in begun(fake) if number == 0)
-            await until(lambda: [each.id for each in client.report().instances] == [1, 2])
+            await eventually(lambda: [each.id for each in client.report().instances] == [1, 2])
             client.leave(1)
-            await until(lambda: len(client.report().instances) == 1)
+            await eventually(lambda: len(client.report().instances) == 1)
             with pytest.raises(RequestError, match="cannot leave: without it no instance is there"):
                 client.leave(2)
             assert client.join(0).id == 0
-            await until(lambda: client.report().instances[0].state == "ready")
+            await eventually(lambda: client.report().instances[0].state == "ready")
             assert client.report().instances[0].incarnation == 1
             assert await ask(client, "d", prompt(3, 300)) == answer(prompt(3, 300), 4)
 
@@ -254,9 +255,9 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         client = router(fake, ("mixed",), "jsq")
         await client.start()
         said = asyncio.create_task(ask(client, "a", prompt(0, 20), 30))
-        await until(lambda: client._live is not None and client._live.asked and client._live.asked["a"].told)
+        await eventually(lambda: client._live is not None and client._live.asked and client._live.asked["a"].told)
         fake.kill(0)
-        await until(lambda: client.state == "recovering")
+        await eventually(lambda: client.state == "recovering")
         waits = asyncio.create_task(ask(client, "b", prompt(1, 20)))
         assert await said == answer(prompt(0, 20), 30)
         assert await waits == answer(prompt(1, 20), 4)
@@ -267,7 +268,7 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         with pytest.raises(RequestError, match="largest instance"):
             await last
         last = asyncio.create_task(ask(client, "c", prompt(0, 20), 5000))
-        await until(lambda: client._live is not None and "c" in client._live.asked)
+        await eventually(lambda: client._live is not None and "c" in client._live.asked)
         fake.kill(0)
         with pytest.raises(UnavailableError, match="nobody is left"):
             await asyncio.wait_for(last, 5)
@@ -356,9 +357,9 @@ def test_an_abort_is_sent_where_the_request_is() -> None:
         fake = FakeCluster(run_s=1.0)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             gone = asyncio.create_task(ask(client, "gone", prompt(0, 30)))
-            await until(lambda: fake.said(SubmitRequest))
+            await eventually(lambda: fake.said(SubmitRequest))
             gone.cancel()
-            await until(lambda: fake.said(AbortRequest))
+            await eventually(lambda: fake.said(AbortRequest))
             assert [(n, m.id) for n, m in fake.log if isinstance(m, AbortRequest)] == [(0, "gone#1")]
 
     asyncio.run(run())

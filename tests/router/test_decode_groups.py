@@ -6,9 +6,10 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from tests.helpers.cluster_clients import ask, prompt, running, until
+from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.fake_instances import FakeCluster, answer
+from tests.helpers.polling import eventually
 
 from headway.control.transfer_queue import KvSlice
 from headway.core.span import Strategy
@@ -227,7 +228,7 @@ def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:
         fake = FakeCluster(run_s=0.002, token_s=0.002)
         async with running(fake, ("prefill", "decode"), "tetris", {"sizes": [1]}) as client:
             asked = asyncio.create_task(ask(client, "r", prompt(1, 60), 20))
-            await until(lambda: fake.processes[1].scheduled)
+            await eventually(lambda: fake.processes[1].scheduled)
             (name,) = fake.processes[1].scheduled
             fake.processes[1]._leave(name)
             fake.processes[1]._delta(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.helpers.cluster_clients import ask, prompt, router, running, until
+from tests.helpers.cluster_clients import ask, prompt, router, running
 from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
+from tests.helpers.polling import eventually
 
 from headway.core.errors import UnavailableError
 from headway.runtime.cluster.messages import ComputeSpan
@@ -19,19 +20,19 @@ def test_one_that_dies_while_it_is_drained_has_left() -> None:
         fake = FakeCluster(token_s=0.002)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30), 40)) for n in range(4)]
-            await until(
+            await eventually(
                 lambda: {number for number, message in fake.log if isinstance(message, SubmitRequest)} == {0, 1}
             )
             assert client.leave(0).state == "draining"
             fake.kill(0)
-            await until(lambda: [each.id for each in client.report().instances] == [1])
+            await eventually(lambda: [each.id for each in client.report().instances] == [1])
             begun = len(fake.log)
             assert await asyncio.gather(*asks) == [answer(prompt(n, 30), 40) for n in range(4)]
             assert {number for number, m in fake.log[begun:] if isinstance(m, SubmitRequest | ComputeSpan)} <= {1}
             assert fake.processes[0].serial == 0, "it was not started again"
             assert client.join(0).incarnation == 1
 
-            await until(lambda: client.report().instances[0].state == "ready")
+            await eventually(lambda: client.report().instances[0].state == "ready")
 
     asyncio.run(run())
 
@@ -43,13 +44,13 @@ def test_a_cluster_that_all_have_left_has_figures_and_can_be_joined() -> None:
         await client.start()
         assert await ask(client, "a", prompt(0, 20)) == answer(prompt(0, 20), 4)
         fake.kill(0)
-        await until(lambda: client.report().instances[0].state == "failed")
+        await eventually(lambda: client.report().instances[0].state == "failed")
         client.leave(0)
-        await until(lambda: not client.report().instances)
+        await eventually(lambda: not client.report().instances)
         assert client.state == "lost"
         assert client.stats.running == client.stats.waiting == 0
         client.join(0)
-        await until(lambda: client.state != "recovering")
+        await eventually(lambda: client.state != "recovering")
         await client.close()
 
     asyncio.run(run())
@@ -75,12 +76,12 @@ def test_one_that_is_still_starting_can_be_drained(monkeypatch: pytest.MonkeyPat
         fake = FakeCluster(start_s=30.0)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             client.leave(1)
-            await until(lambda: len(client.report().instances) == 1)
+            await eventually(lambda: len(client.report().instances) == 1)
             assert client.join(0).id == 1
             await asyncio.sleep(0.01)
             assert client.report().instances[1].state == "starting"
             client.leave(1)
-            await until(lambda: len(client.report().instances) == 1)
+            await eventually(lambda: len(client.report().instances) == 1)
             assert client.join(0).incarnation == 2
 
     asyncio.run(run())

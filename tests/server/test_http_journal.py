@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.asgi_driver import Caller, until
+from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine, echo, fail
+from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError, OverloadedError, UnavailableError
 from headway.serving.app import create_app
@@ -41,7 +42,7 @@ async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: in
     async with connect(journal=str(folder)) as client:
         headers = {"x-request-id": "mine"}
         sent = asyncio.create_task(client.post(PATH, json={**BODY, **body}, headers=headers))
-        await until(lambda: engine.sent >= tokens and engine.submits)
+        await eventually(lambda: engine.sent >= tokens and engine.submits)
         await asyncio.sleep(0.02)
         server = client._transport.app.state.headway
         server.close_journal()
@@ -68,7 +69,7 @@ async def test_the_next_server_finishes_it_and_keeps_the_answer(
     assert left(tmp_path) == {"mine": WANTED[:tokens]}
     continuing(engine)
     async with connect(journal=str(tmp_path)) as client:
-        await until(lambda: engine.finished)
+        await eventually(lambda: engine.finished)
         (submit,) = engine.submits
         assert submit.resubmitted
         assert list(submit.output) == WANTED[:tokens]
@@ -103,7 +104,7 @@ async def test_while_it_runs_the_answer_is_202_and_a_stream_follows_it(
     continuing(engine)
     engine.gate = asyncio.Semaphore(0)
     async with connect(journal=str(tmp_path)) as client:
-        await until(lambda: engine.sent == 1)
+        await eventually(lambda: engine.sent == 1)
         await asyncio.sleep(0.01)
         answer = await client.get("/v1/requests/mine")
         assert answer.status_code == 202
@@ -127,7 +128,7 @@ async def test_stop_strings_logprobs_and_batches_come_back_as_they_were_asked(
     async with connect(journal=str(tmp_path)) as client:
         plain = {"model": "fake-model", "prompt": [ids("xyz"), ids("abc")], "max_tokens": 9, "stop": ["by"]}
         wanted = (await client.post(PATH, json={**plain, "logprobs": 1, "return_token_ids": True})).json()
-        await until(lambda: len(engine.submits) >= 4 and not engine.running)
+        await eventually(lambda: len(engine.submits) >= 4 and not engine.running)
         await asyncio.sleep(0.02)
         found = (await client.get("/v1/requests/mine")).json()
         assert found["choices"] == wanted["choices"]
@@ -153,7 +154,7 @@ async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine:
     await interrupted(connect, engine, tmp_path, 2)
     continuing(engine)
     async with connect(journal=str(tmp_path), journal_keep_s=0.05) as client:
-        await until(lambda: engine.finished)
+        await eventually(lambda: engine.finished)
         await asyncio.sleep(0.2)
         assert (await client.get("/v1/requests/mine")).status_code == 404
     assert left(tmp_path) == {}
@@ -167,7 +168,7 @@ async def test_of_two_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEn
     journal.close()
     continuing(engine)
     async with connect(journal=str(tmp_path)) as client:
-        await until(lambda: engine.finished)
+        await eventually(lambda: engine.finished)
         await asyncio.sleep(0.01)
         assert engine.prompts[-1] == [8, 9]
         found = (await client.get("/v1/requests/mine")).json()
@@ -180,7 +181,7 @@ async def test_who_follows_a_stream_hears_that_it_was_deleted(connect: Any, engi
     continuing(engine)
     engine.gate = asyncio.Semaphore(0)
     async with connect(journal=str(tmp_path)) as client:
-        await until(lambda: engine.sent == 1)
+        await eventually(lambda: engine.sent == 1)
         following = asyncio.create_task(client.get("/v1/requests/mine?stream=true"))
         await asyncio.sleep(0.02)
         assert (await client.delete("/v1/requests/mine")).json()["status"] == "deleted"
@@ -188,7 +189,7 @@ async def test_who_follows_a_stream_hears_that_it_was_deleted(connect: Any, engi
             events = [json.loads(line[6:]) for line in (await following).text.splitlines() if line.startswith("data: ")]
         assert [t for one in events[:-1] for t in one["choices"][0]["token_ids"]] == WANTED[:3]
         assert (events[-1]["error"]["code"], events[-1]["error"]["message"]) == (404, "the request was deleted")
-        await until(lambda: engine.aborted and not client._transport.app.state.headway.in_flight)
+        await eventually(lambda: engine.aborted and not client._transport.app.state.headway.in_flight)
     assert left(tmp_path) == {}
 
 
@@ -210,7 +211,7 @@ async def test_taken_up_again_and_given_up_it_is_left_to_the_next_server(
     await interrupted(connect, engine, tmp_path, 2)
     giving_up(engine, after=1)
     async with connect(journal=str(tmp_path), journal_keep_s=0.01) as client:
-        await until(lambda: engine.state == "lost")
+        await eventually(lambda: engine.state == "lost")
         await asyncio.sleep(0.1)
         assert (await client.get("/v1/requests/mine")).status_code == 503
         if forgotten:
@@ -233,7 +234,7 @@ async def test_an_answer_that_is_sent_after_the_drained_engine_ended_is_not_left
     async with application(journal=str(tmp_path)) as app:
         caller = Caller(app, PATH, {**BODY, "stream": True})
         caller.stall()
-        await until(lambda: engine.finished)
+        await eventually(lambda: engine.finished)
         engine.state = "lost"
         assert app.state.headway.in_flight == 1
         caller.resume()

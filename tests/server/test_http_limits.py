@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.asgi_driver import Caller, until
+from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError
 from headway.core.request import Slo
@@ -86,7 +87,7 @@ async def test_flood_gets_429_and_the_rest_is_served(application: Any, engine: F
     engine.hold = asyncio.Event()
     async with application(max_concurrent_requests=3) as app:
         calls = [Caller(app, PATH, BODY) for _ in range(3)]
-        await until(lambda: len(engine.running) == 3)
+        await eventually(lambda: len(engine.running) == 3)
         refused = [Caller(app, PATH, {**BODY, "stream": bool(number % 2)}) for number in range(20)]
         for call in refused:
             await call.done()

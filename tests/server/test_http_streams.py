@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.helpers.asgi_driver import Caller, until
+from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine, fail, say
+from tests.helpers.polling import eventually
 
 from headway.core.errors import OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import OutputDelta
@@ -137,7 +138,7 @@ async def test_client_leaves_during_prefill(application: Any, engine: FakeEngine
     engine.hold = asyncio.Event()
     async with application() as app:
         call = Caller(app, PATH, {**BODY, "stream": stream})
-        await until(lambda: engine.running)
+        await eventually(lambda: engine.running)
         call.leave()
         await call.done()
         assert engine.aborted == [engine.submits[0].id]
@@ -150,7 +151,7 @@ async def test_client_leaves_during_decode(application: Any, engine: FakeEngine,
     engine.gate = asyncio.Semaphore(2)
     async with application() as app:
         call = Caller(app, PATH, {**BODY, "stream": stream, "prompt": [[2], [3]]})
-        await until(lambda: engine.sent >= 3)
+        await eventually(lambda: engine.sent >= 3)
         call.leave()
         await call.done()
         assert sorted(engine.aborted) == sorted(submit.id for submit in engine.submits)
