@@ -1,8 +1,9 @@
-"""What a `Machine` has done by others: everything that computes, moves bytes, or knows how long that takes.
+"""The seam below `ClusterController`: everything that computes, moves bytes, or predicts how long that takes.
 
-The simulator's hands let virtual time pass; a router's send messages to instances; a replay's read a log. Hands say
-nothing back from inside a call, but what it returns or raises (and `Machine.cancel` from within `forget`): what has
-become of something is told by a callback of the machine, later.
+The simulator's backend lets virtual time pass, the live one sends messages to instances, and a replay's reads a log. A
+backend reports outcomes later, through the controller's callbacks; during a call it only returns or raises (and may
+call
+`ClusterController.cancel` from `forget`).
 """
 
 from __future__ import annotations
@@ -20,90 +21,94 @@ from headway.core.span import Phase, Span
 
 
 class ActionImpossible(Exception):  # noqa: N818 - caught where it is raised for
-    """An action cannot be carried out; says why. The policy is told `Refused`."""
+    """An action cannot be carried out; the message says why. The policy receives `ActionRefused`."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
-    """What the schedulers of an instance have: when their prefills will be done (absolute, predicted), prompt tokens
-    that are not computed, KV tokens that are leased, requests."""
+    """Load of the schedulers of one instance."""
 
     free_at_s: float = 0.0
+    """Predicted absolute time at which their prefills are done."""
     queued: float = 0.0
+    """Prompt tokens that are not computed."""
     used: int = 0
+    """KV tokens that are leased."""
     running: int = 0
+    """Requests."""
 
 
 class InstanceBackend(Protocol):
-    """One a machine. `now`: the time that the machine was given with the callback which led here."""
+    """One for each controller. `now`: the time given to the controller with the callback that led to the call."""
 
-    # -- what it expects ----------------------------------------------------------------------------------------------
+    # -- predictions --------------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
-        """Predicted seconds of one span on its group, over so many nodes, alone; or of several requests' spans as one
-        batch. before: the group of the span before it, whose KV has to be spread over this one's."""
+        """Return the predicted seconds of one span on its group, over so many nodes; or of several requests' spans as
+        one batch. before: the group of the request's previous span, whose KV has to be spread over this group."""
 
     def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
-        """Tokens to prefill of a request in the scheduler of a group, and the seconds that they take, alone."""
+        """Return the tokens to prefill of a request in the scheduler of a group, and their predicted seconds alone."""
 
     def busy_s(self, group: tuple[int, ...]) -> float:
-        """When the prefills are expected to be done that the schedulers of these instances have now. Absolute; 0.0 or
-        the past: they have none."""
+        """Return the absolute time at which the prefills in the schedulers of these instances will be done; 0.0 or a
+        past time: they have none."""
 
     def refresh(self, instance: int) -> SchedulerStats:
-        """Something has changed there (a span ended, a request entered …): what its schedulers have now. Called before
-        the policy is asked, once for each instance that was touched."""
+        """Return the load of an instance's schedulers after a change (a span ended, a request entered …). Called once
+        for each changed instance, before the policy is asked."""
 
     def fits(self, entry: SpanEntry) -> bool:
-        """Whether there is room on a span's group for the KV that its request, and those along, will have there. Asked
-        when all else lets it begin, which it does not before there is: decodes that wait behind it go first meanwhile.
-        Asked again whenever something has changed there."""
+        """Return whether a span's group has room for the KV of its request, and of those batched with it. Asked when
+        nothing else keeps the span from beginning, and again after every change on the group; until then decodes that
+        wait behind the span go first."""
         return True
 
-    # -- what it does -------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------------------------
 
     def committed(self, entry: SpanEntry, now: float) -> None:
-        """A span has been put on its lanes (of a batch: the lead's entry, once). Work ahead of its turn."""
+        """A span has been queued (of a batch: once, the first entry): prepare it ahead of its turn."""
         return
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        """Compute a span, and those `along`, from `entry.layer` on (`resumed`: it was paused, its state is on its
-        group). `Machine.span_done` or `span_paused` follows."""
+        """Compute a span, and those batched with it, from `entry.layer` on (`resumed`: it was paused, and its group has
+        its state). `ClusterController.span_done` or `span_paused` follows."""
 
     def pause(self, entry: SpanEntry, now: float) -> None:
-        """Ask a running span to pause at the next layer edge; `span_paused` or `span_done` follows. Raises Impossible
-        when it is too late."""
+        """Pause a running span at the next layer edge; `span_paused` or `span_done` follows. Raises ActionImpossible if
+        it is too late."""
 
     def stop(self, entry: SpanEntry, now: float) -> None:
-        """Nobody needs a running span any more: its request has ended (all of a batch have). Nothing follows."""
+        """Abort a running span whose request has ended (of a batch: all requests). No callback follows."""
 
     def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        """Give a request to the scheduler of a group. `Machine.stayed` follows, or `drop`. Raises RequestError when it
-        can never be served there."""
+        """Give a request to the scheduler of a group; `ClusterController.stayed` or `drop` follows. Raises RequestError
+        if it can never be served there."""
 
     def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        """Take a request out of the scheduler of `journey.group`; all output tokens that it has now. Its KV stays
-        (`why` "moved") or may go (`why` "ended")."""
+        """Take a request out of the scheduler of its group, and return the number of its output tokens. Its KV is kept
+        (`why` "moved") or may be freed (`why` "ended")."""
 
     def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
-        """KV of a request will be sent to an instance, which may see to room for it. `send` of each piece follows."""
+        """KV of a request will be sent to an instance, which may reserve room for it. `send` of each slice follows."""
         return
 
     def send(self, piece: KvSlice, now: float) -> None:
-        """A piece may be sent: its sender is free, and a backend of its target is kept for it until `Machine.sent`."""
+        """Send a KV slice: its sender is free, and one of its target's receivers is reserved until
+        `ClusterController.sent`."""
 
     def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
-        """A request has ended, with all of its output (`why` None) or without. Nothing of it is needed anywhere. Where
-        its bytes stop at once, call `Machine.cancel`; else tell `sent` of each piece that is under way."""
+        """Free everything of a request that has ended, with all of its output (`why` None) or without. If its transfers
+        stop at once, call `ClusterController.cancel`; else call `sent` for each slice under way."""
 
     def pump(self, now: float) -> None:
-        """Everything that may begin has begun: schedulers may go on with their iterations."""
+        """Let schedulers continue with their iterations: everything that may begin has begun."""
 
-    # -- what it may watch --------------------------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------------------------------
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
-        """A hold was granted."""
+        """A reservation was granted."""
         return
 
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
-        """Instances are held no longer."""
+        """Reserved instances are free."""
         return

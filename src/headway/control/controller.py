@@ -1,12 +1,14 @@
-"""The machine between a policy and whoever computes: one for the simulator, the live router, and a replay.
+"""The cluster controller: a deterministic state machine between a placement policy and an `InstanceBackend`.
 
-A policy's actions go in, done whole or refused; what has happened comes in through callbacks; the policy hears of it as
-events, at once and in order. In between it keeps whose turn it is on which instance, who holds what, which spans each
-request has and where it is enqueued, which pieces of KV may move, and the book that the policy's view is read from.
-What computes, and how long that takes, is somebody else's: `hands.Hands`. Nothing here knows a clock.
+It carries out a policy's actions, whole or not at all, and passes what happens to the policy as events, in order. It
+keeps the queue of each instance, reservations, each request's spans and scheduler, KV transfers, and the `ClusterState`
+behind the policy's snapshots. It knows no clock.
 
-A driver tells what has happened by callbacks, in order of time, each with the time; then it calls `settle`, which asks
-the policy about all of it, lets begin what can, and says when the policy wants to be woken (call `woken` then).
+A driver (simulator, live cluster or replay) reports what has happened by callbacks in order of time, each with the
+time;
+then it calls `settle`, which consults the policy, begins everything that can begin, and returns when the policy
+wants to
+be woken (the driver calls `woken` then).
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, Clus
 
 
 class ClusterController:
-    """refused: actions that were. decision_s: seconds that each call of the policy took, if there is a stopwatch."""
+    """See the module."""
 
     def __init__(
         self,
@@ -63,13 +65,13 @@ class ClusterController:
         order: str = "handshake",
         stopwatch: Callable[[], float] | None = None,
     ) -> None:
-        """`layers` of the model: where spans can be paused. `backends`: pieces that an instance receives at a time;
-        `order` of receiving (`transfers.Transfers`). `stopwatch` is read around every call of the policy."""
+        """layers: of the model: where spans can be paused. backends: KV slices that an instance receives at a time.
+        order: of receiving (`transfer_queue.TransferQueue`). stopwatch: read around every call of the policy."""
         self.state = ControllerState(book, hands, layers, backends, order)
         self.book, self.policy = book, policy
         self.lanes, self.journeys = self.state.lanes, self.state.journeys
-        self.refused = 0
-        self.decision_s: list[float] = []
+        self.refused = 0  # actions that were refused
+        self.decision_s: list[float] = []  # time of each call of the policy, if there is a stopwatch
         self._hands = hands
         self._stopwatch = stopwatch
         self._news = self.state.news
@@ -88,11 +90,11 @@ class ClusterController:
             RejectRequest: self._carry_out_rejection,
         }
 
-    # -- what a driver tells ------------------------------------------------------------------------------------------
+    # -- callbacks of the driver --------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, now: float, driver: Any = None) -> ControlledRequest:
-        """A request is there; `driver`: what the hands want to keep with it. A name may be used again when the request
-        that had it has ended."""
+        """Add a request that has arrived; `driver`: the backend's own state of it. An id may be used again after its
+        request has ended; raises InvariantError before."""
         if request.id in self.journeys:
             raise InvariantError(f"there is a request {request.id} already")
         self.state.now = now
@@ -103,8 +105,8 @@ class ClusterController:
         return journey
 
     def span_done(self, entry: SpanEntry, now: float, over: Collection[str] = ()) -> None:
-        """A running span is complete on all of its group. Where it was its request's last one there is a first token
-        now; `over`: requests (it, or those along) that have all of their output with it."""
+        """A running span is complete on all of its group. With the prompt's last span comes the first token;
+        `over`: requests of the span, or batched with it, that have all of their output now."""
         self.state.now = now
         self._spans.end(entry)
         for member in (entry, *entry.along):
@@ -120,15 +122,16 @@ class ClusterController:
     def span_paused(
         self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
     ) -> None:
-        """A running span has stopped before `layer`, with its state kept on its group. Where it is computed in pieces:
-        `tokens` of the prompt are complete in all layers, and `layer` is of the piece behind them. share: of its time
-        that is over, where that is not the layer's share of all layers."""
+        """A running span has stopped before `layer`, its group keeps its state. If it is computed in pieces, `tokens`
+        of the prompt are complete in all layers, and `layer` is of the next piece. share: elapsed share of its time, if
+        that is not the layer's share of all layers."""
         self.state.now = now
         self._spans.park(entry, layer, tokens, share)
 
     def stayed(self, journey: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
-        """A request's stay in a scheduler has ended by itself: with all of its output, or with its first token where
-        that is what it was there for. tokens: of its output that there are now."""
+        """A request has left its scheduler by itself: with all of its output (`finished`), or with its first token
+        after
+        phase "prefill". tokens: output tokens so far."""
         self.state.now = now
         self._stays.over(journey)
         journey.tokens = tokens
@@ -138,41 +141,40 @@ class ClusterController:
             self._news.append(RequestPrefilled(journey.request.id, journey.group))
 
     def sent(self, piece: KvSlice, now: float) -> None:
-        """A piece is there, and all of its backend and sender are free. Harmless when it is over already."""
+        """A KV slice has arrived: its sender and receiver are free. No effect if its transfer has ended already."""
         self.state.now = now
         self._moves.sent(piece, self.journeys.get(piece.request))
 
     def drop(self, journey: ControlledRequest, why: str, now: float) -> None:
-        """A request ends without all of its output: its client left, an instance refused it or lost its KV. Harmless
-        when it has ended."""
+        """End a request without all of its output: its client left, or its KV was lost. No effect if it has ended."""
         self.state.now = now
         if not journey.ended:
             self._drop(journey, why)
 
     def changed(self, instances: Iterable[int], now: float) -> None:
-        """What the schedulers of these instances have is different: `InstanceBackend.refresh` will be asked before
-        the policy."""
+        """The load of these instances' schedulers has changed: `InstanceBackend.refresh` is called before the
+        policy."""
         self.state.now = now
         self.state.touch(instances)
 
     def woken(self, now: float) -> None:
-        """The time has come that the policy asked for."""
+        """The time that the policy asked for has come."""
         self.state.now = now
         self._news.append(WakeupDue())
 
     def cancel(self, name: str) -> None:
-        """The pieces of a request that are under way end here and now. From `InstanceBackend.forget`."""
+        """End a request's transfers that are under way. Called from `InstanceBackend.forget`."""
         self.state.transfers.cancel(name)
 
     def note(self, word: str) -> None:
-        """The driver does something with the policy besides the machine, which a replay has to do as well: nothing
-        here; `record.Recorded` writes it down."""
+        """Note an act of the driver on the policy that a replay must repeat. No effect here; `RecordingController` logs
+        it."""
 
     # -- instances come and go ----------------------------------------------------------------------------------------
 
     def lost(self, instance: int, now: float) -> list[Request]:
-        """An instance is gone, with all that was on it. Requests that had something there are dropped, and returned in
-        order of arrival: the driver lets them arrive again. Spans that ran there with others' instances end there."""
+        """Remove a lost instance with everything on it. Requests that used it are dropped, and returned in order of
+        arrival for the driver to submit again; their spans end on all instances."""
         state = self.state
         state.now = now
         if instance in state.gone:
@@ -191,16 +193,18 @@ class ClusterController:
         return [journey.request for journey in hit]
 
     def close(self, instance: int, now: float) -> None:
-        """An instance takes nothing new: it has no role and no node in the view, and actions that bring it a request
-        which has nothing there are refused. What is there goes on (`quiet` says when nothing is)."""
+        """Drain an instance: it has no role and no node in snapshots, and actions that give it a new request are
+        refused.
+        Requests there go on (`quiet` tells when none is left)."""
         self.state.now = now
         if instance not in self.state.gone and instance not in self.state.closed:
             self.state.closed.add(instance)
             self.book.remove(instance)
 
     def open(self, instance: ClusterInstance, now: float) -> None:
-        """An instance is there (again), empty unless it was only closed; a new one has the next id. The policy is told
-        `WakeupDue`, so that requests which found no instance are looked at again."""
+        """Add an instance, new (with the next id), lost before (now empty) or closed. The policy receives
+        `WakeupDue`, so
+        that it places requests that found no instance."""
         state = self.state
         state.now = now
         known = instance.id < len(self.book.instances)
@@ -217,13 +221,13 @@ class ClusterController:
         self._news.append(WakeupDue())
 
     def quiet(self, instance: int) -> bool:
-        """Whether nobody has anything there."""
+        """Return whether no request uses an instance."""
         return self.lanes.empty(instance) and not any(instance in places for places in self.state.everywhere().values())
 
     # -- the policy ---------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Tell the policy all news, and do what it wants."""
+        """Pass all pending events to the policy, and carry out its actions."""
         self._tell()
 
     def _tell(self) -> None:
@@ -244,8 +248,9 @@ class ClusterController:
                 self.do(action)
 
     def settle(self, now: float) -> float | None:
-        """Tell the policy what it does not know, and let begin what can, until nothing more does. When the policy wants
-        to be woken, if nothing else happens before."""
+        """Pass pending events to the policy and begin what can begin, until nothing changes. Return when the policy
+        wants
+        to be woken, if no event comes first; None: never."""
         state = self.state
         state.now = now
         self._tell()
@@ -258,7 +263,7 @@ class ClusterController:
         return self.policy.next_wakeup(now)
 
     def do(self, action: Action) -> None:
-        """Carry out one action, or say that it was refused."""
+        """Carry out one action, or add `ActionRefused` to the pending events."""
         try:
             self._verbs[type(action)](action)
         except ActionImpossible as why:

@@ -1,4 +1,4 @@
-"""One request on its way through a cluster: which spans it has, where it is enqueued, and where its KV lies."""
+"""The controller's state of one request: its spans, where it is enqueued, and where its KV is."""
 
 from __future__ import annotations
 
@@ -10,33 +10,28 @@ from headway.core.span import Phase
 
 
 class ControlledRequest:
-    """entries: committed spans, in order. door: its turn at a scheduler, while it waits. staying: it is in the
-    scheduler of `group`, for `phase`; `group` stays where its KV lies when it has left.
-
-    tokens: of its output that are known, as of the end of its last stay. sends: instances that spans which have not
-    begun will be sent to, by index. kv_at: instances to which all that was announced has been sent. `driver`: whatever
-    the hands keep of it."""
+    """A request from arrival to end."""
 
     __slots__ = ("door", "driver", "ended", "entries", "group", "kv_at", "phase", "rejected", "request", "sends",
                  "staying", "tokens")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.entries: list[SpanEntry] = []
-        self.door: SchedulerEntry | None = None
-        self.staying = False
-        self.group: tuple[int, ...] = ()
+        self.entries: list[SpanEntry] = []  # committed spans, in order
+        self.door: SchedulerEntry | None = None  # its turn at a scheduler, while it waits for it
+        self.staying = False  # it is in the scheduler of `group`, for `phase`
+        self.group: tuple[int, ...] = ()  # after it has left the scheduler: where its KV is
         self.phase: Phase = "all"
-        self.tokens = 0
-        self.sends: dict[int, int] = {}
-        self.kv_at: set[int] = set()
+        self.tokens = 0  # of its output, as of when it last left a scheduler
+        self.sends: dict[int, int] = {}  # target instance of spans that have not begun, by index
+        self.kv_at: set[int] = set()  # instances to which all announced KV has been sent
         self.ended = False
         self.rejected = False  # the policy, or a scheduler, refused it: set when it ends
-        self.driver: Any = None
+        self.driver: Any = None  # the backend's own state of it
 
     def places(self) -> set[int]:
-        """Instances without which it cannot go on as it is: where its KV lies or will be. (Pieces that are under way
-        come on top: `Transfers.ends`.)"""
+        """Return the instances that it depends on: where its KV is or will be. (Slices under way come on top:
+        `TransferQueue.ends`.)"""
         found = set(self.group) | self.kv_at | set(self.sends.values())
         if self.door is not None:
             found.update(self.door.group)
