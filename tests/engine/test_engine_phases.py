@@ -77,8 +77,8 @@ def test_a_request_times_out_and_is_aborted_in_every_phase(phase: Phase) -> None
         core = make_core(FakeExecutor(hold=True))
         output = ()
         if phase == "decode":
-            core.scheduler.custody.ask("a", len(PROMPT), 0.0)  # type: ignore[union-attr]
-            core.scheduler.custody.grant()  # type: ignore[union-attr]
+            core.scheduler.custody.request("a", len(PROMPT), 0.0)  # type: ignore[union-attr]
+            core.scheduler.custody.admit()  # type: ignore[union-attr]
             output = tuple(answer(PROMPT, 1))
         assert submit_phase(core, "a", phase, output, timeout_s=1.0) is None
         core.executor.residents["a"].computed = len(PROMPT) if phase == "decode" else 0  # type: ignore[attr-defined]
@@ -112,8 +112,8 @@ def test_what_was_accepted_elsewhere_is_not_refused_for_a_queue_or_a_drain() -> 
     core.draining = True
     custody = core.scheduler.custody
     assert custody is not None
-    custody.ask("a", len(PROMPT), 0.0)
-    custody.grant()
+    custody.request("a", len(PROMPT), 0.0)
+    custody.admit()
     whole = answer(PROMPT, 6)
     take_up(core, "a", (whole[0],))
     assert run(core).tokens["a"] == whole[1:]

@@ -37,7 +37,7 @@ class CustodyMachine(RuleBasedStateMachine):
     def ask(self, tokens: int, runs: bool) -> None:
         name = runs_of(f"r{self.named}") if runs else f"r{self.named}"
         self.named += 1
-        self.custody.ask(name, tokens, float(self.named))
+        self.custody.request(name, tokens, float(self.named))
         self.line.append((name, -(-tokens // BLOCK)))
 
     @precondition(lambda self: self.kept)
@@ -46,9 +46,9 @@ class CustodyMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.kept)))
         if name in dict(self.line):
             with pytest.raises(RequestError, match="waits for room already"):
-                self.custody.ask(name, tokens, 0.0)
+                self.custody.request(name, tokens, 0.0)
             return
-        self.custody.ask(name, tokens, float(self.named))
+        self.custody.request(name, tokens, float(self.named))
         self.line.append((name, -(-tokens // BLOCK)))
 
     @rule()
@@ -61,7 +61,7 @@ class CustodyMachine(RuleBasedStateMachine):
             self.kept[name] = self.kept.get(name, 0) + more
             self.line.remove((name, blocks))
             expected.append(name)
-        assert self.custody.grant() == expected
+        assert self.custody.admit() == expected
 
     @rule(blocks=st.integers(1, 8))
     def enter(self, blocks: int) -> None:
@@ -78,7 +78,7 @@ class CustodyMachine(RuleBasedStateMachine):
         lease = next(lease for lease in self.ledger.leases() if lease.request == name)
         blocks = self.others.pop(name)
         if stays:
-            self.custody.keep(lease)
+            self.custody.store(lease)
             self.kept[name] = blocks
         else:
             self.ledger.free(lease)
@@ -87,12 +87,12 @@ class CustodyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.kept)))
-        lease = self.custody.take(name)
+        lease = self.custody.claim(name)
         self.line = [ask for ask in self.line if ask[0] != name]
         assert lease.blocks == self.kept[name]
         self.others[name] = self.kept.pop(name)
         with pytest.raises(InvariantError, match="no KV is held"):
-            self.custody.take(name)
+            self.custody.claim(name)
 
     @precondition(lambda self: self.kept or self.line)
     @rule(data=st.data())
@@ -110,9 +110,9 @@ class CustodyMachine(RuleBasedStateMachine):
         request = name.removesuffix("/runs")
         blocks = self.kept.pop(name)
         self.line = [ask for ask in self.line if ask[0] != name]
-        assert self.custody.adopt(request)
+        assert self.custody.to_request(request)
         self.kept.setdefault(request, blocks)
-        assert self.custody.adopt(request)
+        assert self.custody.to_request(request)
 
     @precondition(lambda self: any(not name.endswith("/runs") for name in self.kept))
     @rule(data=st.data())
@@ -120,16 +120,16 @@ class CustodyMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(name for name in self.kept if not name.endswith("/runs"))))
         runs = runs_of(request)
         if runs in self.kept:
-            assert not self.custody.lend(request)
+            assert not self.custody.to_span(request)
             return
-        assert self.custody.lend(request)
-        assert not self.custody.lend(request)
+        assert self.custody.to_span(request)
+        assert not self.custody.to_span(request)
         self.line = [ask for ask in self.line if ask[0] != request]
         self.kept[runs] = self.kept.pop(request)
 
     @rule()
     def carry_out(self) -> None:
-        apply_ops(self.replica, self.ledger.take_ops())
+        apply_ops(self.replica, self.ledger.drain_ops())
         held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
@@ -158,24 +158,24 @@ def test_nobody_is_overtaken_and_nobody_gets_a_part() -> None:
     custody = StagedKv(ledger)
     other = ledger.reserve("other", 32)
     assert other is not None
-    custody.ask("large", 48, 0.0)
-    custody.ask("small", 4, 1.0)
-    assert custody.grant() == []
+    custody.request("large", 48, 0.0)
+    custody.request("small", 4, 1.0)
+    assert custody.admit() == []
     assert (custody.lease("large"), custody.lease("small"), ledger.free_blocks) == (None, None, 8)
-    assert not custody.shut(1.9, 2.0)
-    assert custody.shut(2.0, 2.0)
+    assert not custody.blocked(1.9, 2.0)
+    assert custody.blocked(2.0, 2.0)
     ledger.free(other)
-    assert custody.grant() == ["large", "small"]
-    assert not custody.shut(9.0, 2.0)
+    assert custody.admit() == ["large", "small"]
+    assert not custody.blocked(9.0, 2.0)
 
 
 def test_who_holds_something_gets_the_rest_before_newcomers() -> None:
     custody = StagedKv(BlockManager(64, 4))
-    custody.ask("old", 16, 0.0)
-    assert custody.grant() == ["old"]
-    custody.ask("new", 60, 1.0)
-    custody.ask("old", 40, 2.0)
-    assert custody.grant() == ["old"]
+    custody.request("old", 16, 0.0)
+    assert custody.admit() == ["old"]
+    custody.request("new", 60, 1.0)
+    custody.request("old", 40, 2.0)
+    assert custody.admit() == ["old"]
     lease = custody.lease("old")
     assert lease is not None
     assert lease.tokens == 40
@@ -186,34 +186,34 @@ def test_what_can_never_fit_and_what_is_computed_here_are_refused() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
     with pytest.raises(RequestError, match="65 tokens do not fit the KV cache of 64"):
-        custody.ask("a", 65, 0.0)
+        custody.request("a", 65, 0.0)
     ledger.reserve("b", 4)
     with pytest.raises(RequestError, match="b waits for room already, or is computed here"):
-        custody.ask("b", 4, 0.0)
+        custody.request("b", 4, 0.0)
 
 
 def test_runs_become_the_requests_own_without_moving() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
-    custody.ask(runs_of("a"), 10, 0.0)
-    custody.grant()
+    custody.request(runs_of("a"), 10, 0.0)
+    custody.admit()
     lease = custody.lease(runs_of("a"))
     assert lease is not None
     runs = ledger.runs(lease)
-    assert custody.adopt("a")
+    assert custody.to_request("a")
     assert custody.lease("a") is lease
     assert ledger.runs(lease) == runs
-    assert ledger.take_ops() == (KvOp("reserve", "a/runs", 3), KvOp("rename", "a", 0, before="a/runs"))
+    assert ledger.drain_ops() == (KvOp("reserve", "a/runs", 3), KvOp("reassign", "a", 0, before="a/runs"))
 
 
 def test_runs_are_given_back_where_the_whole_has_been_received() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
     for name in (runs_of("a"), "a"):
-        custody.ask(name, 10, 0.0)
-    custody.grant()
+        custody.request(name, 10, 0.0)
+    custody.admit()
     whole = custody.lease("a")
-    assert custody.adopt("a")
+    assert custody.to_request("a")
     assert custody.lease("a") is whole
     assert list(custody.names()) == ["a"]
-    assert not custody.adopt("b")
+    assert not custody.to_request("b")

@@ -67,7 +67,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def carry_out(self) -> None:
-        apply_ops(self.replica, self.ledger.take_ops())
+        apply_ops(self.replica, self.ledger.drain_ops())
         held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
@@ -91,8 +91,8 @@ def test_operations_are_told_once_and_in_order() -> None:
     assert ledger.grow(lease, 8)  # fits already: no operation
     assert ledger.grow(lease, 9)
     ledger.free(lease)
-    assert ledger.take_ops() == (KvOp("reserve", "a", 2), KvOp("grow", "a", 1), KvOp("free", "a", 0))
-    assert ledger.take_ops() == ()
+    assert ledger.drain_ops() == (KvOp("reserve", "a", 2), KvOp("grow", "a", 1), KvOp("free", "a", 0))
+    assert ledger.drain_ops() == ()
 
 
 def test_an_old_lease_cannot_touch_its_successor_of_the_same_name() -> None:

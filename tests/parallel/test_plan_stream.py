@@ -92,7 +92,7 @@ def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
     numbers: dict[str, int] = {}
     writer = PlanWriter(8, numbers)
     (reserved,) = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
-    assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("rename", "a", 0, before="a/runs"),))).ops == ()
+    assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reassign", "a", 0, before="a/runs"),))).ops == ()
     number = writer.holder_number("a")
     assert number == reserved[0] < 0
     numbers["a"] = number

@@ -82,8 +82,8 @@ def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
 def test_part_of_a_prompt_in_custody_is_not_computed_again() -> None:
     """What runs of a group have left, say: the scheduler goes on behind it."""
     scheduler = make_scheduler()
-    scheduler.custody.ask("a", 50, 0.0)
-    assert scheduler.custody.grant() == ["a"]
+    scheduler.custody.request("a", 50, 0.0)
+    assert scheduler.custody.admit() == ["a"]
     add_phase(scheduler, "a", 50, "all", cached=30)
     assert chunks(step(scheduler)) == [("a", 30, 20)]
     scheduler.abort("a", 0.0)
@@ -107,7 +107,7 @@ def test_a_name_that_waits_for_room_is_in_use() -> None:
     scheduler = make_scheduler(pool=160)
     add_request(scheduler, "b", 150)
     step(scheduler)
-    scheduler.custody.ask("a", 100, 0.0)
+    scheduler.custody.request("a", 100, 0.0)
     with pytest.raises(RequestError, match="'a' is in use"):
         add_request(scheduler, "a", 10)
 
@@ -116,15 +116,15 @@ def test_newcomers_wait_once_arriving_kv_has_waited_too_long() -> None:
     scheduler = make_scheduler(pool=160, admission_age_s=1.0)
     add_request(scheduler, "a", 60, 80)
     step(scheduler)
-    scheduler.custody.ask("large", 128, 0.0)
-    assert scheduler.custody.grant() == []
+    scheduler.custody.request("large", 128, 0.0)
+    assert scheduler.custody.admit() == []
     add_request(scheduler, "b", 20, 20)
     assert chunks(step(scheduler, 0.9)) == [("b", 0, 20)]
     add_request(scheduler, "c", 20, 20)
     for _ in range(3):
         assert chunks(step(scheduler, 1.0)) == []
     step(scheduler, 1.0, "a", "b")
-    assert scheduler.custody.grant() == ["large"]
+    assert scheduler.custody.admit() == ["large"]
     assert chunks(step(scheduler, 1.0)) == [("c", 0, 20)]
 
 
@@ -132,8 +132,8 @@ def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> No
     scheduler = make_scheduler(pool=128)
     add_request(scheduler, "old", 60, 60)
     step(scheduler)
-    scheduler.custody.ask("new", 50, 0.0)
-    assert scheduler.custody.grant() == ["new"]
+    scheduler.custody.request("new", 50, 0.0)
+    assert scheduler.custody.admit() == ["new"]
     add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
     batches = [step(scheduler) for _ in range(40)]
     assert KvOp("free", "new", 0) in [op for batch in batches for op in batch.parts[0].kv_ops]
@@ -188,8 +188,8 @@ def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
     scheduler = make_scheduler(pool=128)
     add_request(scheduler, "old", 60, 60)
     step(scheduler)
-    scheduler.custody.ask("new", 50, 0.0)
-    scheduler.custody.grant()
+    scheduler.custody.request("new", 50, 0.0)
+    scheduler.custody.admit()
     add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
     while "new" in scheduler.policy.holders:
         step(scheduler)
@@ -207,7 +207,7 @@ def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
 def test_a_loss_empties_custody() -> None:
     scheduler = make_scheduler(pool=160)
     prefill(scheduler, "a", 40)
-    scheduler.custody.ask("b", 160, 0.0)
+    scheduler.custody.request("b", 160, 0.0)
     scheduler.lost(0, 0.0)
     scheduler.check()
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
@@ -245,7 +245,7 @@ class PhasesWorld:
         rng, scheduler, custody = self.rng, self.scheduler, self.scheduler.custody
         if arrivals and rng.random() < 0.3:
             self._arrive(now)
-        for name in custody.grant():
+        for name in custody.admit():
             self.granted.append(name)
             self.kept[name] = 0
         for name, there in list(self.kept.items()):
@@ -258,7 +258,7 @@ class PhasesWorld:
         if batch is not None:
             self._take(batch)
         elif self.flights or rng.random() < 0.5:
-            self._replay(scheduler.ledger.take_ops())
+            self._replay(scheduler.ledger.drain_ops())
         if self.flights and (batch is None or rng.random() < 0.7):
             self._complete(self.flights.pop(0), now)
         scheduler.check()
@@ -267,7 +267,7 @@ class PhasesWorld:
         name, self.named = f"r{self.named}", self.named + 1
         known = self.rng.choice((3, 40, 200))
         if self.rng.random() < 0.5:
-            self.scheduler.custody.ask(name, known, now)
+            self.scheduler.custody.request(name, known, now)
             self.asked.append(name)
             return
         self._enter(name, known, self.rng.choice(("all", "prefill")), 0)

@@ -74,7 +74,7 @@ class Engine:
     def step(self) -> None:
         custody = self.core.scheduler.custody
         assert custody is not None
-        for name in custody.grant():
+        for name in custody.admit():
             self.desk.granted(name)
         self.core.step()
         self.words += self.desk.turn()
@@ -160,7 +160,7 @@ def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End])
         engine.step()
         engine.desk.forget(f"r{i}")
         custody.release(f"r{i}")
-    assert engine.core.scheduler.ledgers[0].untold <= 1100
+    assert engine.core.scheduler.ledgers[0].pending_ops <= 1100
     executor = engine.core.executor
     assert isinstance(executor, SingleProcessExecutor)
     engine.submit("x", 20, 2, "all")

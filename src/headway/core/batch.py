@@ -16,13 +16,13 @@ from typing import Literal
 
 import msgspec
 
-KvVerb = Literal["reserve", "grow", "free", "rename"]
+KvVerb = Literal["reserve", "grow", "free", "reassign"]
 
 
 class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One operation on a group's block allocator, to be replayed in order: `blocks` is how many it adds (0 for free).
 
-    With "reserve", `start` is the first token of the request that this group holds: its shard begins there. "rename"
+    With "reserve", `start` is the first token of the request that this group holds: its shard begins there. "reassign"
     gives what `before` owns to `request`, and moves nothing; only an instance that is one process does it."""
 
     verb: KvVerb

@@ -140,7 +140,7 @@ class BlockTables:
             raise InvariantError(f"request {request} owns no blocks")
         self.allocator.release(runs)
 
-    def rename(self, before: str, request: str) -> None:
+    def reassign(self, before: str, request: str) -> None:
         """What `before` owns is the request's. Raises InvariantError where that owns blocks, or `before` does not."""
         if request in self._runs or before not in self._runs:
             raise InvariantError(f"blocks of {before} cannot become those of {request}")

@@ -25,7 +25,7 @@ class KvLease:
 
 
 class BlockManager:
-    """Blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `take_ops`."""
+    """Blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
     def __init__(self, total_tokens: int, block_tokens: int) -> None:
         if block_tokens < 1 or total_tokens < block_tokens:
@@ -109,26 +109,26 @@ class BlockManager:
         self._ops.append(KvOp("free", lease.request, 0))
         lease.blocks = lease.tokens = 0
 
-    def rename(self, lease: KvLease, request: str) -> None:
-        """The lease is another's from now on. Raises InvariantError when that one has a lease."""
+    def reassign(self, lease: KvLease, request: str) -> None:
+        """Give a lease to another request. Raises InvariantError when that one has a lease."""
         self._own(lease)
         before = lease.request
-        self._tables.rename(before, request)
+        self._tables.reassign(before, request)
         del self._leases[before]
         self._leases[request] = lease
         lease.request = request
-        self._ops.append(KvOp("rename", request, 0, before=before))
+        self._ops.append(KvOp("reassign", request, 0, before=before))
 
     def where(self, request: str) -> tuple[Run, ...]:
         """The blocks of a request, as runs in the order of its tokens; none without a lease."""
         return self._tables.runs(request) if request in self._leases else ()
 
     @property
-    def untold(self) -> int:
-        """How many operations nobody has taken."""
+    def pending_ops(self) -> int:
+        """How many operations no batch has carried yet."""
         return len(self._ops)
 
-    def take_ops(self) -> tuple[KvOp, ...]:
+    def drain_ops(self) -> tuple[KvOp, ...]:
         """The operations since the last call, for the next batch to carry."""
         ops = tuple(self._ops)
         self._ops.clear()

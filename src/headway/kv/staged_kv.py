@@ -1,10 +1,9 @@
-"""KV that no sequence of a scheduler owns: room for KV that will arrive, KV of runs, what a prefill leaves for others.
+"""KV blocks not owned by a scheduled request: room for KV that will arrive, KV of spans, what a prefill leaves behind.
 
-Custody is a set of leases by name, and a line of those who wait for room. The line is served in order of asking, each
-whole or not at all: nobody holds part of what it needs, and nobody overtakes (Tetris §4.2 asks both of a receiver; the
-order there is that of the first handshake). Who holds something already and asks for more goes before those who hold
-nothing: what it holds is no use to anybody until it has the rest. Of the others runs go first: one that waits keeps its
-whole group from computing, and so those who will give room back.
+Leases by name, and a line of requests for room. The line is served in order of asking, each whole or not at all: none
+holds part of what it needs, and none overtakes (Tetris §4.2 asks both of a receiver; the order there is that of the
+first handshake). A name that holds something already and asks for more goes first: what it holds is of no use until it
+has the rest. Then spans: one that waits keeps its whole group from computing, and so those that will free blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ _RUNS = "/runs"
 
 
 def runs_of(request: str) -> str:
-    """The name under which a request's KV is kept while runs of a group compute it.
+    """The name under which a request's KV is staged while spans of a group compute it.
 
     Such KV lies in the order of a layout. What is kept under the request's own id lies in the order of its tokens, and
-    only that may become a sequence's. An instance that computes runs may so receive the whole beside its share."""
+    only that may become a scheduled request's. An instance that computes spans may so receive the whole beside its
+    share."""
     return request + _RUNS
 
 
@@ -43,30 +43,30 @@ class StagedKv:
         return name in self._held
 
     def names(self) -> Iterator[str]:
-        """Who holds KV here."""
+        """Names under which KV is held."""
         return iter(self._held)
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Who waits for room, first comer first."""
+        """Names that wait for room, in order of asking."""
         return tuple(self._line)
 
     def lease(self, name: str) -> KvLease | None:
-        """What is held under a name; None: nothing. It stays custody's."""
+        """What is held under a name; None: nothing. It stays staged."""
         return self._held.get(name)
 
     def waits(self, name: str) -> bool:
-        """Whether a name has asked and has not been given."""
+        """Whether a name has requested room and has not got it."""
         return name in self._line
 
-    def shut(self, now: float, age_s: float) -> bool:
-        """Whether somebody has waited for longer than `age_s`: nobody new should then take KV before it does."""
+    def blocked(self, now: float, age_s: float) -> bool:
+        """Whether a name has waited for longer than `age_s`: no new request should then take KV before it does."""
         return bool(self._line) and now - min(ask.since_s for ask in self._line.values()) >= age_s
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    def ask(self, name: str, tokens: int, now: float) -> None:
-        """Wait for room for `tokens` tokens, or for that many in all where something is held already. `grant` gives it.
+    def request(self, name: str, tokens: int, now: float) -> None:
+        """Wait for room for `tokens` tokens, or for that many in all where something is held already. `admit` gives it.
 
         Raises RequestError when the pool could never hold that many, when the name waits already, and when a sequence
         holds KV under it."""
@@ -76,8 +76,8 @@ class StagedKv:
             raise RequestError(f"{tokens} tokens do not fit the KV cache of {self._ledger.total_tokens}", "tokens")
         self._line[name] = _PendingRequest(tokens, now)
 
-    def grant(self) -> list[str]:
-        """Give room to those who wait, in order, until somebody does not fit. Returns who has got it."""
+    def admit(self) -> list[str]:
+        """Give room to the names that wait, in order, until one does not fit. Returns those that have got it."""
         if not self._line:
             return []
         granted: list[str] = []
@@ -103,48 +103,48 @@ class StagedKv:
 
     # -- who has what -------------------------------------------------------------------------------------------
 
-    def keep(self, lease: KvLease) -> None:
-        """A sequence leaves its KV here, under its own name."""
+    def store(self, lease: KvLease) -> None:
+        """Keep the KV that a scheduled request leaves behind, under its own name."""
         if lease.request in self._held:
             raise InvariantError(f"{lease.request} has KV in custody already")
         self._held[lease.request] = lease
 
-    def take(self, name: str) -> KvLease:
-        """A sequence takes what is held under its name. Raises InvariantError when nothing is."""
+    def claim(self, name: str) -> KvLease:
+        """Hand what is held under a name to its scheduled request. Raises InvariantError when nothing is."""
         lease = self._held.pop(name, None)
         if lease is None:
             raise InvariantError(f"no KV is held for {name}")
         self._line.pop(name, None)
         return lease
 
-    def adopt(self, request: str) -> bool:
-        """What runs have left is the request's own from now on, unless that has been received already: then it is
-        given back. Only for KV in the order of tokens. False: nothing is held for the request."""
+    def to_request(self, request: str) -> bool:
+        """Hand what spans have left to the request, unless it has received its KV already: then give it back. Only for
+        KV in the order of tokens. False: nothing is held for the request."""
         name = runs_of(request)
         lease = self._held.get(name)
         if lease is not None and request not in self._held:
             self._line.pop(name, None)
             del self._held[name]
-            self._ledger.rename(lease, request)
+            self._ledger.reassign(lease, request)
             self._held[request] = lease
         else:
             self.release(name)
         return request in self._held
 
-    def lend(self, request: str) -> bool:
-        """The reverse of `adopt`: what is held under the request's own name is its runs' from now on. False: nothing
-        is, or runs have something already."""
+    def to_span(self, request: str) -> bool:
+        """The reverse of `to_request`: hand what is held under the request's own name to its spans. False: nothing is,
+        or spans have something already."""
         name, lease = runs_of(request), self._held.get(request)
         if lease is None or name in self._held:
             return False
         self._line.pop(request, None)
         del self._held[request]
-        self._ledger.rename(lease, name)
+        self._ledger.reassign(lease, name)
         self._held[name] = lease
         return True
 
     def release(self, name: str) -> bool:
-        """Give back what is held under a name, and leave the line. False: neither was so."""
+        """Free what is held under a name, and take it out of the line. False: neither was so."""
         waited = self._line.pop(name, None) is not None
         lease = self._held.pop(name, None)
         if lease is not None:
@@ -152,7 +152,7 @@ class StagedKv:
         return waited or lease is not None
 
     def lost(self) -> None:
-        """The pool's contents are gone: nobody holds anything, and nobody waits."""
+        """Drop all that is held and all that waits: the contents of the pool are gone."""
         for name in list(self._held):
             self.release(name)
         self._line.clear()

@@ -41,7 +41,7 @@ class BatchBuilder:
         policy, config = state.policy, state.config
         skip = self._prefills_in_flight() if config.pipeline_schedule == "microbatch" else ()
         # KV that is to come from elsewhere and has waited too long for room goes before new requests.
-        admits_new = not state.custody.shut(now, config.admission_age_s)
+        admits_new = not state.custody.blocked(now, config.admission_age_s)
         decision = policy.pick(load, now, budget_s, skip, admits_new, shorts_elsewhere)
         chunks = []
         for quota in decision.quotas:
@@ -67,7 +67,7 @@ class BatchBuilder:
         state = self._state
         decodes, state.ready = state.ready, DecodeSet()
         self._epochs += 1
-        part = GroupBatch(state.group, decodes.group(self._epochs), tuple(chunks), state.ledger.take_ops(), assists)
+        part = GroupBatch(state.group, decodes.group(self._epochs), tuple(chunks), state.ledger.drain_ops(), assists)
         state.count_iterations()
         sequences = [state.sequences[chunk.request] for chunk in chunks]
         state.in_flight[number] = BatchInFlight(decodes, part.prefills, sequences, load, repeat)

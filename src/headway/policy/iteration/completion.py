@@ -143,5 +143,5 @@ class BatchCompletion:
             elif sequence.lease is not None:
                 events.append(state.preempt(sequence, now))
         state.custody.lost()
-        state.ledger.take_ops()
+        state.ledger.drain_ops()
         return events

@@ -139,7 +139,7 @@ class GroupState:
         assert lease is not None
         self._remove(sequence)
         sequence.lease = None
-        self.custody.keep(lease)
+        self.custody.store(lease)
         return RequestEvent("staged", sequence.request.id, now, sequence.computed)
 
     def transfer_out(self, sequence: SequenceState) -> None:

@@ -228,7 +228,7 @@ class GroupedScheduler:
         for group in self.groups:
             events += group.lost(instance, now)
         for ledger in self.ledgers:
-            ledger.take_ops()
+            ledger.drain_ops()
         return self._forget_ended(events)
 
     def _forget_ended(self, events: list[RequestEvent]) -> list[RequestEvent]:

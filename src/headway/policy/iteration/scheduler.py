@@ -121,7 +121,7 @@ class Scheduler:
         decodes = request.cached_tokens == request.prompt_tokens - 1  # its lease may grow
         if lease is not None and lease.tokens < request.prompt_tokens - decodes:
             raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
-        sequence = self.enter(request, self._arrivals, lease=custody.take(request.id) if lease is not None else None)
+        sequence = self.enter(request, self._arrivals, lease=custody.claim(request.id) if lease is not None else None)
         sequence.hands_over = phase == "prefill"
         self._arrivals += 1
 

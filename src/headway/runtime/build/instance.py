@@ -64,7 +64,7 @@ def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> 
         return None
     first, *others = executor.peer_addresses
     core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
-    port = MultiRankKvTransfer(executor, core.scheduler.ledgers[0].take_ops)
+    port = MultiRankKvTransfer(executor, core.scheduler.ledgers[0].drain_ops)
     peers = MultiRankPeers(own.number, port)
     return InstanceAgent(
         core, port.computes, peers, clock, own.room_s, KvConnectorScheduler(core, port, executor.replay, clock)

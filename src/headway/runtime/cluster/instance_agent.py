@@ -236,7 +236,7 @@ class InstanceAgent:
         name = submit.id
         known = submit.prompt_tokens + len(submit.output)
         if self._computes.whole(name, known - 1) and self._places.get(name) == [runs_of(name)]:
-            self._custody.adopt(name)
+            self._custody.to_request(name)
         self._give_back(name)
         self._drop(name)
 
@@ -260,7 +260,7 @@ class InstanceAgent:
     def turn(self, loop: EngineLoop) -> None:
         """In every turn of the loop: room for those who wait, and word of KV that has moved."""
         if self._custody.waiting:
-            for name in self._custody.grant():
+            for name in self._custody.admit():
                 if self._moves is not None and name not in self._asked:
                     self._moves.granted(name)
         if self._moves is not None:
@@ -351,7 +351,7 @@ class InstanceAgent:
 
     def _take_up(self, name: str) -> None:
         """What a scheduler has left here is the run's."""
-        if name in self._places or not self._custody.lend(name):
+        if name in self._places or not self._custody.to_span(name):
             raise HeadwayError("its KV is not here")
         self._places[name] = [runs_of(name)]
         self._asked.add(runs_of(name))
@@ -364,7 +364,7 @@ class InstanceAgent:
         if anew or not places:
             places.append(f"{runs_of(name)}/{job.compute.index}" if anew else runs_of(name))
         place = places[-1]
-        custody.ask(place, tokens, self._clock.now())
+        custody.request(place, tokens, self._clock.now())
         self._asked.add(place)
         until_s = self._clock.now() + self._room_s
         self.turn(loop)

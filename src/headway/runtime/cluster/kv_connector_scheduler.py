@@ -72,7 +72,7 @@ class KvConnectorScheduler:
             self._advance(name)
             return
         try:
-            self._custody.ask(name, message.tokens, self._clock.now())
+            self._custody.request(name, message.tokens, self._clock.now())
             self._asked[name] = message
         except RequestError as error:
             self._words.append(SpanTaskLost(name, str(error)))
@@ -111,8 +111,8 @@ class KvConnectorScheduler:
         words += [KvReserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
         words += [KvArrived(*one) for one in received]
         words += [SpanTaskLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
-        if self._ledger.untold > _UNTOLD:
-            self._replay(self._ledger.take_ops())
+        if self._ledger.pending_ops > _UNTOLD:
+            self._replay(self._ledger.drain_ops())
         return words
 
     def forget(self, name: str) -> None:

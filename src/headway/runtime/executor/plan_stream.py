@@ -137,7 +137,7 @@ class PlanWriter:
         freed. A request that ended before its blocks could be given, or was never submitted, gets a number below 0. A
         request that takes over blocks of another takes over their number too, so nothing changes at the ranks.
         """
-        if op.verb == "rename":
+        if op.verb == "reassign":
             self._holders[op.request] = self._holders.pop(op.before)
             return None
         if op.verb == "free":

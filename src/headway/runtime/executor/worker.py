@@ -96,8 +96,8 @@ class ModelWorker:
         held: list[tuple[Run, ...]] = []
         for op in ops:
             verb, request, blocks, start = op.verb, op.request, op.blocks, op.start
-            if verb == "rename":
-                self.tables.rename(op.before, request)
+            if verb == "reassign":
+                self.tables.reassign(op.before, request)
                 self._slots[request] = self._slots.pop(op.before)
                 held.append(self.tables.runs(request))
                 continue
