@@ -29,6 +29,7 @@ test: check ## checks, then all tests but the long ones (about 6 minutes on 2 co
 
 test-long: setup ## clusters, hosts, chaos, every product of parameters, soaks (about half an hour)
 	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadfile --timeout 1800
+	@$(QUIET) HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) --dist worksteal
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 1800
 	@if [ -d $(VLLM_VENV) ]; then $(MAKE) --no-print-directory test-vllm; \
 	else echo "skipped: the contract tests with vLLM, which need its environment (make vllm, 3.4 GB)"; fi

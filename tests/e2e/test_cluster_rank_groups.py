@@ -60,7 +60,7 @@ MIXED = [{"count": 2, "serve": TWO}]
 @pytest.mark.parametrize(
     ("placement", "options", "pools"),
     [
-        ("tetris", {"sizes": [1, 2]}, apart()),
+        pytest.param("tetris", {"sizes": [1, 2]}, apart(), marks=LONG),
         pytest.param("tetris", {"sizes": [2]}, apart(2), marks=LONG),
         pytest.param("tetris", {"sizes": [1, 2]}, MIXED, marks=LONG),
         pytest.param("tetris", {"sizes": [1, 2]}, apart(2, tensor_parallel_size=4), marks=LONG),

@@ -98,6 +98,7 @@ def test_timeouts_end_a_request_in_words(llama: Path) -> None:
         assert token_ids(running.url, prompt_of(0, 5), 3, ignore_eos=True)
 
 
+@LONG
 def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, reference: GreedyReference) -> None:
     with ServerProcess([str(llama)]) as running:
         events = stream(running.url, prompt_of(4, 64), 500, ignore_eos=True)

@@ -54,7 +54,7 @@ async def tokens(deltas: AsyncIterator[OutputDelta], some: int = 10**9) -> list[
     return told
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_streams_go_on_where_they_were(fault: signal.Signals) -> None:
     async def test(client: ProcessEngineClient) -> None:
         prompts = {f"r{i}": [i, 2 * i + 1] * (1 + i) for i in range(8)}

@@ -96,7 +96,7 @@ DECODES = st.just([*range(LENGTH // 2, LENGTH)])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     cuts=st.lists(CUTS | DECODES, min_size=1, max_size=4),
     idle=st.lists(st.integers(0, 3), max_size=6),

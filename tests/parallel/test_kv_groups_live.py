@@ -78,7 +78,7 @@ def spread(world: VirtualWorld, layout: ParallelLayout, asks: list[Ask], blocks:
     return told
 
 
-@pytest.mark.parametrize(("tp", "stages", "kvp"), quick_first(LAYOUTS, 3))
+@pytest.mark.parametrize(("tp", "stages", "kvp"), quick_first(LAYOUTS, 2))
 @settings(max_examples=2)
 @given(
     family=st.sampled_from(("llama", "qwen3")),
@@ -150,7 +150,8 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
     assert any(one.assisted for one in trace.slices)
 
 
-@pytest.mark.parametrize("seed", quick_first(range(2)))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
 def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(seed: int) -> None:
     """Small pools: longs give up their shards, come back elsewhere with what they have generated, and say the same."""
     rng = random.Random(seed)

@@ -33,7 +33,7 @@ def test_sampled_penalised_and_reported_tokens_equal_one_process(tp: int, stages
         assert serve(make_core(world.executor, stages=stages, chunking="static:16"), asks) == wanted
 
 
-@pytest.mark.parametrize(("tp", "stages"), [(2, 2), (1, 3)])
+@pytest.mark.parametrize(("tp", "stages"), [pytest.param(2, 2, marks=pytest.mark.long), (1, 3)])
 def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(tp: int, stages: int) -> None:
     folder = checkpoint("llama")
     asks = [Ask(prompt_of(i, 40), 60, i) for i in range(6)]

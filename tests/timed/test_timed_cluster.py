@@ -92,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("placement", "kill", "rows"),
     [
-        ("pecsched", None, 2000),
+        pytest.param("pecsched", None, 2000, marks=pytest.mark.long),
         ("fifo", 1, 0),
         pytest.param("tetris", None, 0, marks=pytest.mark.long),
         pytest.param("pecsched", None, 0, marks=pytest.mark.long),
