@@ -76,8 +76,8 @@ def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before() -> No
     for jobs in (1, 2):
         medha_setting.RESULTS.clear()
         runs = medha_setting.MedhaStudy(RunOptions(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
-        runs.need([("Medha", "default"), ("Sarathi-2048", "paper")], [1.75], [0.05])
-        found.append([runs.of(system, "paper" if system != "Medha" else "default", 1.75)
+        runs.ensure([("Medha", "default"), ("Sarathi-2048", "paper")], [1.75], [0.05])
+        found.append([runs.results(system, "paper" if system != "Medha" else "default", 1.75)
                       for system in ("Medha", "Sarathi-2048")])  # fmt: skip
     assert found[0] == found[1]
 

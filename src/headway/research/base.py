@@ -1,4 +1,4 @@
-"""What an experiment takes and what it gives: options in; rows of claims, what they rest on, and curves out."""
+"""What experiments have in common: options in; claims with verdicts, their source, and curves out."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ MODES: tuple[Mode, Mode] = ("paper", "default")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How much is run. quick: a smoke test (short window, one seed, few points), not a reproduction.
-
-    seeds, window_s: in place of the experiment's own; jobs: processes for simulations. stopwatch: a real clock in
-    seconds, for experiments that time a decision; without one they say that nothing was timed."""
+    """How much of an experiment is run, and how."""
 
     quick: bool = False
+    """A smoke test (short window, one seed, few points), not a reproduction."""
     seeds: tuple[int, ...] | None = None
+    """Instead of the experiment's own."""
     window_s: float | None = None
+    """Observed seconds, instead of the experiment's own."""
     jobs: int = 1
+    """Processes for simulations."""
     stopwatch: Callable[[], float] | None = None
-    done: Callable[[int, int], None] = field(default=lambda done, total: None)
+    """A real clock in seconds, for experiments that time a decision; without one nothing is timed."""
+    on_progress: Callable[[int, int], None] = field(default=lambda done, total: None)
+    """Called after each simulation with (done, total) of those under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimRow:
-    """A claim of the paper beside what came out. `paper_mode` and `default_mode` are numbers, texts, or mappings."""
+    """A claim of the paper beside what came out here, in both modes: numbers, texts, or mappings."""
 
     claim: str
     paper: Any
@@ -49,21 +52,23 @@ class ClaimRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotPanel:
-    """Curves of one picture: label → points."""
+    """Curves of one picture."""
 
     title: str
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    """Label → points."""
     log_x: bool = False
     log_y: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentReport:
-    """What an experiment found. source: where latencies come from, the scenario, seeds and window."""
+    """The outcome of an experiment."""
 
     source: Mapping[str, Any]
+    """Where latencies come from, the scenario, seeds and window."""
     rows: tuple[ClaimRow, ...]
     panels: tuple[PlotPanel, ...] = ()
 
@@ -81,7 +86,7 @@ class ExperimentReport:
 
 
 def plain(value: Any) -> Any:
-    """Numbers with four significant digits, so that files are readable and equal; containers as JSON has them."""
+    """Return plain data: numbers with four significant digits, containers as JSON has them."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, int):

@@ -241,7 +241,7 @@ class CombinedStudy:
             for system in SYSTEMS
             for seed in self.seeds
         )
-        RESULTS.ensure(points, run_point, options.jobs, options.done)
+        RESULTS.ensure(points, run_point, options.jobs, options.on_progress)
 
     def value(self, place: tuple[str, float], system: str, what: str) -> float:
         """Mean over seeds of a field of `CombinedResult`."""

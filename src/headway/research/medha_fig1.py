@@ -26,9 +26,9 @@ class TtftByShare:
     def __init__(self, options: RunOptions) -> None:
         self.shares = (0.0, 0.01, 0.05) if options.quick else SHARES
         self.study = MedhaStudy(options)
-        self.study.need([("Medha", mode) for mode in MODES] + [("non-preemptive", "default")], [QPS], self.shares)
+        self.study.ensure([("Medha", mode) for mode in MODES] + [("non-preemptive", "default")], [QPS], self.shares)
         self.first_seed = MedhaStudy(replace(options, seeds=self.study.seeds[:1]))
-        self.first_seed.need(
+        self.first_seed.ensure(
             [(system, mode) for system in ("LoongServe", "Medha") for mode in MODES], [QPS], LOONG_SHARES
         )
 

@@ -60,15 +60,15 @@ SETTING = MedhaSetting(
     shown="3D",
     latency="fitted: H100 operator profiles (headway.perf.latency, h100), history measured up to 12,416; "
     "longer contexts extrapolated",
-    told="Llama-3 70B, 64 H100s: TP8 × 8 stages (2D), TP8 × 4 stages × 2 KV groups of up to 1M tokens of a request "
-    "(3D); ShareGPT-like chats, 5% Medha-SWE requests twice as long; stage target 20 ms (paper mode), 160 ms over the "
+    description="Llama-3 70B, 64 H100s: TP8 × 8 stages (2D), TP8 × 4 stages × 2 KV groups of up to 1M tokens of a "
+    "request (3D); ShareGPT-like chats, 5% Medha-SWE requests twice as long; stage target 20 ms (paper mode), 160 ms over the "
     "stages + 1 (default mode)",
 )
 
 
 def _runs(options: RunOptions) -> MedhaStudy:
     runs = MedhaStudy(options, SETTING)
-    runs.need([(system, mode) for system in SYSTEMS for mode in MODES], runs.qps, [LONG_SHARE])
+    runs.ensure([(system, mode) for system in SYSTEMS for mode in MODES], runs.qps, [LONG_SHARE])
     return runs
 
 
@@ -80,7 +80,7 @@ def fig11(options: RunOptions) -> ExperimentReport:
         return runs.ratio("3D", "2D", mode, qps, cut, metric)
 
     def longs(mode: Mode) -> float:
-        flat, deep = (sum(m.longs_done or 0.0 for m in runs.of(s, mode, runs.qps[-1])) for s in ("2D", "3D"))
+        flat, deep = (sum(m.longs_done or 0.0 for m in runs.results(s, mode, runs.qps[-1])) for s in ("2D", "3D"))
         return deep / max(flat, 1e-9)
 
     rows = [

@@ -21,7 +21,7 @@ HELD = "LARS alone holds a chat back until it is nearly late: its deadline of a 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     runs = MedhaStudy(options)
-    runs.need([(policy, mode) for policy in POLICIES for mode in MODES], runs.qps, [0.05])
+    runs.ensure([(policy, mode) for policy in POLICIES for mode in MODES], runs.qps, [0.05])
     low = runs.qps[0]
     rows = [
         judge(

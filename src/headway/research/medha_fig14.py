@@ -22,7 +22,7 @@ def run(options: RunOptions) -> ExperimentReport:
     """Medha Fig. 14."""
     seeds = MedhaStudy(options).seeds[:1]
     runs = MedhaStudy(replace(options, seeds=seeds))
-    runs.need([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
+    runs.ensure([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
 
     rows = [row for qps in RATES for row in _rows(runs, qps)]
     panels = (
@@ -42,7 +42,7 @@ def run(options: RunOptions) -> ExperimentReport:
 
 def longs_done(runs: MedhaStudy, system: str, qps: float, mode: Mode) -> float:
     """Return the share of long requests that were done, a mean over seeds."""
-    return sum(result.longs_done or 0.0 for result in runs.of(system, mode, qps)) / len(runs.seeds)
+    return sum(result.longs_done or 0.0 for result in runs.results(system, mode, qps)) / len(runs.seeds)
 
 
 def _by_system(runs: MedhaStudy, metric: str, cut: str, qps: float, mode: Mode) -> dict[str, float]:

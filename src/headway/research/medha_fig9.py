@@ -27,11 +27,11 @@ class RateSweep:
         self.study = MedhaStudy(options)
         self.low, self.high = self.study.qps[0], self.study.qps[-1]
         systems = [(system, mode) for system in SYSTEMS for mode in MODES]
-        self.study.need(systems, self.study.qps, [LONG_SHARE])
-        self.study.need(systems, self.rates(0.0), [0.0])
+        self.study.ensure(systems, self.study.qps, [LONG_SHARE])
+        self.study.ensure(systems, self.rates(0.0), [0.0])
         self.first_seed = MedhaStudy(replace(options, seeds=self.study.seeds[:1]))
-        self.first_seed.need([("LoongServe", "default")], self.rates(0.0), [0.0])
-        self.first_seed.need([("LoongServe", mode) for mode in MODES], self.convoy_rates, [LONG_SHARE])
+        self.first_seed.ensure([("LoongServe", "default")], self.rates(0.0), [0.0])
+        self.first_seed.ensure([("LoongServe", mode) for mode in MODES], self.convoy_rates, [LONG_SHARE])
 
     def rates(self, share: float) -> tuple[float, ...]:
         """Simulated rates. Chats alone at the ends only: nothing there depends on the order."""

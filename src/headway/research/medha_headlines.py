@@ -23,17 +23,17 @@ def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     runs = MedhaStudy(options)
     systems = ("Medha", *BASELINES)
-    runs.need([(system, mode) for system in systems for mode in MODES], runs.qps, [LONG_SHARE])
-    runs.need([("non-preemptive", "default")], runs.qps, [LONG_SHARE])
+    runs.ensure([(system, mode) for system in systems for mode in MODES], runs.qps, [LONG_SHARE])
+    runs.ensure([("non-preemptive", "default")], runs.qps, [LONG_SHARE])
 
     def in_time(system: str, mode: Mode, qps: float) -> float:
-        return float(median(m.in_time for m in runs.of(system, mode, qps)))
+        return float(median(m.in_time for m in runs.results(system, mode, qps)))
 
     def capacity(system: str, mode: Mode) -> float:
         return max((qps for qps in runs.qps if in_time(system, mode, qps) >= ENOUGH), default=0.0)
 
     def done(system: str, mode: Mode) -> float:
-        return float(median(m.completed for m in runs.of(system, mode, runs.qps[-1])))
+        return float(median(m.completed for m in runs.results(system, mode, runs.qps[-1])))
 
     def gain(mode: Mode) -> float:
         best = max(capacity(system, mode) for system in BASELINES)

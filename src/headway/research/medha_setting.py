@@ -168,16 +168,16 @@ class MedhaSetting:
     systems: Mapping[str, Mapping[str, Any]]
     shown: str
     latency: str
-    told: str
+    description: str
 
 
-THE_ONE = MedhaSetting(
+POLICY_SETTING = MedhaSetting(
     make=scenario,
     systems=SYSTEMS,
     shown="Medha",
     latency="fitted: A100 operator profiles (headway.perf.latency, a100-80gb), history measured up to 4,032; longer "
     "contexts extrapolated",
-    told="Llama-3 8B, 16 A100-80GB, TP8 × 2 stages, ShareGPT-like chats and Medha-SWE longs, Poisson; "
+    description="Llama-3 8B, 16 A100-80GB, TP8 × 2 stages, ShareGPT-like chats and Medha-SWE longs, Poisson; "
     f"deadline max(1 s, 5·w); stage target {stage_target_s('paper'):g} s (paper mode) and "
     f"{stage_target_s('default'):.4g} s (default mode); rho_min 0 (paper mode) and 0.2 (default mode)",
 )
@@ -195,7 +195,7 @@ RESULTS: SimulationCache[MedhaPoint, MedhaResult] = SimulationCache()
 class MedhaStudy:
     """All points of a figure, by (system, mode, qps, share) and seed."""
 
-    def __init__(self, options: RunOptions, setting: MedhaSetting = THE_ONE) -> None:
+    def __init__(self, options: RunOptions, setting: MedhaSetting = POLICY_SETTING) -> None:
         self.setting = setting
         self.window_s = options.window_s or (QUICK_WINDOW_S if options.quick else WINDOW_S)
         self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
@@ -203,7 +203,7 @@ class MedhaStudy:
         self._options = options
         self._all = self.seeds
 
-    def need(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
+    def ensure(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
         """Simulate what is not there yet, in `jobs` processes."""
         points = (
             self._point(system, mode, rate, share, seed)
@@ -212,14 +212,14 @@ class MedhaStudy:
             for share in shares
             for seed in self.seeds
         )
-        RESULTS.ensure(points, partial(run_point, self.setting), self._options.jobs, self._options.done)
+        RESULTS.ensure(points, partial(run_point, self.setting), self._options.jobs, self._options.on_progress)
 
     def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> MedhaPoint:
         """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
         by_time = "chunking" not in self.setting.systems[system]
         return MedhaPoint(system, mode if by_time else "default", qps, share, self.window_s, seed)
 
-    def of(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[MedhaResult]:
+    def results(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[MedhaResult]:
         """One a seed, in order."""
         return [RESULTS[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
 
@@ -227,7 +227,7 @@ class MedhaStudy:
         self, system: str, mode: Mode, qps: float, metric: str, cut: str, share: float = LONG_SHARE
     ) -> float | None:
         """Median over seeds of a percentile; None where no request has it."""
-        found = [getattr(m, metric)[cut] for m in self.of(system, mode, qps, share)]
+        found = [getattr(m, metric)[cut] for m in self.results(system, mode, qps, share)]
         found = [value for value in found if value is not None]
         return float(median(found)) if found else None
 
@@ -265,7 +265,7 @@ class MedhaStudy:
         self, over: str, under: str, mode: Mode, qps: float, cut: str = "p50", metric: str = "ttft_s"
     ) -> float | None:
         """Median over seeds of the ratio at the same seed: the same requests at the same times."""
-        pairs = zip(self.of(over, mode, qps), self.of(under, mode, qps), strict=True)
+        pairs = zip(self.results(over, mode, qps), self.results(under, mode, qps), strict=True)
         found = [getattr(a, metric)[cut] / getattr(b, metric)[cut] for a, b in pairs if getattr(b, metric)[cut]]
         return float(median(found)) if found else None
 
@@ -273,7 +273,7 @@ class MedhaStudy:
         """The `source` of a report."""
         return {
             "latency": self.setting.latency,
-            "scenario": self.setting.told,
+            "scenario": self.setting.description,
             "seeds": list(self.seeds),
             "window_s": self.window_s,
             "as_scenario_file": self.setting.make(

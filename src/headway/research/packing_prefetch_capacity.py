@@ -102,7 +102,7 @@ def instance(setting: OperatorSetting, mode: Mode, config: SchedulerConfig, kv_t
         config=config,
         latency=AcceleratorLatency(setting, mode),
         kv_tokens=kv_tokens,
-        yardstick=UtilisationBase(shape=shape, peak_flops=machine.flops, peak_bandwidth=machine.bandwidth),
+        utilisation_base=UtilisationBase(shape=shape, peak_flops=machine.flops, peak_bandwidth=machine.bandwidth),
     )
 
 

@@ -103,12 +103,12 @@ class CapacityStudy:
         self.seeds = options.seeds or (0,)
         self.jobs = options.jobs
 
-    def need(self, tasks: Sequence[CapacityTask]) -> None:
+    def ensure(self, tasks: Sequence[CapacityTask]) -> None:
         """Compute what is not known yet."""
         RESULTS.ensure(((task, self.count, seed) for task in tasks for seed in self.seeds), solve, self.jobs)
 
     def answers(self, task: CapacityTask) -> list[Any]:
-        self.need([task])
+        self.ensure([task])
         return [RESULTS[task, self.count, seed] for seed in self.seeds]
 
     def qps(self, task: CapacityTask) -> float:
@@ -129,10 +129,10 @@ class CapacitySearch:
     def __init__(self, options: RunOptions) -> None:
         self.study = CapacityStudy(options)
         schedules: tuple[Schedule, Schedule] = ("packing", "prefetch")
-        self.study.need([CapacityTask(m, n, d, s) for m in MODES for n in MODELS for d in SETS for s in schedules])
+        self.study.ensure([CapacityTask(m, n, d, s) for m in MODES for n in MODELS for d in SETS for s in schedules])
         best = {m: self.study.qps(CapacityTask(m, MODELS[0], "arxiv", "prefetch")) for m in MODES}
         self._match = {m: CapacityTask(m, MODELS[0], "arxiv", "packing", match=best[m]) for m in MODES if best[m]}
-        self.study.need(list(self._match.values()))
+        self.study.ensure(list(self._match.values()))
 
     def table(self, mode: Mode) -> dict[str, float]:
         """QPS with prefetch, by model and data set."""
@@ -228,7 +228,7 @@ def _gain_rows(runs: CapacitySearch) -> list[ClaimRow]:
 def case4(options: RunOptions) -> ExperimentReport:
     """Fig. 8."""
     runs = CapacityStudy(options)
-    runs.need([
+    runs.ensure([
         CapacityTask(m, MODELS[0], "arxiv", s, chunk, limit)
         for m in MODES for s in ("packing", "prefetch")
         for chunk, limit in ((512, "none"), (1024, "none"), (1024, "tight"))

@@ -24,8 +24,8 @@ def run(options: RunOptions) -> ExperimentReport:
     runs = PecSchedStudy(options)
     loads = (0.5, TOP) if options.quick else tuple(SWEEP)
     regimes = [SWEEP[load] for load in loads]
-    runs.need([("PecSched", "default")], regimes)
-    runs.need([("PecSched", "paper")], [SWEEP[TOP]])
+    runs.ensure([("PecSched", "default")], regimes)
+    runs.ensure([("PecSched", "paper")], [SWEEP[TOP]])
 
     def by_load(name: str, metric: str) -> dict[str, float]:
         found = {f"{load:.1f}": runs.value(name, "PecSched", "default", SWEEP[load], metric) for load in loads}

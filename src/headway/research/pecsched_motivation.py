@@ -65,7 +65,7 @@ def _beside(
 ) -> ExperimentReport:
     """Queueing and throughput of short requests under a system, over those under its peer."""
     runs = PecSchedStudy(options)
-    runs.need([(system, "default"), (peer, "default")], REGIMES)
+    runs.ensure([(system, "default"), (peer, "default")], REGIMES)
     rows = []
     for regime in REGIMES:
         rows += [
@@ -89,7 +89,7 @@ def _beside(
 def table1(options: RunOptions) -> ExperimentReport:
     """How much of the cluster is idle under FIFO and under reservation."""
     runs = PecSchedStudy(options)
-    runs.need([("FIFO", "default"), ("Reservation", "default")], REGIMES)
+    runs.ensure([("FIFO", "default"), ("Reservation", "default")], REGIMES)
     rows = []
     for regime in REGIMES:
         rows += [
@@ -113,7 +113,7 @@ def table1(options: RunOptions) -> ExperimentReport:
 def table3(options: RunOptions) -> ExperimentReport:
     """How often long prefills are preempted where sequence parallelism is plain ring attention (/FSP)."""
     runs = PecSchedStudy(options)
-    runs.need([("/FSP", "default")], REGIMES)
+    runs.ensure([("/FSP", "default")], REGIMES)
     rows = [
         judge(
             f"{regime}: preemptions of all long requests, for a long request",
@@ -135,7 +135,7 @@ def _each(runs: PecSchedStudy, regime: Regime) -> dict[str, float]:
 def table2(options: RunOptions) -> ExperimentReport:
     """Long requests that never run under priority."""
     runs = PecSchedStudy(options)
-    runs.need([("Priority", "default"), ("PecSched", "default"), ("PecSched", "paper")], REGIMES)
+    runs.ensure([("Priority", "default"), ("PecSched", "default"), ("PecSched", "paper")], REGIMES)
     rows = [
         judge(
             f"{regime}: share of long requests that starve under priority",

@@ -35,7 +35,7 @@ def _prepared(options: RunOptions, systems: tuple[str, ...]) -> PecSchedStudy:
     """Parts are taken from the default mode only."""
     runs = PecSchedStudy(options)
     modes: dict[str, tuple[Mode, ...]] = dict.fromkeys(ABLATIONS, ("default",))
-    runs.need([(system, mode) for system in systems for mode in modes.get(system, MODES)], REGIMES)
+    runs.ensure([(system, mode) for system in systems for mode in modes.get(system, MODES)], REGIMES)
     return runs
 
 

@@ -242,7 +242,7 @@ class PecSchedStudy:
         own: Mode = mode if SYSTEMS[system][0] == "pecsched" else "default"
         return PecSchedPoint(name, system, own, regime, self.window_s(name), seed)
 
-    def need(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
+    def ensure(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
         """Simulate what is not there yet, in `jobs` processes."""
         kinds, loads = list(systems), list(regimes)
         points = (
@@ -252,7 +252,7 @@ class PecSchedStudy:
             for regime in loads
             for seed in self.seeds
         )
-        RESULTS.ensure(points, run_point, self._options.jobs, self._options.done)
+        RESULTS.ensure(points, run_point, self._options.jobs, self._options.on_progress)
 
     def value(self, name: str, system: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99") -> float | None:
         """Mean over seeds; None where no seed has it. delay_s: of a percentile."""

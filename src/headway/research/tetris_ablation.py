@@ -26,7 +26,7 @@ def fig12(options: RunOptions) -> ExperimentReport:
 def _rates(options: RunOptions, cluster: str) -> ExperimentReport:
     runs = TetrisStudy(options, cluster)
     fixed = [f"Tetris, rate {rate}" for rate in FIXED]
-    runs.need(["Tetris", *fixed])
+    runs.ensure(["Tetris", *fixed])
     rows, panels = [], []
     for workload in runs.workloads:
         table = {f"{load:g}": rate for load, rate in runs.rates(workload)}
@@ -71,7 +71,7 @@ def fig13(options: RunOptions) -> ExperimentReport:
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
         runs = TetrisStudy(options, cluster)
-        runs.need(["Tetris", "Tetris, single chunk"])
+        runs.ensure(["Tetris", "Tetris, single chunk"])
         source = source or runs.source()
         p50, p99 = ("2.33-4.17×", "2.64-3.58×") if cluster == "8b" else ("2.71-4.77×", "2.43-3.23×")
         for workload in runs.workloads:

@@ -42,7 +42,7 @@ def fig8(options: RunOptions) -> ExperimentReport:
     sources = {}
     for cluster in ("8b", "70b"):
         runs, names = TetrisStudy(options, cluster), systems(cluster)
-        runs.need(names)
+        runs.ensure(names)
         sources[cluster] = runs.source()
         for workload in runs.workloads:
             for times in (25.0, 5.0):
@@ -83,7 +83,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
         runs, names = TetrisStudy(options, cluster), systems(cluster)
-        runs.need(names)
+        runs.ensure(names)
         source = source or runs.source()
         p50, p99 = ("1.64-2.78×", "1.52-3.13×") if cluster == "8b" else ("2.86-4.17×", "2.27-4.35×")
         for workload in runs.workloads:
@@ -112,7 +112,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
         runs, names = TetrisStudy(options, cluster), systems(cluster)
-        runs.need(names)
+        runs.ensure(names)
         source = source or runs.source()
         claim = "1.24-3.38×" if cluster == "8b" else "1.15-1.81×"
         for workload in runs.workloads:
@@ -130,7 +130,7 @@ def noise(options: RunOptions) -> ExperimentReport:
     loads = {workload: NOISY_LOADS[workload] for workload in runs.workloads}
     knowing = "Tetris, rates under noise"
     names = ["Fixed-SP8", "Tetris", "Tetris, open loop", knowing]
-    runs.need(names, loads, NOISE)
+    runs.ensure(names, loads, NOISE)
     for workload, (rps,) in loads.items():
         for what in ("p50", "p99"):
             found = {name: runs.value(name, workload, rps, what, NOISE) for name in names}
@@ -157,7 +157,7 @@ def loongserve(options: RunOptions) -> ExperimentReport:
     """LoongServe three ways beside fixed sizes and Tetris; and the one whose instances decode too."""
     runs, rows = TetrisStudy(options, "8b", VARIANT_REQUESTS, every=2), []
     runs.seeds = runs.seeds[:1]
-    runs.need(VARIANTS)
+    runs.ensure(VARIANTS)
     for workload in runs.workloads:
         for times in (5.0, 25.0):
             top = runs.loads(workload)[-1]

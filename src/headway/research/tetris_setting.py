@@ -199,7 +199,7 @@ class TetrisStudy:
         rates = self.rates(workload, noise if of.noisy else 0.0) if of.profiled else ()
         return TetrisPoint(self.cluster, workload, system, rps, self.requests, seed, noise, rates)
 
-    def need(
+    def ensure(
         self, systems: Iterable[str], loads: Mapping[str, Iterable[float]] | None = None, noise: float = 0.0
     ) -> None:
         """Simulate what is not known yet, light load included."""

@@ -111,7 +111,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         ),
         exchange=between_groups(device, shape, layout) if layout.kvp > 1 else ShardExchangeCost(),
         learns=scenario.latency.learns,
-        yardstick=UtilisationBase(
+        utilisation_base=UtilisationBase(
             shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices
         ),
     )

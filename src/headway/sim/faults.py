@@ -1,9 +1,9 @@
-"""The fault explorer: worlds from a seed that are as unkind to a scheduler as they can be, checked after every step.
+"""The fault explorer: a scheduler under random faults from a seed, checked after every step.
 
-Scheduler, ledger and simulated executor run through random arrivals, aborts, losses of the instance, KV pools that are
-too small, clocks that jump forward, and iterations that take 0.5 to 1.5 times what was predicted. Books are kept from
-the batches alone: which tokens of whom have been computed in this life, and who holds how many blocks. A seed that
-fails is named, and the same seed fails again.
+Scheduler, manager and simulated executor run through random arrivals, aborts, losses of the instance, KV pools that are
+too small, clocks that jump forward, and iterations that take 0.5 to 1.5 times what was predicted. An audit
+follows the batches alone: which tokens of each request have been computed since its KV was last lost, and how many
+blocks it holds. A seed that fails is named, and fails again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BLOCK = 16
 NEVER = float("inf")
 
 
-def explore(seeds: Iterable[int], say: Callable[[str], None]) -> int:
-    """Run every seed; say what failed, and how often. 0 when none did, else 1."""
+def explore(seeds: Iterable[int], report: Callable[[str], None]) -> int:
+    """Run every seed and report failures. Return the exit code: 0 when no seed failed, else 1."""
     tried = failed = steps = 0
     for seed in seeds:
         tried += 1
@@ -40,13 +40,13 @@ def explore(seeds: Iterable[int], say: Callable[[str], None]) -> int:
             steps += FaultWorld(seed).run()
         except Exception as error:  # any error is a finding
             failed += 1
-            say(f"seed {seed}: {type(error).__name__}: {error}  (again: headway simulate --faults seed={seed})")
-    say(f"{tried} seeds, {steps} steps, {failed} failed")
+            report(f"seed {seed}: {type(error).__name__}: {error}  (again: headway simulate --faults seed={seed})")
+    report(f"{tried} seeds, {steps} steps, {failed} failed")
     return 1 if failed else 0
 
 
 def small_machine() -> TableLatency:
-    """1 ms for nothing, 20 µs a row, attention that grows with what is cached: small numbers for everything."""
+    """Return a latency model of small numbers: 1 ms an iteration, 20 µs a row, attention that grows with the cache."""
     source = TableSource(
         fingerprint="",
         provenance="fault explorer",
@@ -58,7 +58,7 @@ def small_machine() -> TableLatency:
 
 
 def random_spec(rng: random.Random) -> InstanceSpec:
-    """Any policy, chunking, pipeline and mode, with a pool that decodes exhaust."""
+    """Return an instance of random policy, chunking, pipeline and mode, with a KV pool that decodes exhaust."""
     config = SchedulerConfig.named(
         rng.choice(("default", "default", "paper")),
         policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
@@ -89,12 +89,13 @@ def random_spec(rng: random.Random) -> InstanceSpec:
 
 
 class _RequestAudit:
-    """What one request has been seen to do in this life; `base` is where its last shard begins."""
+    """Tokens of one request that batches have computed since its KV was last lost."""
 
     __slots__ = ("base", "cursor")
 
     def __init__(self) -> None:
-        self.cursor = self.base = 0
+        self.cursor = 0
+        self.base = 0  # first token of its last KV shard
 
 
 class _AuditedReplica(SimulatedEngine):
@@ -110,54 +111,54 @@ class _AuditedReplica(SimulatedEngine):
         run = super()._start(batch, now, quiet_s)
         for part in batch.parts:
             for name in part.decodes.members:
-                self.books[name].cursor += run.repeats - 1
+                self.audits[name].cursor += run.repeats - 1
         return run
 
     def begin(self) -> None:
-        self.books: dict[str, _RequestAudit] = {}
+        self.audits: dict[str, _RequestAudit] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Block tables as after a loss."""
-        self.tables = [BlockTables(ledger.n_blocks) for ledger in self.ledgers]
+        """Start with empty block tables, as after a loss."""
+        self.tables = [BlockTables(manager.n_blocks) for manager in self.block_managers]
 
     def replay(self, part: GroupBatch) -> None:
-        """A part's KV operations. A reservation of token 0 begins a life, any other one a shard."""
+        """Apply a part's KV operations. A reservation from token 0 starts a request anew, any other one a shard."""
         tables = self.tables[part.group]
         for op in part.kv_ops:
             if op.verb == "free":
                 tables.free(op.request)
                 continue
             tables.add(op.request, op.blocks)
-            book = self.books.get(op.request, _RequestAudit())
+            audit = self.audits.get(op.request, _RequestAudit())
             if op.verb == "reserve":
-                book.base = op.start
-                book.cursor = book.cursor if op.start else 0
-                need(op.start == book.cursor, op.request, f"has a shard from {op.start}, and {book.cursor} tokens")
+                audit.base = op.start
+                audit.cursor = audit.cursor if op.start else 0
+                require(op.start == audit.cursor, op.request, f"has a shard from {op.start}, and {audit.cursor} tokens")
         tables.check()
 
     def watch(self, part: GroupBatch) -> None:
-        """Raises InvariantError when a part contradicts the books."""
+        """Raises InvariantError when a part contradicts the audit."""
         tables = self.tables[part.group]
         for name in part.decodes.members:
-            book, track = self.books[name], self.tracks[name]
-            need(book.cursor >= track.request.prompt_tokens, name, "decodes before its prompt is computed")
-            book.cursor += 1
-        kv = sum(self.books[name].cursor - self.books[name].base for name in part.decodes.members)
-        need(kv == part.decodes.kv_sum, "the batch", f"reads {kv} KV tokens and says {part.decodes.kv_sum}")
+            audit, track = self.audits[name], self.tracks[name]
+            require(audit.cursor >= track.request.prompt_tokens, name, "decodes before its prompt is computed")
+            audit.cursor += 1
+        kv = sum(self.audits[name].cursor - self.audits[name].base for name in part.decodes.members)
+        require(kv == part.decodes.kv_sum, "the batch", f"reads {kv} KV tokens and says {part.decodes.kv_sum}")
         longs = 0
         for chunk in part.prefills:
-            book, track = self.books[chunk.request], self.tracks[chunk.request]
-            need(chunk.start == book.cursor, chunk.request, f"computes from {chunk.start}, not {book.cursor}")
-            book.cursor += chunk.tokens
+            audit, track = self.audits[chunk.request], self.tracks[chunk.request]
+            require(chunk.start == audit.cursor, chunk.request, f"computes from {chunk.start}, not {audit.cursor}")
+            audit.cursor += chunk.tokens
             longs += track.request.prompt_tokens > self.spec.config.long_tokens
-        need(longs <= 1, "the batch", f"holds {longs} long prefills")
+        require(longs <= 1, "the batch", f"holds {longs} long prefills")
         for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills)):
-            held, book = sum(count for _, count in tables.runs(name)) * BLOCK, self.books[name]
-            need(book.cursor - book.base <= held, name, f"has tokens {book.base}..{book.cursor} in {held} slots")
+            held, audit = sum(count for _, count in tables.runs(name)) * BLOCK, self.audits[name]
+            require(audit.cursor - audit.base <= held, name, f"has tokens {audit.base}..{audit.cursor} in {held} slots")
 
     def budget(self, batch: Batch) -> None:
-        """Predicted time within the target, unless decodes alone exceed it or one smallest chunk makes progress."""
+        """Require a predicted time within the target, unless decodes alone exceed it or one smallest chunk runs."""
         config, chunks = self.spec.config, [chunk for part in batch.parts for chunk in part.prefills]
         idle = any(not part.prefills for part in batch.parts)  # its decodes alone may exceed it
         if config.chunking != "adaptive" or not chunks or (idle and len(batch.parts) > 1):
@@ -168,13 +169,13 @@ class _AuditedReplica(SimulatedEngine):
         budget_s *= 1.0 + config.stretch if completes else 1.0
         alone = len(chunks) == 1 or len(batch.parts) > 1
         progress = alone and any(chunk.tokens <= max(1, config.min_chunk) for chunk in chunks)
-        need(batch.predicted_s <= budget_s or progress, "the batch", f"takes {batch.predicted_s} s of {budget_s}")
+        require(batch.predicted_s <= budget_s or progress, "the batch", f"takes {batch.predicted_s} s of {budget_s}")
 
 
-def need(holds: bool, who: str, what: str) -> None:
+def require(holds: bool, subject: str, what: str) -> None:
     """Raise InvariantError unless it holds."""
     if not holds:
-        raise InvariantError(f"{who} {what}")
+        raise InvariantError(f"{subject} {what}")
 
 
 class FaultWorld:
@@ -197,10 +198,10 @@ class FaultWorld:
         now, steps, lost = 0.0, 0, 0
         while coming or events or replica.tracks:
             steps += 1
-            need(steps < self.limit, "the world", "does not end: somebody starves")
+            require(steps < self.limit, "the world", "does not end: a request starves")
             arrival_s = coming[-1].request.arrival_s if coming else NEVER
             at_s = min(arrival_s, events[0][0] if events else NEVER)
-            need(at_s < NEVER, "the scheduler", f"runs nothing while {len(replica.tracks)} requests wait")
+            require(at_s < NEVER, "the scheduler", f"runs nothing while {len(replica.tracks)} requests wait")
             now = max(now, at_s) + (rng.expovariate(20.0) if rng.random() < self.jumps else 0.0)
             while events and events[0][0] <= now:
                 batch = heapq.heappop(events)[1]
@@ -209,7 +210,7 @@ class FaultWorld:
                     replica.scheduler.check()
             while coming and coming[-1].request.arrival_s <= now:
                 track = coming.pop()
-                replica.books[track.request.id] = _RequestAudit()
+                replica.audits[track.request.id] = _RequestAudit()
                 replica.add(track, now)
             live = [track for track in replica.tracks.values() if track.ended_s is None]
             if live and rng.random() < self.aborts:
@@ -219,38 +220,38 @@ class FaultWorld:
                 events.clear()
                 replica.lose(now)
                 replica.forget()
-                for book in replica.books.values():
-                    book.cursor = book.base = 0
+                for audit in replica.audits.values():
+                    audit.cursor = audit.base = 0
             replica.scheduler.check()
-            for event in replica.pump(now, coming[-1].request.arrival_s if coming else NEVER):
+            for event in replica.start_batches(now, coming[-1].request.arrival_s if coming else NEVER):
                 heapq.heappush(events, event)
         return self._end(steps)
 
     def _end(self, steps: int) -> int:
         replica = self.replica
-        need(replica.scheduler.idle, "the scheduler", "is not idle at the end")
-        for ledger in replica.ledgers:
-            need(ledger.free_blocks == ledger.n_blocks, "a ledger", "holds blocks at the end")
+        require(replica.scheduler.idle, "the scheduler", "is not idle at the end")
+        for manager in replica.block_managers:
+            require(manager.free_blocks == manager.n_blocks, "a manager", "holds blocks at the end")
         for track in self.tracks:
             name = track.request.id
-            need(track.ended_s is not None, name, "never ended")
+            require(track.ended_s is not None, name, "never ended")
             count = len(track.times)
             whole = count == max(1, track.source.output_tokens) if track.error is None else True
-            need(whole, name, f"got {count} tokens of {track.source.output_tokens}")
-            need(track.times == sorted(track.times), name, "got tokens out of order")
+            require(whole, name, f"got {count} tokens of {track.source.output_tokens}")
+            require(track.times == sorted(track.times), name, "got tokens out of order")
         return steps
 
     def _plan(self, spec: InstanceSpec) -> list[DecodeTrack]:
-        rng, at, tracks, room = self.rng, 0.0, [], spec.kv_tokens // BLOCK * BLOCK * spec.config.kv_parallel
+        rng, at, tracks, capacity = self.rng, 0.0, [], spec.kv_tokens // BLOCK * BLOCK * spec.config.kv_parallel
         for number in range(rng.randint(4, 18)):
             at += rng.expovariate(1 / rng.choice((0.002, 0.02, 0.1)))
             prompt = rng.randint(201, 560) if rng.random() < 0.3 else rng.randint(1, 120)
-            output = min(rng.choice((1, rng.randint(2, 12), rng.randint(20, 80))), room + 1 - prompt)
+            output = min(rng.choice((1, rng.randint(2, 12), rng.randint(20, 80))), capacity + 1 - prompt)
             request = Request(
                 id=f"r{number}",
                 arrival_s=at,
                 prompt_tokens=prompt,
-                max_output_tokens=min(output + rng.choice((0, 20)), room + 1 - prompt),
+                max_output_tokens=min(output + rng.choice((0, 20)), capacity + 1 - prompt),
                 slo=Slo(ttft_s=rng.choice((None, 0.05, 0.5)), tbt_s=None),
                 priority=rng.choice((0, 0, 0, -1, 3)),
             )

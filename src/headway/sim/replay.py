@@ -35,7 +35,7 @@ Events = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One iteration: what the running scheduler predicted, what its starting profile predicts, what it took."""
+    """One iteration: predicted by the running scheduler, by its starting profile, and measured. Seconds."""
 
     predicted_s: float
     profile_s: float
@@ -46,7 +46,7 @@ class BatchTimes:
 
 @dataclass
 class ReplayedRun:
-    """`differences` are empty when every decision came out as recorded. Records are of the engine's boundary."""
+    """The outcome of a replay."""
 
     config: SchedulerConfig
     table: TableLatency
@@ -55,11 +55,13 @@ class ReplayedRun:
     block_tokens: int
     batches: list[BatchTimes] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    """Decisions that came out otherwise than recorded; empty when the replay is exact."""
     records: list[RequestRecord] = field(default_factory=list)
+    """Requests as they entered and left the engine."""
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a log. ConfigError names the line that cannot be read; a torn last line is ignored."""
+    """Yield the events of a log. ConfigError names the line that cannot be read; a torn last line is ignored."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -73,35 +75,35 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def replay(events: Events) -> ReplayedRun:
-    """Run a log through a fresh scheduler. ConfigError when it is not a log that can be replayed."""
+    """Run a log through a fresh scheduler. Raises ConfigError on a log that cannot be replayed."""
     stream = iter(events)
     start = next(stream, None)
     if start is None or start.get("event") != "start":
         raise ConfigError("not an event log of this version: it does not begin with a start event")
     table, model = restore(start["latency"])
     config = SchedulerConfig(**start["config"])
-    told = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
-    ledgers = [BlockManager(told.kv_tokens, told.block_tokens) for _ in range(config.kv_parallel)]
+    replayed = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
+    block_managers = [BlockManager(replayed.kv_tokens, replayed.block_tokens) for _ in range(config.kv_parallel)]
     exchange = ShardExchangeCost(*start["exchange"]) if "exchange" in start else exchange_of(table.source)
-    run = _ReplayState(told, make_scheduler(config, model, ledgers, exchange), model, exchange)
+    run = _ReplayState(replayed, make_scheduler(config, model, block_managers, exchange), model, exchange)
     for event in stream:
         try:
             getattr(run, f"on_{event['event']}")(event)
         except (KeyError, AttributeError) as error:
             raise ConfigError(f"the event {event!r} cannot be replayed: {error}") from error
-        if len(told.differences) >= 10:
+        if len(replayed.differences) >= 10:
             break
     run.finish()
-    return told
+    return replayed
 
 
 class _ReplayState:
     """The state of one replay; one method an event."""
 
     def __init__(
-        self, told: ReplayedRun, scheduler: InstanceScheduler, model: LatencyModel, exchange: ShardExchangeCost
+        self, replayed: ReplayedRun, scheduler: InstanceScheduler, model: LatencyModel, exchange: ShardExchangeCost
     ) -> None:
-        self.told, self.scheduler, self.model, self.exchange = told, scheduler, model, exchange
+        self.replayed, self.scheduler, self.model, self.exchange = replayed, scheduler, model, exchange
         self.batches: dict[int, tuple[Batch, float]] = {}
         self.requests: dict[str, tuple[Request, list[float], list[float]]] = {}
         self.done_s: float | None = None
@@ -127,7 +129,7 @@ class _ReplayState:
     def on_schedule(self, event: Mapping[str, Any]) -> None:
         batch = self.scheduler.schedule(event["at_s"], 1, event.get("free"))
         if batch is None or batch.id != event["id"]:
-            self.told.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
+            self.replayed.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
             return
         self.batches[batch.id] = (batch, event["at_s"])
         for chunk in (chunk for part in batch.parts for chunk in part.prefills):
@@ -138,21 +140,21 @@ class _ReplayState:
             return
         batch, at_s = self.batches.pop(event["id"])
         chunks = [chunk for part in batch.parts for chunk in part.prefills]
-        mine = (
+        ours = (
             sum(part.decodes.count for part in batch.parts),
             sum(part.decodes.kv_sum for part in batch.parts),
             [[chunk.request, chunk.start, chunk.tokens] for chunk in chunks],
         )
-        theirs = (event["decodes"], event["kv_sum"], [list(chunk) for chunk in event["chunks"]])
-        if mine != theirs:
-            self.told.differences.append(f"batch {batch.id} was {theirs}, and here {mine}")
+        recorded = (event["decodes"], event["kv_sum"], [list(chunk) for chunk in event["chunks"]])
+        if ours != recorded:
+            self.replayed.differences.append(f"batch {batch.id} was {recorded}, and here {ours}")
         elif abs(batch.predicted_s - event["predicted_s"]) > 1e-9:
-            self.told.differences.append(
+            self.replayed.differences.append(
                 f"batch {batch.id} was to take {event['predicted_s']}, here {batch.predicted_s}"
             )
         waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
         times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s)
-        self.told.batches.append(times)
+        self.replayed.batches.append(times)
         self.done_s = event["at_s"]
         ended = set(event["ended"])
         decoded = [name for part in batch.parts for name in part.decodes.members]
@@ -169,16 +171,16 @@ class _ReplayState:
         self.scheduler.lost(0, event["at_s"])
 
     def _profile_s(self, batch: Batch) -> float:
-        return parts_s(self.told.table, batch.parts, self.exchange)
+        return parts_s(self.replayed.table, batch.parts, self.exchange)
 
     def _record(self, name: str, finish_s: float | None, error: str | None) -> None:
         request, scheduled, tokens = self.requests.pop(name, (None, [], []))
         if request is None:
             return
-        self.told.records.append(
+        self.replayed.records.append(
             RequestRecord(
                 id=name,
-                klass="long" if request.prompt_tokens > self.told.config.long_tokens else "short",
+                klass="long" if request.prompt_tokens > self.replayed.config.long_tokens else "short",
                 arrival_s=request.arrival_s,
                 prompt_tokens=request.prompt_tokens,
                 output_tokens=len(tokens),

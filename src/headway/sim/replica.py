@@ -1,4 +1,4 @@
-"""One simulated instance: the engine's loop around its own scheduler, with a pipeline of predicted times for a machine.
+"""One simulated engine: the live engine's loop around the real scheduler, with pipelines of predicted times.
 
 The contract with the scheduler is the live engine's: at most `stages` batches in flight, the next one made when stage 0
 frees, `complete` when a batch leaves the last stage. Whatever `schedule` decides is carried out as it is. Each KV group
@@ -24,27 +24,35 @@ from headway.sim.pipeline import StagePipeline
 from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec
 
-AHEAD = 1 << 20
-ONLY = (0,)
+MAX_REPEATS = 1 << 20
+"""Most steps of pure decoding that are taken as one batch."""
+SINGLE_GROUP = (0,)
 
 
 class RunningBatch:
-    """A batch between its start and its end: the time of its last step, and what it began with."""
+    """A batch in flight."""
 
     __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
 
     def __init__(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, elapsed_s: float, repeats: int) -> None:
-        self.batch, self.cohorts, self.end_s = batch, cohorts, end_s
-        self.elapsed_s, self.repeats = elapsed_s, repeats
+        self.batch = batch
+        self.cohorts = cohorts
+        """The decode cohort of each part."""
+        self.end_s = end_s
+        """When its last step leaves the last stage."""
+        self.elapsed_s = elapsed_s
+        """Seconds of its first step on a stage."""
+        self.repeats = repeats
+        """How many iterations of the same decodes it stands for."""
 
     @property
     def cohort(self) -> DecodeCohort:
-        """The first part's."""
+        """The cohort of the first part."""
         return self.cohorts[0]
 
 
 class SimulatedEngine:
-    """Calls are made in order of time. `pump` starts batches and gives the events to come back at."""
+    """The engine of one instance. Calls are made in order of time."""
 
     def __init__(
         self,
@@ -60,18 +68,18 @@ class SimulatedEngine:
         self.tracks: dict[str, DecodeTrack] = {}
         self.latency: LatencyModel = CorrectedLatency(spec.latency) if spec.learns else spec.latency
         groups = range(spec.config.kv_parallel)
-        self.ledgers = [BlockManager(spec.kv_tokens, spec.block_tokens) for _ in groups]
-        self.ledger = self.ledgers[0]
-        self.scheduler = make_scheduler(spec.config, self.latency, self.ledgers, spec.exchange)
+        self.block_managers = [BlockManager(spec.kv_tokens, spec.block_tokens) for _ in groups]
+        self.block_manager = self.block_managers[0]
+        self.scheduler = make_scheduler(spec.config, self.latency, self.block_managers, spec.exchange)
         self.pipelines = [StagePipeline(spec.config.stages, spec.link) for _ in groups]
         self.pipeline = self.pipelines[0]
         self._cohorts = DecodeCohorts(self.tracks)
-        self._runs: dict[int, RunningBatch] = {}
+        self._in_flight: dict[int, RunningBatch] = {}
         self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
-        self._truth = spec.truth
-        self._exact = noise.exact and spec.truth is None
-        self._ahead = AHEAD if fast_forward and not spec.learns else 1
-        self._rows = iterations
+        self._actual_latency = spec.actual_latency
+        self._exact = noise.exact and spec.actual_latency is None
+        self._max_repeats = MAX_REPEATS if fast_forward and not spec.learns else 1
+        self._iteration_rows = iterations
         self._stopwatch = stopwatch
         self._batches = self._iterations = self._prefill = self._decoded = self._kv_read = 0
         self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
@@ -81,7 +89,7 @@ class SimulatedEngine:
     # -- what may happen to it ------------------------------------------------------------------------------------
 
     def add(self, track: DecodeTrack, now: float) -> None:
-        """Raises RequestError when the request could never be served."""
+        """Admit a request. Raises RequestError when it could never be served."""
         name = track.request.id
         self.scheduler.add(Span.whole(track.request), now)
         self.tracks[name] = track
@@ -89,14 +97,14 @@ class SimulatedEngine:
         track.deadline_s = self.scheduler.deadline_s(name)
 
     def abort(self, track: DecodeTrack, now: float, error: str) -> None:
-        """The client has left; the scheduler drops the request at once or when its batch is done."""
+        """Abort a request; the scheduler drops it at once or when its batch is done."""
         self._cohorts.leave(track)
         self._end(track, now, error)
-        self._hear(self.scheduler.abort(track.request.id, now))
+        self._apply_events(self.scheduler.abort(track.request.id, now))
 
     def lose(self, now: float) -> None:
-        """The instance has lost its KV and what it was computing."""
-        for run in self._runs.values():
+        """Lose all KV and the batches in flight; requests stay and are computed again."""
+        for run in self._in_flight.values():
             done = run.repeats - 1
             for cohort, part in zip(run.cohorts, run.batch.parts, strict=True):
                 first = len(cohort.times) - (run.repeats - 1)
@@ -104,27 +112,30 @@ class SimulatedEngine:
                     done = bisect_right(cohort.times, now, first) - first
                     del cohort.times[first + done :]
             if done:
-                self._hear(self.scheduler.complete(run.batch.id, [], now, None, done))
-        self._runs.clear()
+                self._apply_events(self.scheduler.complete(run.batch.id, [], now, None, done))
+        self._in_flight.clear()
         for pipeline in self.pipelines:
             pipeline.reset(now)
-        self._hear(self.scheduler.lost(0, now))
+        self._apply_events(self.scheduler.lost(0, now))
 
-    def pump(self, now: float, quiet_s: float) -> list[tuple[float, int]]:
-        """Start batches while stage 0 is free. (time, batch or -1) at which to come back: batch is to be completed, -1:
-        stage 0 is free. Until `quiet_s` nothing will happen that this replica has not said itself."""
+    def start_batches(self, now: float, quiet_s: float) -> list[tuple[float, int]]:
+        """Start batches while stage 0 is free. Return the (time, batch) at which to call `complete`, or with -1 for the
+        batch, to call this again because stage 0 is free.
+
+        Until `quiet_s` no request comes or leaves, so that decodes may be repeated until then.
+        """
         begun: list[tuple[float, int]] = []
         while free := self._free(now):
             if self._stopwatch is None:
-                batch = self.scheduler.schedule(now, self._ahead, free)
+                batch = self.scheduler.schedule(now, self._max_repeats, free)
             else:
                 started = self._stopwatch()
-                batch = self.scheduler.schedule(now, self._ahead, free)
+                batch = self.scheduler.schedule(now, self._max_repeats, free)
                 self._scheduling_s += self._stopwatch() - started
             if batch is None:
                 break
             run = self._start(batch, now, quiet_s)
-            self._runs[batch.id] = run
+            self._in_flight[batch.id] = run
             begun.append((run.end_s, batch.id))
             free_s = self.pipelines[batch.parts[0].group].free_s
             if free_s < run.end_s:
@@ -132,14 +143,14 @@ class SimulatedEngine:
         return begun
 
     def _free(self, now: float) -> Sequence[int]:
-        """Groups whose stage 0 is free."""
+        """Return the KV groups whose stage 0 is free."""
         if len(self.pipelines) == 1:
-            return ONLY if self.pipeline.free_s <= now else ()
+            return SINGLE_GROUP if self.pipeline.free_s <= now else ()
         return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
 
     def complete(self, batch_id: int, now: float) -> list[DecodeTrack]:
-        """The batch has left the last stage; the tracks that have ended with it. Ids of lost batches are ignored."""
-        run = self._runs.pop(batch_id, None)
+        """Complete a batch that has left the last stage; a lost one is ignored. Return the tracks that have ended."""
+        run = self._in_flight.pop(batch_id, None)
         if run is None:
             return []
         batch = run.batch
@@ -153,29 +164,32 @@ class SimulatedEngine:
                     ended.append(self.tracks[name])
             for chunk in part.prefills:
                 if chunk.last:
-                    self._first(chunk, now, results, ended)
+                    self._complete_prompt(chunk, now, results, ended)
         elapsed_s = run.elapsed_s if self.spec.learns else None
-        self._hear(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
+        self._apply_events(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
         for track in ended:
             self._end(track, now, None)
         return ended
 
-    def prompts(self, batch_id: int) -> list[tuple[str, int, bool]]:
-        """Of each chunk of a batch in flight: the request, the prompt's tokens that are computed with it, and whether
-        these are all. None when it is not in flight."""
-        run = self._runs.get(batch_id)
+    def prompt_progress(self, batch_id: int) -> list[tuple[str, int, bool]]:
+        """Return for each chunk of a batch its request, the prompt tokens computed up to its end, and whether these are
+        all. Empty when the batch is not in flight."""
+        run = self._in_flight.get(batch_id)
         if run is None:
             return []
         return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in run.batch.parts[0].prefills]
 
-    def flying(self, batch_id: int) -> bool:
+    def is_in_flight(self, batch_id: int) -> bool:
         """Whether a batch is in flight."""
-        return batch_id in self._runs
+        return batch_id in self._in_flight
 
-    def cut(self, now: float) -> tuple[float, int] | None:
-        """Somebody comes in the middle of repeated decodes: they end with the step that is under way. (time, batch) at
-        which to come back instead, or None when nothing is to be cut. For one stage, without kept iterations."""
-        for run in self._runs.values():
+    def end_repeats(self, now: float) -> tuple[float, int] | None:
+        """End repeated decodes with the step that is under way, because a request comes or leaves.
+
+        Return the (time, batch) at which to complete the batch instead; None where no decodes are repeated. Only for
+        engines of one stage that keep no iterations.
+        """
+        for run in self._in_flight.values():
             times, first = run.cohort.times, len(run.cohort.times) - (run.repeats - 1)
             if first < 0:  # all of its members have left
                 continue
@@ -210,14 +224,14 @@ class SimulatedEngine:
         self._busy_s += stage_s * len(parts) / len(self.pipelines)
         if batch.repeat > 1:
             end_s, repeats = self._repeat(batch, cohorts, end_s, quiet_s)
-        if self._rows is not None:
+        if self._iteration_rows is not None:
             chunks = tuple((chunk.request, chunk.start, chunk.tokens) for part in parts for chunk in part.prefills)
             row = IterationRecord(
                 self.index, batch.id, tuple(spans), end_s, sum(part.decodes.count for part in parts),
                 sum(part.decodes.kv_sum for part in parts), chunks, batch.predicted_s, repeats,
                 tuple(part.group for part in parts),
             )  # fmt: skip
-            self._rows.append(row)
+            self._iteration_rows.append(row)
         self._batches += 1
         self._iterations += repeats
         for part in parts:
@@ -227,7 +241,7 @@ class SimulatedEngine:
             self._kv_read += read
             self._pairs += read
         if len(parts) > 1:
-            self._count_assists(batch, repeats)
+            self._count_remote_attention(batch, repeats)
         return RunningBatch(batch, cohorts, end_s, stage_s, repeats)
 
     def _count_chunks(self, part: GroupBatch, now: float) -> None:
@@ -243,10 +257,13 @@ class SimulatedEngine:
                 earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
                 self._joins.append(GroupJoin(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
         if part.kv_ops:
-            self._kv_peak = max(self._kv_peak, sum(ledger.used_tokens for ledger in self.ledgers))
+            self._kv_peak = max(self._kv_peak, sum(manager.used_tokens for manager in self.block_managers))
 
-    def _count_assists(self, batch: Batch, repeats: int) -> None:
-        """What guests read for decodes (chunks have been counted with all that they attend), and forward passes."""
+    def _count_remote_attention(self, batch: Batch, repeats: int) -> None:
+        """Count KV that groups read for decodes of other groups, and forward passes of further groups.
+
+        Chunks have been counted with all that they attend to.
+        """
         self._more_passes += repeats * (sum(part.tokens > 0 for part in batch.parts) - 1)
         chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
         read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)
@@ -262,14 +279,14 @@ class SimulatedEngine:
         return first.lockstep([self.pipelines[part.group] for part in parts[1:]], at_s, stage_s, rows)
 
     def _repeat(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, quiet_s: float) -> tuple[float, int]:
-        """Go on with the same decodes while nothing can interfere: (end, iterations).
+        """Repeat a batch of decodes while no request can interfere. Return its end and the number of iterations.
 
         With one stage whatever comes during a step waits for its end, so a step may be the last that begins in the
         quiet; with several it could enter stage 0 behind it, so the last must end in the quiet.
         """
         most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
-        model, noise = self._truth or self.latency, self._noises[batch.parts[0].group]
+        model, noise = self._actual_latency or self.latency, self._noises[batch.parts[0].group]
         loads = batch_loads(model, batch.parts, self.spec.exchange)
         counts = [len(part.decodes.members) for part in batch.parts]
         rows = max(counts)
@@ -296,13 +313,15 @@ class SimulatedEngine:
         if self._exact:
             return batch.predicted_s
         factor = self._noises[batch.parts[0].group].factor()
-        if self._truth is None and not self.spec.learns:
+        if self._actual_latency is None and not self.spec.learns:
             return batch.predicted_s * factor
-        model = self._truth or self.spec.latency
+        model = self._actual_latency or self.spec.latency
         return parts_s(model, batch.parts, self.spec.exchange) * factor
 
-    def _first(self, chunk: Chunk, now: float, results: list[RequestProgress], ended: list[DecodeTrack]) -> None:
-        """A prompt is complete, or complete again: its next token is there."""
+    def _complete_prompt(
+        self, chunk: Chunk, now: float, results: list[RequestProgress], ended: list[DecodeTrack]
+    ) -> None:
+        """Record the token that the last chunk of a prompt gives, for the first time or after a preemption."""
         track = self.tracks.get(chunk.request)
         if track is None or track.ended_s is not None:
             return
@@ -316,7 +335,7 @@ class SimulatedEngine:
     def _end(self, track: DecodeTrack, now: float, error: str | None) -> None:
         track.ended_s, track.error = now, error
 
-    def _hear(self, events: list[RequestEvent]) -> None:
+    def _apply_events(self, events: list[RequestEvent]) -> None:
         for event in events:
             if event.kind == "preempted":
                 self._preemptions += 1
@@ -325,7 +344,7 @@ class SimulatedEngine:
                 del self.tracks[event.request]
 
     def use(self, until_s: float) -> ReplicaUse:
-        """What was done, up to `until_s`."""
+        """Return what the replica did up to `until_s`."""
         over_s = sum(max(0.0, pipeline.free_s - until_s) for pipeline in self.pipelines) / len(self.pipelines)
         return ReplicaUse(
             iterations=self._iterations,

@@ -1,4 +1,4 @@
-"""What a run leaves: a record of every request, what each replica did, and (if kept) every iteration."""
+"""The result of a simulated run: request records, what each replica did, iterations where they were kept."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from headway.sim.spec import UtilisationBase
 
 
 class IterationRecord(NamedTuple):
-    """A batch, as carried out. `stages`: (start, end) seconds in each pipeline stage, of its first repetition.
-    `groups`: the KV groups that had a part in it; decode_kv is what they read together."""
+    """A batch, as carried out."""
 
     replica: int
     batch: int
     stages: tuple[tuple[float, float], ...]
+    """(start, end) seconds in each pipeline stage, of its first repetition."""
     done_s: float
     decodes: int
     decode_kv: int
+    """KV tokens that the decodes of all groups read."""
     chunks: tuple[tuple[str, int, int], ...]
+    """(request, first token, tokens)."""
     predicted_s: float
     repeats: int
     groups: tuple[int, ...] = (0,)
+    """The KV groups that had a part in it."""
 
 
 class GroupJoin(NamedTuple):
@@ -40,13 +43,12 @@ class GroupJoin(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaUse:
-    """What one replica did. busy_s is stage 0's, the mean of its KV groups; tokens count rows of forward passes
-    (recomputed ones included); more_passes: forward passes of further groups in the same iterations; kv_peak_tokens is
-    that of all groups together; joins: KV groups that took over a long request."""
+    """What one replica did. Tokens count rows of forward passes, recomputed ones included."""
 
     iterations: int
     batches: int
     busy_s: float
+    """Of stage 0, the mean of its KV groups."""
     prefill_tokens: int
     decode_tokens: int
     kv_read_tokens: int
@@ -54,21 +56,25 @@ class ReplicaUse:
     preemptions: int
     recomputed_tokens: int
     kv_peak_tokens: int
+    """Of all KV groups together."""
     scheduling_s: float = 0.0
+    """The scheduler's own time, where a stopwatch was given."""
     more_passes: int = 0
+    """Forward passes of further KV groups in the same iterations."""
     joins: tuple[GroupJoin, ...] = ()
+    """KV groups that took over a long request."""
 
 
 @dataclass(frozen=True)
 class SimResult:
-    """`duration_s`: the window, or the time from the first arrival to the last end. Nothing ends silently: requests
-    that the window cut off are records with the error "unfinished"."""
+    """One simulated run. Every request has a record: those that the window cut off have the error "unfinished"."""
 
     records: tuple[RequestRecord, ...]
     replicas: tuple[ReplicaUse, ...]
     duration_s: float
+    """The window, or the time from the first arrival to the last end."""
     iterations: tuple[IterationRecord, ...] = ()
-    yardstick: UtilisationBase | None = None
+    utilisation_base: UtilisationBase | None = None
     stages: int = 1
     groups: int = 1
 
@@ -77,7 +83,7 @@ class SimResult:
         return summarise(self.records, duration_s=self.duration_s, percents=PERCENTILES)
 
     def summary(self) -> RunSummary:
-        """Per class and in all; latencies are over requests that finished."""
+        """Return counts and latencies by class and in all; latencies are over requests that finished."""
         return self._summary
 
     @property
@@ -86,7 +92,7 @@ class SimResult:
 
     @property
     def starved(self) -> int:
-        """Requests that were never scheduled, among those that nobody refused."""
+        """Requests that were never scheduled, without rejected ones."""
         return sum(r.scheduled_s is None and not r.rejected for r in self.records)
 
     @property
@@ -97,29 +103,29 @@ class SimResult:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation over the whole run, all devices; None without a yardstick."""
-        if self.yardstick is None or not self.duration_s:
+        """Model FLOPs utilisation over the whole run, all devices; None without a utilisation_base."""
+        if self.utilisation_base is None or not self.duration_s:
             return None
-        shape = self.yardstick.shape
+        shape = self.utilisation_base.shape
         flops = sum(
             shape.linear_flops(use.prefill_tokens + use.decode_tokens) + shape.pairs_flops(use.attention_pairs)
             for use in self.replicas
         )
-        return flops / (self.duration_s * self.yardstick.peak_flops * len(self.replicas))
+        return flops / (self.duration_s * self.utilisation_base.peak_flops * len(self.replicas))
 
     @property
     def mbu(self) -> float | None:
-        """Memory bandwidth utilisation over the whole run, all devices; None without a yardstick."""
-        if self.yardstick is None or not self.duration_s:
+        """Memory bandwidth utilisation over the whole run, all devices; None without a utilisation_base."""
+        if self.utilisation_base is None or not self.duration_s:
             return None
-        shape = self.yardstick.shape
+        shape = self.utilisation_base.shape
         weights = shape.parameters * shape.dtype_bytes
         passes = sum(use.iterations + use.more_passes for use in self.replicas)
         read = passes * weights + sum(use.kv_read_tokens * shape.kv_bytes_per_token for use in self.replicas)
-        return read / (self.duration_s * self.yardstick.peak_bandwidth * len(self.replicas))
+        return read / (self.duration_s * self.utilisation_base.peak_bandwidth * len(self.replicas))
 
     def use_json(self) -> dict[str, Any]:
-        """What replicas did, as plain data."""
+        """Return what all replicas did, as plain data."""
         return {
             "idle_share": self.idle_share,
             "mfu": self.mfu,

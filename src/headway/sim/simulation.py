@@ -96,7 +96,7 @@ class InstanceSimulation(EventLoop):
         changed = self._changed
         quiet_s = self.quiet_until_s
         for index in sorted(changed) if len(changed) > 1 else changed:
-            for at_s, batch in self.replicas[index].pump(self.now, quiet_s):
+            for at_s, batch in self.replicas[index].start_batches(self.now, quiet_s):
                 self.schedule(at_s, EventKind.BATCH_END, (index, batch))
         changed.clear()
 
@@ -108,7 +108,7 @@ class InstanceSimulation(EventLoop):
             replicas=tuple(replica.use(end_s) for replica in self.replicas),
             duration_s=duration_s,
             iterations=tuple(self.iterations or ()),
-            yardstick=self.instance.yardstick,
+            utilisation_base=self.instance.utilisation_base,
             stages=self.instance.config.stages,
             groups=self.instance.config.kv_parallel,
         )

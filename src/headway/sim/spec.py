@@ -41,11 +41,11 @@ class InstanceSpec:
     link: StageLink = field(default_factory=StageLink)
     exchange: ShardExchangeCost = ShardExchangeCost()  # noqa: RUF009 - frozen
     """What it costs KV groups to share a request."""
-    truth: LatencyModel | None = None
+    actual_latency: LatencyModel | None = None
     """What iterations really take; None: what `latency` predicts."""
     learns: bool = False
     """Whether predictions correct themselves from what iterations took, as the live engine's do."""
-    yardstick: UtilisationBase | None = None
+    utilisation_base: UtilisationBase | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A machine's hands over virtual time: spans take what is predicted (and noise), schedulers are the real ones."""
+"""The controller's backend in virtual time: spans take predicted times (and noise), schedulers are the real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.sim.cluster.instance import SimulatedInstance
 from headway.sim.cluster.request import SimRequest
-from headway.sim.cluster.spans import SimulatedSpan, edges, predicted_s
+from headway.sim.cluster.spans import SimulatedSpan, pause_points, predicted_s
 from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource
 from headway.sim.replica import SimulatedEngine
@@ -25,7 +25,7 @@ FOREVER = float("inf")
 
 
 class SimulatedBackend(InstanceBackend):
-    """Of one `ClusterSimulation`: what begins here comes back on its heap."""
+    """The backend of one `ClusterSimulation`; whatever begins here schedules its end there."""
 
     def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation, self.spec = simulation, simulation.spec
@@ -33,11 +33,11 @@ class SimulatedBackend(InstanceBackend):
         self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
         self.noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans")
         self.spans = self.chunked = 0
-        self.busy_for_s = [0.0] * count
+        self.busy_s_of = [0.0] * count
         self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
-        self._due: dict[int, SimulatedInstance] = {}
-        self._active = [0] * count
-        self._since = [0.0] * count
+        self._due: dict[int, SimulatedInstance] = {}  # engines that may start a batch at the end of this instant
+        self._active = [0] * count  # spans and batches that run, by instance
+        self._since = [0.0] * count  # since when any does
         self._held_s: dict[int, float] = {}
         self._paused_s: dict[str, float] = {}
 
@@ -60,15 +60,15 @@ class SimulatedBackend(InstanceBackend):
     def refresh(self, instance: int) -> SchedulerStats:
         engines = self._on[instance]
         if not engines:
-            return NOTHING
+            return IDLE
         free_s, queued, used, running = 0.0, 0.0, 0, 0
         for engine in engines:
             share = len(engine.group)
             if engine.free_at_s > free_s:
                 free_s = engine.free_at_s
-            queued += engine.queued / share
-            used += engine.replica.ledger.used_tokens // share
-            running += len(engine.stays)
+            queued += engine.queued_tokens / share
+            used += engine.replica.block_manager.used_tokens // share
+            running += len(engine.resident)
         if not self.simulation.controller.lanes.running[instance]:
             for engine in engines:
                 self._due.setdefault(engine.index, engine)
@@ -92,22 +92,22 @@ class SimulatedBackend(InstanceBackend):
         due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
         for member in (entry, *entry.along):
             member.driver.began_s, member.driver.due_s = now, due_s
-            trip: SimRequest = member.journey.driver
-            if trip.scheduled_s is None:
-                trip.scheduled_s = now
+            request: SimRequest = member.journey.driver
+            if request.scheduled_s is None:
+                request.scheduled_s = now
         self.spans += 1
         self.simulation.schedule(due_s, EventKind.SPAN_END, ("done", entry, run.serial))
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         run: SimulatedSpan = entry.driver
         nodes = len({self.spec.instances[i].node for i in entry.group})
-        at = edges(self.spec, entry.span, nodes)
-        at_s, tokens, layer = run.pause_at(entry, now, at)
+        points = pause_points(self.spec, entry.span, nodes)
+        at_s, tokens, layer = run.next_pause(entry, now, points)
         if at_s >= run.due_s:
             raise ActionImpossible(f"{entry.owner} is in its last layer")
         run.serial += 1
         run.due_s = at_s
-        self.simulation.schedule(at_s, EventKind.SPAN_END, ("pause", entry, run.serial, at, tokens, layer))
+        self.simulation.schedule(at_s, EventKind.SPAN_END, ("pause", entry, run.serial, points, tokens, layer))
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         entry.driver.serial += 1
@@ -133,53 +133,55 @@ class SimulatedBackend(InstanceBackend):
                 self._on[i].append(engine)
         return engine
 
-    def _cut(self, engine: SimulatedInstance, now: float) -> None:
-        """Somebody comes or leaves: decodes that were repeated end with the step that is under way."""
-        again = engine.replica.cut(now)
+    def _end_repeats(self, engine: SimulatedInstance, now: float) -> None:
+        """End repeated decodes with the step under way: a request is about to be added or removed."""
+        again = engine.replica.end_repeats(now)
         if again is not None:
             self.simulation.schedule(again[0], EventKind.BATCH_END, (engine, again[1]))
 
     def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        engine, trip = self._engine(group), journey.driver
-        self._cut(engine, now)
-        track = trip.stay(phase)
+        engine, request = self._engine(group), journey.driver
+        self._end_repeats(engine, now)
+        track = request.track_for(phase)
         engine.add(track, now)
-        trip.track = track
+        request.track = track
         self._due[engine.index] = engine
 
     def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        engine, trip = self._engine(journey.group), journey.driver
-        self._cut(engine, now)
+        engine, request = self._engine(journey.group), journey.driver
+        self._end_repeats(engine, now)
         engine.drop(journey.request.id, now, why)
         self._due[engine.index] = engine
-        trip.take(trip.track)
-        return len(trip.times)
+        request.take_tokens(request.track)
+        return len(request.times)
 
-    def stepped(self, engine: SimulatedInstance) -> None:
-        """An iteration has ended there."""
+    def on_batch_end(self, engine: SimulatedInstance) -> None:
+        """Let the engine start its next batch at the end of this instant."""
         self._due[engine.index] = engine
 
     def pump(self, now: float) -> None:
-        """Begin batches."""
+        """Start batches on all engines that something happened to."""
         for index in sorted(self._due):
             engine = self._due[index]
-            if self._may_run(engine):
-                for at_s, batch in engine.replica.pump(now, self.simulation.end_s):
+            if self._may_start_batch(engine):
+                for at_s, batch in engine.replica.start_batches(now, self.simulation.end_s):
                     if batch >= 0:
                         self.occupy(engine.group, 1)
                     self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
 
-    def _may_run(self, engine: SimulatedInstance) -> bool:
-        """A span that runs alone on one of its instances stops a scheduler at its next iteration."""
+    def _may_start_batch(self, engine: SimulatedInstance) -> bool:
+        """Whether no span runs alone on an instance of the engine; one that does stops its scheduler."""
         running = self.simulation.controller.lanes.running
         return all((run := running[i]) is None or run.beside for i in engine.group)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def send(self, piece: KvSlice, now: float) -> None:
-        """What is sent while it is computed cannot be there before its last layer is. The accelerators' cards of an
-        instance send together."""
+        """Schedule the arrival of a slice; one sent while it is computed arrives after its last layer is.
+
+        The network cards of an instance's accelerators send together.
+        """
         shape, instances = self.spec.shape, self.simulation.state.instances
         link = self.spec.links.between(instances[piece.source], instances[piece.target])
         count = (piece.end - piece.start) * shape.kv_bytes_per_token
@@ -193,30 +195,32 @@ class SimulatedBackend(InstanceBackend):
             max(now + send_s, computed_s + send_s / max(1, shape.layers)), EventKind.KV_SENT, piece
         )
 
-    def too_early(self, piece: KvSlice) -> bool:
-        """Whether a piece has to wait for the end of the span that computes it (which was paused): it will be sent on
-        then."""
+    def defer_transfer(self, piece: KvSlice) -> bool:
+        """Return whether a slice must wait for the end of the span that computes it (which was paused).
+
+        It is then sent on by `send_deferred`.
+        """
         entry = piece.entry
         if entry is None or entry.state == "done" or entry.journey.ended:
             return False
-        entry.driver.late.append(piece)
+        entry.driver.deferred.append(piece)
         return True
 
-    def send_late(self, entry: SpanEntry, now: float) -> None:
-        """What has waited for a span's end goes on."""
+    def send_deferred(self, entry: SpanEntry, now: float) -> None:
+        """Send the slices that waited for the end of a span: of each, the last layer is left."""
         run: SimulatedSpan = entry.driver
-        for piece in run.late:
+        for piece in run.deferred:
             self.simulation.schedule(now + piece.driver / self.spec.shape.layers, EventKind.KV_SENT, piece)
-        run.late = []
+        run.deferred = []
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         for entry in journey.entries:
-            self.send_late(entry, now)
+            self.send_deferred(entry, now)
         self._paused_s.pop(journey.request.id, None)
-        trip: SimRequest = journey.driver
-        trip.ended_s, trip.error, trip.rejected = now, why, journey.rejected
+        request: SimRequest = journey.driver
+        request.ended_s, request.error, request.rejected = now, why, journey.rejected
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         for i in group:
@@ -227,21 +231,21 @@ class SimulatedBackend(InstanceBackend):
             self.simulation.bar("hold", i, self._held_s.pop(i, now), holder)
 
     def occupy(self, group: Iterable[int], change: int) -> None:
-        """Something begins (+1) or ends (-1) to compute on these instances; overlaps are busy once."""
+        """Count a span or batch that begins (+1) or ends (-1); an instance is busy while it has any."""
         now = self.simulation.now
         for i in group:
             was, self._active[i] = self._active[i], self._active[i] + change
             if not was:
                 self._since[i] = now
             elif not self._active[i]:
-                self.busy_for_s[i] += now - self._since[i]
+                self.busy_s_of[i] += now - self._since[i]
 
-    def settle_busy(self) -> None:
-        """Count what is still going on up to now."""
+    def close_busy(self) -> None:
+        """Count the busy time of spans and batches that still run, up to now."""
         for i, active in enumerate(self._active):
             if active:
-                self.busy_for_s[i] += self.simulation.now - self._since[i]
+                self.busy_s_of[i] += self.simulation.now - self._since[i]
                 self._since[i] = self.simulation.now
 
 
-NOTHING = SchedulerStats()
+IDLE = SchedulerStats()

@@ -1,4 +1,4 @@
-"""The real scheduler of an instance, or of a group that works as one: what a cluster needs to know of it."""
+"""One simulated engine in a cluster, and the load that its resident requests are."""
 
 from __future__ import annotations
 
@@ -11,68 +11,70 @@ FOREVER = float("inf")
 
 
 class SimulatedInstance:
-    """`stays`: unfinished requests. free_at_s: when the prefills in it are expected to be done, anchored anew whenever
-    one advances; queued: the tokens of those that are not complete."""
+    """The engine of an instance, or of a group that works as one, with what its prefills have still to compute."""
 
     def __init__(self, index: int, group: tuple[int, ...], replica: SimulatedEngine) -> None:
         self.index, self.group, self.replica = index, group, replica
-        self.stays: dict[str, DecodeTrack] = {}
+        self.resident: dict[str, DecodeTrack] = {}
+        """Unfinished requests, in order of arrival here."""
         self.free_at_s = 0.0
-        self._prefills: dict[str, tuple[int, float]] = {}
-        self.queued = 0
-        self._waiting_s = 0.0
+        """When the resident prefills are expected to be done; predicted anew whenever one advances."""
+        self.queued_tokens = 0
+        """Tokens of resident prefills that are not complete."""
+        self._prefills: dict[str, tuple[int, float]] = {}  # by request: its tokens, and the seconds that are left
+        self._prefill_backlog_s = 0.0
         self._times = PrefillCache(replica.spec.latency, replica.spec.config.t_target_s)
 
     def add(self, track: DecodeTrack, now: float) -> None:
-        """Raises RequestError when it can never be served there."""
+        """Admit a request. Raises RequestError when it can never be served here."""
         self.replica.add(track, now)
         name, request = track.request.id, track.request
-        self.stays[name] = track
+        self.resident[name] = track
         tokens, seconds = self.work(request)
         self._prefills[name] = (tokens, seconds)
-        self.queued += tokens
-        self._waiting_s += seconds
+        self.queued_tokens += tokens
+        self._prefill_backlog_s += seconds
         self.free_at_s = max(self.free_at_s, now) + seconds
 
     def work(self, request: Request) -> tuple[int, float]:
-        """Tokens to prefill, and how long they take here, alone."""
+        """Return the tokens to prefill, and the seconds that they take here, alone."""
         tokens = request.prompt_tokens - request.cached_tokens
         if tokens <= 1:
             return tokens, 0.0
         return tokens, self._times.remaining_s(request.prompt_tokens, request.cached_tokens)
 
     def drop(self, name: str, now: float, error: str) -> DecodeTrack | None:
-        """The request leaves, at once or when its batch is done; its track, with the tokens that it got."""
-        track = self.stays.pop(name, None)
+        """Remove a request, at once or when its batch is done. Return its track, with the times of its tokens."""
+        track = self.resident.pop(name, None)
         if track is not None:
-            self._prefilled(name, now)
+            self._remove_prefill(name, now)
             self.replica.abort(track, now, error)
         return track
 
     def complete(self, batch: int, now: float) -> list[DecodeTrack]:
-        """A batch is done; the tracks that have ended with it."""
-        for name, done, last in self.replica.prompts(batch):
-            self._prefilled(name, now) if last else self._advanced(name, done, now)
+        """Complete a batch. Return the tracks that have ended with it, in order of arrival here."""
+        for name, done, last in self.replica.prompt_progress(batch):
+            self._remove_prefill(name, now) if last else self._shorten_prefill(name, done, now)
         ended = self.replica.complete(batch, now)
-        if len(ended) > 1:  # in the order in which they came
-            ended = [track for track in self.stays.values() if track.ended_s is not None]
+        if len(ended) > 1:
+            ended = [track for track in self.resident.values() if track.ended_s is not None]
         for track in ended:
-            del self.stays[track.request.id]
+            del self.resident[track.request.id]
         return ended
 
-    def _advanced(self, name: str, done: int, now: float) -> None:
-        """A prompt's first `done` tokens are computed."""
+    def _shorten_prefill(self, name: str, done: int, now: float) -> None:
+        """Count a prefill whose first `done` tokens are computed."""
         if name not in self._prefills:
             return
         tokens, seconds = self._prefills[name]
-        left_s = min(seconds, self._times.remaining_s(self.stays[name].request.prompt_tokens, done))
+        left_s = min(seconds, self._times.remaining_s(self.resident[name].request.prompt_tokens, done))
         self._prefills[name] = (tokens, left_s)
-        self._waiting_s = max(0.0, self._waiting_s - seconds + left_s)
-        self.free_at_s = now + self._waiting_s
+        self._prefill_backlog_s = max(0.0, self._prefill_backlog_s - seconds + left_s)
+        self.free_at_s = now + self._prefill_backlog_s
 
-    def _prefilled(self, name: str, now: float) -> None:
+    def _remove_prefill(self, name: str, now: float) -> None:
         tokens, seconds = self._prefills.pop(name, (0, 0.0))
         if tokens:
-            self.queued -= tokens
-            self._waiting_s = max(0.0, self._waiting_s - seconds) if self._prefills else 0.0
-            self.free_at_s = now + self._waiting_s
+            self.queued_tokens -= tokens
+            self._prefill_backlog_s = max(0.0, self._prefill_backlog_s - seconds) if self._prefills else 0.0
+            self.free_at_s = now + self._prefill_backlog_s

@@ -1,4 +1,4 @@
-"""One request of a simulation: where it comes from, its stay in a scheduler, and when its tokens came."""
+"""One request of a cluster simulation: its source, its track in a scheduler, and when its tokens came."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from headway.sim.workload import TraceRequest
 
 
 class SimRequest:
-    """`track`: its stay in a scheduler, if any."""
+    """A request across the schedulers that it visits."""
 
     __slots__ = ("ended_s", "error", "rejected", "request", "scheduled_s", "source", "times", "track")
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request, self.source = request, source
         self.track: DecodeTrack | None = None
+        """The request in the scheduler where it is resident, if any."""
         self.times: list[float] = []
         self.scheduled_s: float | None = None
         self.ended_s: float | None = None
@@ -27,14 +28,17 @@ class SimRequest:
         self.rejected = False
 
     @property
-    def left(self) -> int:
-        """Output tokens that are missing, as of the last time that a stay ended."""
+    def missing_tokens(self) -> int:
+        """Output tokens that are missing, as of when it last left a scheduler."""
         return max(1, self.source.output_tokens) - len(self.times)
 
-    def stay(self, phase: Phase) -> DecodeTrack:
-        """The request as a scheduler sees it. In a decode stay all KV but that of the last token is there, so that its
-        first iteration is a chunk of one token: a decode step in all but name."""
-        request, left = self.request, self.left
+    def track_for(self, phase: Phase) -> DecodeTrack:
+        """Return the request as a scheduler is to see it in a phase.
+
+        Where it only decodes, all KV but that of the last token is cached: its first iteration is a chunk of one token,
+        a decode step in all but name.
+        """
+        request, left = self.request, self.missing_tokens
         if phase == "prefill":
             request, left = msgspec.structs.replace(request, max_output_tokens=1), 1
         elif phase == "decode" or self.times:
@@ -48,8 +52,8 @@ class SimRequest:
         source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass)
         return DecodeTrack(request, source)
 
-    def take(self, track: DecodeTrack) -> None:
-        """A stay has ended: its token times are this request's."""
+    def take_tokens(self, track: DecodeTrack) -> None:
+        """Take over the token times of a track that has left its scheduler."""
         track.settle()
         self.times += track.times
         if self.scheduled_s is None:
@@ -57,7 +61,7 @@ class SimRequest:
         self.track = None
 
     def record(self, targets: SloTargets = NO_TARGETS) -> RequestRecord:
-        """How it went."""
+        """Return the record of the request, finished or not."""
         if self.track is not None:
-            self.take(self.track)
+            self.take_tokens(self.track)
         return record_of(self, targets)

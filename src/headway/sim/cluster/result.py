@@ -1,4 +1,4 @@
-"""What a cluster run leaves: the simulator's usual result, and bars for a picture of it."""
+"""The result of a cluster run: the simulator's usual result, and bars for a Gantt chart."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ BarKind = Literal["span", "hold", "pause", "transfer", "batch"]
 
 
 class GanttBar(NamedTuple):
-    """Something that took time on an instance. A transfer's instance is its sender, and `note` says where to. `batch`:
-    its scheduler computed without a break; no request is named."""
+    """One bar of a Gantt chart."""
 
     kind: BarKind
+    """batch: the scheduler computed without a break."""
     instance: int
+    """Of a transfer, its sender."""
     start_s: float
     end_s: float
     request: str
+    """Empty for batches."""
     note: str = ""
+    """Of a transfer, its target; of a span, its tokens."""
 
 
 @dataclass(frozen=True)
 class ClusterResult:
-    """`sim` has the records. spans, chunked: spans that ran, and requests that had more than one; paused: preemptions;
-    refused: actions that were. decision_s: seconds that each call of the policy took, where a stopwatch was given."""
+    """One simulated cluster run."""
 
     sim: SimResult
     instances: tuple[ClusterInstance, ...] = ()
     bars: tuple[GanttBar, ...] = ()
+    """Empty unless they were kept."""
     spans: int = 0
+    """Spans that ran."""
     chunked: int = 0
+    """Requests that had more than one span."""
     paused: int = 0
+    """Preemptions of spans."""
     refused: int = 0
+    """Actions of the policy that were refused."""
     busy_s: tuple[float, ...] = ()
+    """By instance."""
     decision_s: tuple[float, ...] = field(default=(), repr=False)
+    """Seconds of each call of the policy, where a stopwatch was given."""

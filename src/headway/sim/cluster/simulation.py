@@ -132,11 +132,11 @@ class ClusterSimulation(EventLoop):
         self._count(entry, "span")
         over = set()
         for member in (*entry.along, entry):
-            self.backend.send_late(member, self.now)
+            self.backend.send_deferred(member, self.now)
             if member.last and not member.journey.ended:
                 request: SimRequest = member.journey.driver
                 request.times.append(self.now)
-                if request.left <= 0:
+                if request.missing_tokens <= 0:
                     over.add(member.owner)
         self.controller.span_done(entry, self.now, over)
 
@@ -157,19 +157,19 @@ class ClusterSimulation(EventLoop):
             self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
 
     def _batch_end(self, engine: SimulatedInstance, batch: int) -> None:
-        if batch >= 0 and engine.replica.flying(batch):
+        if batch >= 0 and engine.replica.is_in_flight(batch):
             self._batch_bar(engine)
             self.backend.occupy(engine.group, -1)
             for track in engine.complete(batch, self.now):
                 journey = self.controller.journeys[track.request.id]
                 request: SimRequest = journey.driver
-                request.take(track)
-                self.controller.stayed(journey, len(request.times), request.left <= 0, self.now)
-        self.backend.stepped(engine)
+                request.take_tokens(track)
+                self.controller.stayed(journey, len(request.times), request.missing_tokens <= 0, self.now)
+        self.backend.on_batch_end(engine)
         self.controller.changed(engine.group, self.now)
 
     def _kv_sent(self, piece: KvSlice) -> None:
-        if not self.backend.too_early(piece):
+        if not self.backend.defer_transfer(piece):
             self.bar("transfer", piece.source, piece.began_s, piece.request, f"to {piece.target}")
             self.controller.sent(piece, self.now)
 
@@ -200,7 +200,7 @@ class ClusterSimulation(EventLoop):
         self.now = end_s
         for entry in {id(e): e for e in self.controller.lanes.running if isinstance(e, SpanEntry)}.values():
             self._count(entry, "span")
-        self.backend.settle_busy()
+        self.backend.close_busy()
         targets = self.run_spec.targets
         records = tuple(one.record(targets.get(one.source.klass, NO_TARGETS)) for one in self.requests)
         uses = [self._use(i, end_s) for i in range(len(self.spec.instances))]
@@ -220,7 +220,7 @@ class ClusterSimulation(EventLoop):
     def _use(self, instance: int, end_s: float) -> ReplicaUse:
         """What one instance did: its share of spans and its schedulers' work."""
         total = ReplicaUse(
-            iterations=0, batches=0, busy_s=self.backend.busy_for_s[instance], prefill_tokens=0, decode_tokens=0,
+            iterations=0, batches=0, busy_s=self.backend.busy_s_of[instance], prefill_tokens=0, decode_tokens=0,
             kv_read_tokens=0, attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
         )  # fmt: skip
         for engine in self.backend.engines.values():

@@ -1,4 +1,4 @@
-"""A committed span while it runs in virtual time: what it takes, when it is due, where it can be paused."""
+"""Spans in virtual time: how long they take, when they are due, where they can be paused."""
 
 from __future__ import annotations
 
@@ -15,36 +15,41 @@ from headway.sim.cluster.spec import ClusterSpec
 
 
 class SimulatedSpan:
-    """The driver's part of an entry. `factor`: what is really taken over what was predicted (noise). late: pieces that
-    have been sent but for what it has still to compute."""
+    """The simulator's part of a queue entry."""
 
-    __slots__ = ("began_s", "due_s", "factor", "late", "serial")
+    __slots__ = ("began_s", "deferred", "due_s", "factor", "serial")
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        """Real time over predicted time (noise)."""
         self.began_s = -1.0
         self.due_s = math.inf
+        """When it ends or pauses."""
         self.serial = 0
-        self.late: list[KvSlice] = []
+        """Counts starts and pauses: scheduled ends with another number are stale."""
+        self.deferred: list[KvSlice] = []
+        """KV slices that wait for the end of this span to be sent."""
 
-    def pause_at(self, entry: SpanEntry, now: float, edges: PausePoints) -> tuple[float, int, int]:
-        """(time, first token of the piece, layer) of the next edge of a run that began at `began_s`."""
+    def next_pause(self, entry: SpanEntry, now: float, points: PausePoints) -> tuple[float, int, int]:
+        """Return (time, first token of the piece, layer) of the next pause point after `now`."""
         whole_s, begun = entry.predicted_s * self.factor, self.began_s + entry.extra_s
         if whole_s <= 0 or now <= begun:
             return max(now, begun), entry.tokens, entry.layer
-        after_s, tokens, layer = edges.next_point(entry.tokens, entry.layer, now - begun, whole_s)
+        after_s, tokens, layer = points.next_point(entry.tokens, entry.layer, now - begun, whole_s)
         return min(self.due_s, begun + after_s), tokens, layer
 
 
-def edges(spec: ClusterSpec, span: Span, nodes: int) -> PausePoints:
-    """Where a span can be paused."""
+def pause_points(spec: ClusterSpec, span: Span, nodes: int) -> PausePoints:
+    """Return where a span can be paused."""
     shape = GroupShape(len(span.group), nodes, span.strategy)
     return pause_points_of(spec.spans, span.start, span.end, shape, spec.rows, spec.shape.layers)
 
 
 def predicted_s(spec: ClusterSpec, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
-    """Seconds of a span on its group, with what balancing the KV of earlier spans (on `before`) over it exposes; or of
-    the spans of several requests as one batch."""
+    """Return the seconds of a span on its group, or of the spans of several requests as one batch.
+
+    A single span also pays for what balancing the KV of earlier spans (on `before`) over its group exposes.
+    """
     first = spans[0]
     shape = GroupShape(len(first.group), nodes, first.strategy)
     if len(spans) > 1:

@@ -15,28 +15,28 @@ from headway.sim.spec import InstanceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """instances: as they start. engine: what the scheduler of an instance, or of a group that works as one, runs on.
-
-    spans: what a span takes (noise comes on top); policies may be given another model. backends: receive backends of an
-    instance. rows: most rows of a span that an instance computes at once (0: all), which says where it can be paused
-    (`perf.latency.pause_points`). balance: whether redistributing earlier chunks' KV over a larger group costs what
-    does not
-    overlap with computing (Tetris §4.1).
-    """
+    """A cluster as it starts."""
 
     instances: tuple[ClusterInstance, ...]
     engine: Callable[[Sequence[ClusterInstance]], InstanceSpec]
+    """Returns what the scheduler of an instance, or of a group that works as one, runs on."""
     spans: GroupLatency
+    """Predicts the time of a span; noise comes on top. Policies may be given another model."""
     shape: ModelShape
     links: ClusterLinks
     backends: int = 16
+    """KV transfers that an instance receives at a time."""
     rows: int = 0
+    """Most rows of a span that an instance computes at once (0: all): where it can be paused, see
+    `perf.latency.pause_points`."""
     handshake: str = "handshake"
+    """How transfers take turns at a receiver."""
     balance: bool = True
+    """Whether spreading earlier KV over a larger group costs what does not overlap with compute (Tetris §4.1)."""
 
     @property
     def policy_context(self) -> PolicyContext:
-        """What a policy is told, unless it is to be wrong: what the simulator itself goes by."""
+        """What policies predict by, unless they are given another: the simulator's own model."""
         return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows)
 
     def __post_init__(self) -> None:
