@@ -61,8 +61,8 @@ SETTING = MedhaSetting(
     latency="fitted: H100 operator profiles (headway.perf.latency, h100), history measured up to 12,416; "
     "longer contexts extrapolated",
     description="Llama-3 70B, 64 H100s: TP8 × 8 stages (2D), TP8 × 4 stages × 2 KV groups of up to 1M tokens of a "
-    "request (3D); ShareGPT-like chats, 5% Medha-SWE requests twice as long; stage target 20 ms (paper mode), 160 ms over the "
-    "stages + 1 (default mode)",
+    "request (3D); ShareGPT-like chats, 5% Medha-SWE requests twice as long; stage target 20 ms (paper mode), 160 ms "
+    "over the stages + 1 (default mode)",
 )
 
 
