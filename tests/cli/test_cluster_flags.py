@@ -56,18 +56,24 @@ def test_a_host_of_the_file_is_there_with_and_without_a_count(
     [
         (("--foo",), "unrecognized arguments: --foo"),
         (("--config", "x"), "unrecognized arguments: --config x"),
+        (
+            ("--max-model-length", "8k"),
+            "unrecognized arguments: --max-model-length 8k; --max-model-length: did you mean --max-model-len?",
+        ),
+        (("--tensor-parallel", "2"), "unrecognized arguments: --tensor-parallel 2; --tensor-parallel: did you mean"),
         (("--dry-run", "--replay", "log"), "argument --replay: not allowed with argument --dry-run"),
     ],
 )
-def test_wrong_flags_show_the_usage_of_the_command(
+def test_a_wrong_flag_is_one_line_with_the_flag_that_is_spelt_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["cluster", str(tmp_path / "cluster.yaml"), *flags])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("usage: headway cluster ")
-    assert said.endswith(f"headway cluster: error: {words}\n")
+    assert said.startswith(f"headway cluster: error: {words}")
+    assert said.endswith("(`headway cluster --help` lists what there is)\n")
+    assert said.count("\n") == 1
 
 
 def test_a_dry_run_says_which_pools_do_nothing(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from headway import __version__
+from headway.cli.command_parser import CommandParser
 from headway.core.errors import HeadwayError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     if tuple(words[:2]) in NESTED:
         return _nested(words)
     chosen = next((word for word in words if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(prog="headway", description=__doc__ and "Long-context LLM serving.")
+    parser = CommandParser(prog="headway", description="Long-context LLM serving.")
     parser.add_argument("--version", action="version", version=f"headway {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run: Callable[[argparse.Namespace], int] | None = None
@@ -70,16 +71,19 @@ def main(argv: list[str] | None = None) -> int:
             run, asked = module.run, sub
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        asked.error(f"unrecognized arguments: {' '.join(unknown)}")
+        asked.refuse(unknown)
     assert run is not None
     return _guarded(run, arguments)
 
 
 def _nested(words: list[str]) -> int:
     module = import_module(NESTED[words[0], words[1]])
-    parser = argparse.ArgumentParser(prog=f"headway {words[0]} {words[1]}", description=(module.__doc__ or "").strip())
+    parser = CommandParser(prog=f"headway {words[0]} {words[1]}", description=(module.__doc__ or "").strip())
     module.add_arguments(parser)
-    return _guarded(module.run, parser.parse_args(words[2:]))
+    arguments, unknown = parser.parse_known_args(words[2:])
+    if unknown:
+        parser.refuse(unknown)
+    return _guarded(module.run, arguments)
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
