@@ -12,7 +12,7 @@ from headway.runtime.embedded import model_path
 
 
 @pytest.mark.skipif(not (model_path() / "tokenizer.json").exists(), reason="the embedded model is not built")
-def test_the_demo_says_what_it_saw_and_that_answers_are_wrong(
+def test_the_demo_reports_its_measurements_and_wrong_answers(
     fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The fake server answers every prompt with 123: no passkey is right, and the demo must say so and fail."""

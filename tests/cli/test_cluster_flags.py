@@ -22,7 +22,7 @@ TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed
         (("--nnodes", "3"), "--nnodes is 3, but no pool says `host: 2`"),
     ],
 )
-def test_a_host_that_is_not_there_is_one_line(
+def test_an_unknown_host_is_refused_in_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -41,7 +41,7 @@ def test_a_host_that_is_not_there_is_one_line(
 
 
 @pytest.mark.parametrize("flags", [(), ("--node-rank", "1"), ("--nnodes", "2"), ("--nnodes", "2", "--node-rank", "1")])
-def test_a_host_of_the_file_is_there_with_and_without_a_count(
+def test_a_host_of_the_file_is_accepted_with_and_without_a_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")

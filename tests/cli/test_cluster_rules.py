@@ -92,7 +92,7 @@ def test_policies_reckon_with_what_the_first_instance_that_prefills_has_measured
         ("loongserve", {}, None),
     ],
 )
-def test_a_decode_pool_that_a_policy_never_uses_is_told_of(
+def test_a_decode_pool_that_a_policy_never_uses_gets_a_warning(
     placement: str, options: dict[str, Any], words: str | None
 ) -> None:
     said = idle_pools(ClusterFile(pools=APART, placement=placement, options=options))
@@ -101,7 +101,7 @@ def test_a_decode_pool_that_a_policy_never_uses_is_told_of(
     assert idle_pools(ClusterFile(pools=(InstancePool(), InstancePool()), placement=placement, options=options)) == []
 
 
-def test_what_is_odd_about_pools_is_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_and_unequal_pools_are_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     table = TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, 1e-6), (64, 6e-5)),
                                      chunks=((0, 0.0, 0.0), (64, 0.0, 1e-12)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
@@ -120,6 +120,6 @@ def test_what_is_odd_about_pools_is_logged_at_the_start(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp0-pp1-kvp1", "tp1-pp1-kvp1 "])
-def test_what_is_no_layout_is_refused(name: str) -> None:
+def test_a_malformed_layout_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
         ParallelLayout.named(name)

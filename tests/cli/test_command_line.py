@@ -87,7 +87,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(words: list[str], message: str
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unknown_command_is_told_which_exist() -> None:
+def test_an_unknown_command_gets_a_list_of_commands() -> None:
     done = headway("sevre")
     assert done.returncode == 2
     assert "serve" in done.stderr

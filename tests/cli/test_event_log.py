@@ -58,7 +58,7 @@ def test_a_log_that_another_process_writes_to_is_refused_until_that_has_ended(
     assert sorted(each.read_bytes() for each in tmp_path.iterdir()) == [b"a\n", b"b\n"]
 
 
-def test_a_link_stays_a_link_and_what_is_no_file_is_only_written_to(tmp_path: Path) -> None:
+def test_a_link_stays_a_link_and_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
     folder, link = tmp_path / "disk", tmp_path / "log"
     folder.mkdir()
     link.symlink_to(folder / "real")

@@ -33,7 +33,9 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ((*WORLD, *THERE, "--rdzv-timeout", "0"), "more than 0 seconds"),
     ],
 )
-def test_what_cannot_be_is_one_line(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_host_settings_are_one_line(
+    flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", *flags]) == 2
     said = capsys.readouterr().err
     assert said.startswith("headway: error: ")
@@ -41,7 +43,7 @@ def test_what_cannot_be_is_one_line(flags: tuple[str, ...], words: str, capsys: 
     assert said.count("\n") == 1
 
 
-def test_node_0_makes_a_token_and_says_what_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_0_makes_a_token_and_prints_how_to_start_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     config = EngineConfig(model="m", tensor_parallel_size=3, nnodes=3, rdzv_endpoint="node0")
     token = hosts.settle_token(config, 0).rdzv_token
     assert token is not None
@@ -64,7 +66,7 @@ def test_a_token_that_is_given_is_kept_and_not_printed(capsys: pytest.CaptureFix
     assert "0123456789abcdef" not in said
 
 
-def test_a_host_that_finds_nobody_ends_with_the_reason(
+def test_a_host_that_finds_no_server_exits_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
@@ -74,7 +76,7 @@ def test_a_host_that_finds_nobody_ends_with_the_reason(
     assert "no server answered at 127.0.0.1:29999 within 0.5 s" in capsys.readouterr().err
 
 
-def test_one_host_needs_nothing_of_it() -> None:
+def test_one_host_needs_no_token() -> None:
     config = EngineConfig(model="m")
     assert hosts.settle_token(config, 0) is config
     with pytest.raises(ConfigError, match="not 1 of 1"):

@@ -115,7 +115,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_close(tmp_path: Path) -> 
         ([], {}, "t_target: 1\nt-target: 2\n", "'t_target' and 't-target' are one setting: say it once"),
     ],
 )
-def test_a_wrong_value_is_told_where_it_came_from(
+def test_a_wrong_value_is_refused_with_its_source(
     words: list[str], environment: dict[str, str], text: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -143,7 +143,7 @@ def test_a_missing_file_is_refused_and_an_empty_one_is_no_settings(tmp_path: Pat
     assert parse([], {}, yaml_file(tmp_path, "# nothing\n")) == parse([], {})
 
 
-def test_what_is_printed_gives_the_same_settings_and_never_shows_the_key(tmp_path: Path) -> None:
+def test_a_printed_config_gives_the_same_settings_and_never_shows_the_key(tmp_path: Path) -> None:
     values = parse(["--port", "9", "--max-model-len", "2k", "--names", "a,b", "--quiet"], {})
     assert parse([], {}, yaml_file(tmp_path, print_config(values))) == values
     assert "hunter2" not in print_config(parse(["--api-key", "hunter2"], {}))
@@ -166,7 +166,7 @@ def test_sizes_as_people_write_them(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "k", "-1", "1x", "1e5", "1..5k", "1 2", "1T", "nan", "0x10"])
-def test_what_is_no_number_of_tokens_is_told_what_would_be(text: str) -> None:
+def test_a_malformed_number_of_tokens_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a number of tokens such as 8192, 128k or 1M"):
         tokens(text)
 

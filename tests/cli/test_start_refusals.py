@@ -13,14 +13,14 @@ from headway.serving.serve_settings import ServeSettings
 
 
 @pytest.mark.parametrize("name", ["float16", "half", "Float32", ""])
-def test_a_dtype_that_is_none_is_refused_where_it_is_read(name: str) -> None:
+def test_an_unknown_dtype_is_refused_where_it_is_read(name: str) -> None:
     words = rf"^pools\[0\]\.serve: dtype: dtype '{name}' is not supported; supported are auto, float32, bfloat16$"
     with pytest.raises(ConfigError, match=words):
         resolve(ServeSettings, file={"dtype": name}, origin="pools[0].serve")
 
 
 @pytest.mark.parametrize("name", ["auto", "float32", "bfloat16"])
-def test_a_dtype_that_is_one_is_taken(name: str) -> None:
+def test_a_known_dtype_is_accepted(name: str) -> None:
     assert resolve(ServeSettings, file={"dtype": name}).engine_config("m").dtype == name
 
 
@@ -30,7 +30,7 @@ def test_engines_log_like_their_server() -> None:
     assert (config.log_level, config.log_format) == ("debug", "json")
 
 
-def test_kv_memory_that_is_not_there_is_said_in_numbers() -> None:
+def test_missing_kv_memory_is_refused_with_numbers() -> None:
     config = EngineConfig(model=str(model_path()), kv_cache_bytes=1 << 50, latency_profile="quick")
     with pytest.raises(
         ConfigError,

@@ -21,7 +21,7 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_bound_port_is_refused_to_nobody_and_answers_nobody() -> None:
+def test_a_bound_port_refuses_connections_until_it_listens() -> None:
     (held,) = bind("127.0.0.1", 0)
     port = held.getsockname()[1]
     assert url("127.0.0.1", held) == f"http://127.0.0.1:{port}"
@@ -42,18 +42,18 @@ def test_an_address_of_ipv6_is_in_brackets() -> None:
     held.close()
 
 
-def test_a_port_in_use_is_said(taken: int) -> None:
+def test_a_port_in_use_is_named_in_the_error(taken: int) -> None:
     with pytest.raises(ConfigError, match=rf"^port {taken} of 127\.0\.0\.1 is in use: .*--port$"):
         bind("127.0.0.1", taken)
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "999.1.1.1", "a" * 70])
-def test_a_host_that_is_none_is_said(host: str) -> None:
+def test_an_unknown_host_is_named_in_the_error(host: str) -> None:
     with pytest.raises(ConfigError, match="it is no address, nor a name that can be resolved"):
         bind(host, 0)
 
 
-def test_an_address_of_another_machine_is_said() -> None:
+def test_an_address_of_another_machine_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on port 80 of 192\.0\.2\.1: Cannot assign requested address"):
         bind("192.0.2.1", 80)
 

@@ -62,7 +62,7 @@ def continuing(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-async def test_the_next_server_finishes_it_and_keeps_the_answer(
+async def test_the_next_server_finishes_a_request_and_keeps_the_answer(
     connect: Any, engine: FakeEngine, tmp_path: Path, tokens: int
 ) -> None:
     await interrupted(connect, engine, tmp_path, tokens, temperature=0.5, priority=3, timeout_s=50)
@@ -97,7 +97,7 @@ async def test_the_next_server_finishes_it_and_keeps_the_answer(
     assert left(tmp_path) == {}
 
 
-async def test_while_it_runs_the_answer_is_202_and_a_stream_follows_it(
+async def test_a_running_recovered_request_answers_202_and_can_be_streamed(
     connect: Any, engine: FakeEngine, tmp_path: Path
 ) -> None:
     await interrupted(connect, engine, tmp_path, 2)
@@ -134,7 +134,7 @@ async def test_stop_strings_logprobs_and_batches_come_back_as_they_were_asked(
         assert found["choices"] == wanted["choices"]
 
 
-async def test_what_is_answered_or_left_by_its_client_or_refused_leaves_nothing(
+async def test_answered_abandoned_and_refused_requests_leave_nothing_in_the_journal(
     connect: Any, engine: FakeEngine, tmp_path: Path
 ) -> None:
     async with connect(journal=str(tmp_path)) as client:
@@ -150,7 +150,7 @@ async def test_what_is_answered_or_left_by_its_client_or_refused_leaves_nothing(
     assert left(tmp_path) == {}
 
 
-async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_answers_are_kept_for_the_configured_time(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
     await interrupted(connect, engine, tmp_path, 2)
     continuing(engine)
     async with connect(journal=str(tmp_path), journal_keep_s=0.05) as client:
@@ -160,7 +160,7 @@ async def test_answers_are_kept_for_the_time_that_was_said(connect: Any, engine:
     assert left(tmp_path) == {}
 
 
-async def test_of_two_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_of_two_requests_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
     await interrupted(connect, engine, tmp_path, 2)
     journal = RequestJournal(tmp_path)
     (older,) = journal.unfinished.values()
@@ -176,7 +176,9 @@ async def test_of_two_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEn
     assert left(tmp_path) == {"mine": [8, 9, 8, 9, 8, 9]}
 
 
-async def test_who_follows_a_stream_hears_that_it_was_deleted(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_client_that_follows_a_stream_gets_an_error_when_the_request_is_deleted(
+    connect: Any, engine: FakeEngine, tmp_path: Path
+) -> None:
     await interrupted(connect, engine, tmp_path, 2)
     continuing(engine)
     engine.gate = asyncio.Semaphore(0)
@@ -205,7 +207,7 @@ def giving_up(engine: FakeEngine, after: int) -> None:
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-async def test_taken_up_again_and_given_up_it_is_left_to_the_next_server(
+async def test_a_recovered_request_that_is_interrupted_again_is_left_to_the_next_server(
     connect: Any, engine: FakeEngine, tmp_path: Path, forgotten: bool
 ) -> None:
     await interrupted(connect, engine, tmp_path, 2)

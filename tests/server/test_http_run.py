@@ -202,20 +202,20 @@ def _raw(port: int, what: bytes, body: bytes, sent: bytes | None = None) -> sock
     return connection
 
 
-def test_a_second_signal_tells_everybody_who_waits(slow: Process) -> None:
+def test_a_second_signal_sends_an_error_to_every_waiting_client(slow: Process) -> None:
     log = _told_of_the_end(slow, signal.SIGINT, signal.SIGTERM)
     assert "ending at once" in log
     assert "closed" in log
 
 
-def test_the_end_of_the_drain_time_tells_everybody_who_waits() -> None:
+def test_the_end_of_the_drain_time_sends_an_error_to_every_waiting_client() -> None:
     process = Process(0.02, drain_timeout_s=0.2)
     log = _told_of_the_end(process, signal.SIGTERM)
     assert "draining took too long in_flight=5" in log
     process.kill()
 
 
-def test_whoever_begins_to_listen_while_the_engine_starts_keeps_the_port() -> None:
+def test_another_process_that_listens_while_the_engine_starts_keeps_the_port() -> None:
     settings, engine = ServerSettings(port=0), FakeEngine()
     sockets = bind(settings.host, settings.port)
     port = sockets[0].getsockname()[1]

@@ -64,7 +64,7 @@ def test_any_piece_gives_the_same_error(items: list[Any], piece: int) -> None:
 
 @pytest.mark.parametrize("text", ["[1,]", "[,1]", "[1,,2]", "[1 2]", "[1,2", "[01]", "[1],2]"])
 @pytest.mark.parametrize("piece", [1, 1 << 20])
-def test_what_is_not_json_is_refused(text: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_json_is_refused(text: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not valid JSON" in str(read(text, piece, monkeypatch))
 
 

@@ -37,7 +37,7 @@ def test_hosts_are_nodes_unless_a_pool_says_otherwise(pools: list[dict[str, Any]
     assert nodes_of(file_of(*pools)) == nodes
 
 
-def test_hosts_must_be_there_and_have_something_to_do() -> None:
+def test_hosts_must_exist_and_have_an_instance() -> None:
     file = file_of({}, {"host": 2})
     with pytest.raises(ConfigError, match=r"pools\[1\].host is 2, but with --nnodes 2 there are hosts 0 to 1: .* 3"):
         check_hosts(file, "file", 2)
@@ -59,14 +59,14 @@ def test_cores_and_memory_are_shared_out_host_by_host() -> None:
 @pytest.mark.parametrize(
     "setting", [{"api_key": "secret"}, {"host": "0.0.0.0"}, {"log-level": "debug"}, {"journal": "j"}, {"nnodes": 2}]
 )
-def test_what_is_the_endpoints_is_not_a_pools(setting: dict[str, Any]) -> None:
+def test_endpoint_settings_are_refused_in_a_pool(setting: dict[str, Any]) -> None:
     file = file_of({}, {"serve": {"threads": 1, **setting}})
     words = rf"file: pools\[1\].serve.{next(iter(setting))}: say that for all of the cluster, in its serve:"
     with pytest.raises(ConfigError, match=words):
         instance_configs(file, "file", "m", ServeSettings())
 
 
-def test_a_pool_gets_no_more_instances_than_a_file_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_gets_no_more_instances_than_a_file_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     class Made:
         def __init__(self, number: int, role: str, node: int, pool: int, *_: object) -> None:
             self.number, self.pool, self.state = number, pool, "ready"
@@ -105,14 +105,14 @@ def test_yaml_takes_a_key_once_and_merges() -> None:
         load("a: {x: 1, x: 2}")
 
 
-def test_yaml_merges_what_merges_itself_deeper_than_where_it_is_named() -> None:
+def test_yaml_merges_a_mapping_that_itself_merges_another() -> None:
     text = "base: &a {x: 1}\nouter:\n  inner: &b\n    <<: *a\n    x: 2\nc:\n  <<: [*b, *a]\n"
     assert load(text) == {"base": {"x": 1}, "outer": {"inner": {"x": 2}}, "c": {"x": 2}}
     with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 3, column 25"):
         load("base: &a {x: 1}\nc:\n  inner: {<<: *a, x: 2, x: 3}\n")
 
 
-def test_kv_moves_by_a_connector_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_kv_connector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"file: kv_connector 'mooncake': must be one of nixl, peers"):
         file_of({}, kv_connector="mooncake")
     monkeypatch.setattr("headway.runtime.kv_transfer.connector.find_spec", lambda name: None)
