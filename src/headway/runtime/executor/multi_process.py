@@ -201,7 +201,7 @@ class MultiProcessExecutor:
         """The next finished batch. Raises RankLostError when a rank is gone."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            if (batch := self._pop_finished()) is not None:
+            if (batch := _pop_finished(self._batches, self._groups)) is not None:
                 result = self._commit(batch)
                 if result.batch_id != _NO_BATCH:
                     return result
@@ -292,17 +292,6 @@ class MultiProcessExecutor:
 
     # -- messages from ranks -----------------------------------------------------------------------------------------
 
-    def _pop_finished(self) -> list[PlanInFlight] | None:
-        """Take the first batch that all its ranks have carried out, and all batches before it in its groups.
-
-        Groups that share no request advance independently, so this may not be the oldest batch.
-        """
-        for batch in self._batches:
-            if all(not f.pending_ranks and self._groups[f.part.group].in_flight[0] is f for f in batch):
-                self._batches.remove(batch)
-                return batch
-        return None
-
     def _on_message(self, rank: int, frames: list[bytes]) -> None:
         said = _decoder.decode(frames[0])
         place = self._places[rank]
@@ -368,3 +357,15 @@ def _query_targets(batch: Batch, owner: int) -> QueryTargets:
     """Return the other groups of a batch that attend rows of `owner`'s requests, with the requests in their order."""
     query_targets = ((part.group, tuple(a.request for a in part.assists if a.owner == owner)) for part in batch.parts)
     return tuple((group, names) for group, names in query_targets if names)
+
+
+def _pop_finished(batches: deque[list[PlanInFlight]], groups: Sequence[GroupStream]) -> list[PlanInFlight] | None:
+    """Take the first batch that all its ranks have carried out, and all batches before it in its groups.
+
+    Groups that share no request advance independently, so this may not be the oldest batch.
+    """
+    for batch in batches:
+        if all(not f.pending_ranks and groups[f.part.group].in_flight[0] is f for f in batch):
+            batches.remove(batch)
+            return batch
+    return None
