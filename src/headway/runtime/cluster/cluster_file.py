@@ -26,35 +26,43 @@ _SIZES = ("sp", "long_sp", "reserved")
 
 
 class InstancePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`count` equal instances; `serve`: their own settings, as of `headway serve`, over the file's. host: the
-    --node-rank of the host they run on. per_node: how many of them the policy is to take for a node; None: they are on
-    one node with all others of their host that do not say."""
+    """Equal instances of one role."""
 
     count: int = 1
+    """Number of instances."""
     role: Role = "mixed"
+    """`mixed`, `prefill` or `decode`."""
     host: int = 0
+    """The --node-rank of the host that the instances run on."""
     serve: dict[str, Any] = {}
+    """Settings of `headway serve` for these instances alone, over the file's."""
     per_node: int | None = None
+    """Instances that policies take for one node; null: one node with all others of the host that do not say."""
 
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """model: a checkpoint's folder, None for the embedded one; serve: settings of `headway serve` for everybody;
-    backends: pieces of KV that an instance receives at a time; span_rows: most rows of a span that an instance computes
-    at once, 0 for all (`core.span.cut`); group_decode: whether a decode on several instances is gathered on one, or
-    goes on in place; kv_connector: how KV moves (`runtime.kv_transfer.connector`); network_gbit_s: between two
-    hosts, one way, for
-    policies to reckon with."""
+    """The contents of a cluster file."""
 
     pools: tuple[InstancePool, ...]
+    """Instances by kind."""
     model: str | None = None
+    """Folder of the checkpoint, relative to the file; null: the embedded model."""
     placement: str = "jsq"
+    """The placement policy."""
     options: dict[str, Any] = {}
+    """Options of that policy."""
     serve: dict[str, Any] = {}
+    """Settings of `headway serve`, for all instances and for the endpoint."""
     backends: int = 16
+    """Pieces of KV that an instance receives at a time."""
     span_rows: int = SPAN_ROWS
+    """Most rows of a span that an instance computes at once (`core.span.cut`); 0: all."""
     group_decode: Literal["gather", "in-place"] = "gather"
+    """Where a decode on several instances goes on: on one of them, or in place over the KV of all."""
     kv_connector: str = "peers"
+    """How KV moves between instances: `peers`, `nixl`, or one that another package registers."""
     network_gbit_s: float = 10.0
+    """Bandwidth between two hosts, one way, that policies reckon with."""
 
     @property
     def hosts(self) -> set[int]:
