@@ -22,13 +22,13 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 class EchoTransport:
     """Every rank reads its plans as a real one does, and reports token `token` for whatever yields one.
 
-    sent: bytes by kind of message, summed over ranks.
+    sent: bytes by class of message, summed over ranks.
     """
 
     waits_on: tuple[Any, ...] = ("echo",)
 
     def __init__(self, layout: ParallelLayout, token: int = 5) -> None:
-        self.sent: dict[str, int] = {}
+        self.sent: dict[type, int] = {}
         self._token = token
         self._places = places(layout)
         self._states = [StreamState(BlockTables(0)) for _ in self._places]
@@ -37,7 +37,7 @@ class EchoTransport:
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         """See `Wire.send`."""
         message = _decoder.decode(frames[0])
-        kind = type(message).__name__.lower()
+        kind = type(message)
         self.sent[kind] = self.sent.get(kind, 0) + sum(len(frame) for frame in frames)
         if isinstance(message, BatchPlan):
             part = self._states[rank].part_of(message)

@@ -9,10 +9,11 @@ from tests.helpers.echo_transport import EchoTransport
 from tests.helpers.rank_serving import Ask, make_core, serve
 
 from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.executor.messages import AdmitToRank, BatchPlan
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 
 
-def traffic(context: int, layout: ParallelLayout) -> tuple[float, dict[str, int]]:
+def traffic(context: int, layout: ParallelLayout) -> tuple[float, dict[type, int]]:
     """Mean bytes a plan, and bytes by kind of message over all ranks, while six requests of that context prefill and
     decode, with nine shorts beside them. KV groups hold half of a long request each."""
     blocks = 8 * context // 64 + 64
@@ -38,11 +39,13 @@ def test_a_plan_is_small_and_does_not_grow_with_the_context(layout: ParallelLayo
     sizes = {context: traffic(context, layout) for context in (1024, 8192, 65536)}
     for mean, sent in sizes.values():
         assert mean <= most, sizes
-        assert sent["plan"] > 0
+        assert sent[BatchPlan] > 0
     assert sizes[65536][0] <= sizes[1024][0] + 24  # more of the plans hold a chunk, and numbers have more digits
     readers = layout.tp * layout.kvp
     one_copy = readers * 4 * (6 * 65536 + 9 * 40)
-    assert one_copy <= sizes[65536][1]["admit"] <= one_copy + 4000 * layout.accelerators  # first stages keep prompts
+    assert (
+        one_copy <= sizes[65536][1][AdmitToRank] <= one_copy + 4000 * layout.accelerators
+    )  # first stages keep prompts
 
 
 def test_256_decodes_cost_their_changes_only() -> None:
