@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--long-tokens", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")
     parser.add_argument("--kv-gib", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=0, help="of the server (default: all cores)")
     parser.add_argument("--eager", action="store_true", help="no compilation: starts sooner, steps are slower")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
@@ -50,7 +51,9 @@ def _one(a: argparse.Namespace, run: str) -> list[dict[str, object]]:
     room = a.long_tokens + 256
     with (
         tempfile.TemporaryDirectory() as folder,
-        vllm_server(a.python, a.model, flags, dtype=a.dtype, max_model_len=room, kv_gib=a.kv_gib, log=log) as url,
+        vllm_server(
+            a.python, a.model, flags, dtype=a.dtype, max_model_len=room, kv_gib=a.kv_gib, threads=a.threads, log=log
+        ) as url,
     ):
         print(f"{label}: ready after {time.monotonic() - started:.1f} s", flush=True)
         out = Path(folder) / "convoy.json"

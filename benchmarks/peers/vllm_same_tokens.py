@@ -85,6 +85,7 @@ def main() -> int:
     parser.add_argument("--runs", default="default,headway:120")
     parser.add_argument("--kv-gib", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="of the server (default: all cores)")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
@@ -95,7 +96,14 @@ def main() -> int:
         flags = [*flags_of(run), *(["--enforce-eager"] if a.eager else [])]
         log = a.json.with_suffix(f".{run.replace(':', '-')}.log")
         with vllm_server(
-            a.python, a.model, flags, dtype="float32", max_model_len=a.longest + 256, kv_gib=a.kv_gib, log=log
+            a.python,
+            a.model,
+            flags,
+            dtype="float32",
+            max_model_len=a.longest + 256,
+            kv_gib=a.kv_gib,
+            threads=a.threads,
+            log=log,
         ) as url:
             print(f"{run}: ready", flush=True)
             found[run] = asyncio.run(answers(url, requests))

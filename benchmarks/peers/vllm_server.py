@@ -37,9 +37,13 @@ def vllm_server(
     dtype: str,
     max_model_len: int,
     kv_gib: int = 4,
+    threads: int = 0,
     log: Path | None = None,
 ) -> Iterator[str]:
-    """The URL of a server that is ready. It listens on 127.0.0.1 only and ends with the block."""
+    """The URL of a server that is ready. It listens on 127.0.0.1 only and ends with the block. `threads` 0: all cores.
+
+    On a machine that does other work take one thread: several wait for each other in every operator.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,10 +53,11 @@ def vllm_server(
     ]  # fmt: skip
     # pip puts Intel's OpenMP beside `bin`; vLLM's kernels are two to three times slower without it.
     openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
+    cores = threads or os.cpu_count() or 1
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{max(0, (os.cpu_count() or 1) - 1)}",
+        "VLLM_CPU_OMP_THREADS_BIND": "0" if cores == 1 else f"0-{cores - 1}",
         "VLLM_NO_USAGE_STATS": "1",
         **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
     }
