@@ -1,7 +1,7 @@
 """The controller's backend over live instances: its decisions become messages, and its expectations are predicted
 times.
 
-Times are the event loop's: whoever owns the machine calls it with `time.monotonic()`.
+Times are seconds of `time.monotonic()`, as the controller is called with.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from headway.runtime.engine.protocol import EngineInfo
 
 _ALONE = GroupShape(1)
 LatencyOf = Callable[[EngineInfo | None], GroupLatency]
-"""By what an instance has said of itself; None: it is not there now."""
+"""From an instance's report to the predictor of its times; None: the instance is not there now."""
 
 
 class LiveBackend:
-    """See `control.backend.Hands`. completed: batches that are complete though nobody told so: their last request left.
-    over: requests that had ended when their decode was enqueued. ended: requests that the machine has let go of, with
-    why (None: they have all of their output). Who owns the machine empties these after each of its calls."""
+    """The `control.backend.InstanceBackend` of live instances.
+
+    `LiveController` empties `completed`, `over` and `ended` after each call of the `ClusterController`.
+    """
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class LiveBackend:
         cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """latency_of: what an instance, and a group that begins with it, is predicted by. in_place: groups decode where
-        KV lies. rows: see `Run.rows`. sent, cancel: the machine's, the former for
-        outside of it only."""
+        """latency_of: predictor of an instance, and of a group that begins with it. in_place: groups decode where KV
+        lies. rows: see `SpanTask.rows`. sent: called with a slice that has arrived; it must not call the controller at
+        once. cancel: withdraws a request from the policies, by name.
+        """
         self.fleet, self.attempts = fleet, attempts
         self._latency_of, self._sent, self._cancel, self._clock = latency_of, sent, cancel, clock
         self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
@@ -61,14 +63,17 @@ class LiveBackend:
         self.loads: dict[int, InstanceLoad] = {}
         self.moves = LiveKvMigrations(fleet, sent)
         self.over: list[RequestAttempt] = []
+        """Requests that had ended when their decode was enqueued."""
         self.completed: list[SpanEntry] = []
+        """Batches that are complete without a message: their last member's request has ended."""
         self.ended: deque[tuple[RequestAttempt, str | None]] = deque()
+        """Requests that the controller has released, with the reason; None: all of their output was sent."""
         self.steps = GroupDecodeSteps(fleet)
         self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
         self.rooms = KvAdmission(fleet, clock)
         self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit, self.moves.begun)
 
-    # -- what it expects ----------------------------------------------------------------------------------------------
+    # -- predictions --------------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         for span in spans:
@@ -82,6 +87,7 @@ class LiveBackend:
         return tokens, self._latency(group[0]).prefill_s(request.cached_tokens, tokens, _ALONE)
 
     def busy_s(self, group: tuple[int, ...]) -> float:
+        # A group begins together: it is busy until its slowest member is free. 0: free now.
         left_s = max(self.load(i).left_s for i in group)
         return self._clock() + left_s if left_s else 0.0
 
@@ -95,9 +101,10 @@ class LiveBackend:
         return SchedulerStats(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
 
     def fits(self, entry: SpanEntry) -> bool:
+        # A prompt that a scheduler computes gets its blocks from that scheduler, chunk by chunk.
         return not self.runs.computes(entry) or self.rooms.fits(entry)
 
-    # -- what it does -------------------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
     def committed(self, entry: SpanEntry, now: float) -> None:
         self.runs.committed(entry)
@@ -111,7 +118,7 @@ class LiveBackend:
         self.runs.pause(entry)
 
     def stop(self, entry: SpanEntry, now: float) -> None:
-        """Its request is forgotten next, which stops it."""
+        """Do nothing: the request is forgotten next, which stops the span."""
 
     def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         attempt: RequestAttempt = journey.driver
@@ -134,18 +141,21 @@ class LiveBackend:
         attempt = self.attempts.named(piece.request)
         if attempt is not None:
             self.moves.send(attempt, piece)
-        else:  # its request has left a batch that goes on
+        # The request has ended, and its batch goes on: the slice counts as sent, so that its slot is free again.
+        else:
             self._sent(piece)
 
     def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
         attempt: RequestAttempt = journey.driver
         name = attempt.request.id
+        # The estimate first, then reservations, then the message that frees the KV itself on each instance.
         for load in self.loads.values():
             load.remove(name)
         self.rooms.forget(name)
         self.fleet.forget(attempt)
         self.moves.forget(attempt)
         self.attempts.remove(attempt)
+        # A batch continues with its next member; it may be complete because this one was the last.
         complete = self.runs.left(attempt)
         if complete is not None:
             self.completed.append(complete)
@@ -153,11 +163,11 @@ class LiveBackend:
         self._cancel(name)
 
     def pump(self, now: float) -> None:
-        """Schedulers go on by themselves. Decodes that nobody is to compute stop."""
+        """Stop decodes that no group is to compute any more. Schedulers continue by themselves."""
         self.stays.pump()
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
-        """Nothing is to be done: what is not begun does not run."""
+        """Do nothing: a span that has not begun does not run."""
 
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
         """As `held`."""
@@ -165,12 +175,12 @@ class LiveBackend:
     # -- figures ------------------------------------------------------------------------------------------------------
 
     def load(self, instance: int) -> InstanceLoad:
-        """What an instance's scheduler was given."""
+        """Return the estimate of an instance's load, made at the first call."""
         return self.loads.setdefault(instance, InstanceLoad())
 
     def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
-        """Where a span has paused that its group has told of: layer, tokens before its piece, and the share of its time
-        that is over (see `Machine.span_paused`)."""
+        """Return where a span has paused: layer, tokens before its current piece, and the elapsed share of its time
+        (see `ClusterController.span_paused`)."""
         said, attempt = entry.driver.paused, entry.journey.driver
         run = attempt.runs[-1]
         shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
@@ -178,13 +188,14 @@ class LiveBackend:
         return said.layer, said.tokens, points.elapsed_share(said.tokens, said.layer)
 
     def expecting(self) -> list[int]:
-        """Instances whose schedulers have prompts to compute: what is left of them has not become less by itself."""
+        """Return the instances whose schedulers have prompts to compute, whose remaining time has to be refreshed."""
         return [number for number, load in self.loads.items() if load.expects]
 
     def _latency(self, number: int) -> GroupLatency:
-        """Of an instance, as it is now."""
+        """Return the predictor of an instance as it is now."""
         one = self.fleet.get(number)
         info = None if one is None else one.info
+        # By identity: a restarted instance reports a new `EngineInfo`, maybe with another learned table.
         known = self._latencies.get(number)
         if known is None or known[0] is not info:
             known = self._latencies[number] = info, self._latency_of(info)

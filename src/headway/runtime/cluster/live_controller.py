@@ -1,8 +1,8 @@
-"""The live cluster's controller loop: instances' messages go in; deltas, policy events and messages to instances come
+"""The live cluster's controller loop: messages of instances go in; deltas, policy events and messages to instances come
 out.
 
-One a cluster, made when its first instances are ready. Everything happens on the event loop, in the order in which it
-is heard; after each thing the machine is settled once.
+One per cluster, made when the first instances are ready. Everything happens on the asyncio event loop, in the order in
+which messages arrive; after each of them the `ClusterController` is settled once.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ from headway.runtime.engine.protocol import OutputDelta
 log = logging.getLogger("headway.cluster")
 
 SILENT_S = 300.0
-"""An instance that says nothing for so long is stuck, though its process beats: no iteration takes that long."""
+"""Seconds without a message after which an instance counts as stuck though its process sends heartbeats: no iteration
+takes that long."""
 
 
 class DecisionLog(NamedTuple):
-    """Where the lines of `control.decision_log` go, and what else a replay has to know."""
+    """Destination of the lines of `control.decision_log`."""
 
     sink: Callable[[bytes], object]
+    """Called with each line."""
     about: object
+    """What else a replay needs: written once, at the head of the log."""
 
 
 class LiveController:
@@ -72,10 +75,13 @@ class LiveController:
         rows: int = 0,
         log: DecisionLog | None = None,
     ) -> None:
-        """`make`: a new policy. shape: of the model. backends: pieces of KV that an instance receives at a time.
-        most_losses: of instances that a request may have been on; one more, and it is taken to be their cause.
-        in_place: groups decode where their KV lies (`stays`). rows: see `Run.rows`. log: of all decisions, for a
-        replay."""
+        """Open all instances of `fleet`; those that are not ready yet are closed again at once.
+
+        make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
+        most_losses: instances that may be lost with a request on them; with one more the request counts as the cause.
+        in_place: groups decode where their KV lies (`LiveResidency`). rows: see `SpanTask.rows`. log: of all decisions,
+        for a replay.
+        """
         self.fleet, self._make = fleet, make
         self.attempts = AttemptTable()
         self.asked: dict[str, ClusterRequest] = {}
@@ -86,9 +92,9 @@ class LiveController:
         self._lookout: asyncio.TimerHandle | None = None
         self._settling = False
         self.leaving: set[int] = set()
-        """Instances that are drained, until nobody has anything there."""
+        """Instances that are drained, until no request has work or KV on them."""
         self.able: str | None = None
-        """Why no request can be placed; None: they can."""
+        """Why no request can be placed; None: requests can be placed."""
         instances = [each.seen for each in fleet]
         self.book = ClusterState(instances, links)
         self.hands = LiveBackend(
@@ -110,6 +116,7 @@ class LiveController:
         self._may = may_of(self.machine)
         self._suspects = PeerHealth()
         self._knots = DeadlockDetector(fleet, self.attempts, self.machine.state.transfers)
+        # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in fleet:
             if each.state != "ready":
                 self.machine.lost(each.number, time.monotonic())
@@ -132,38 +139,38 @@ class LiveController:
 
     @property
     def patience_s(self) -> float:
-        """Seconds after which those who are sent away may try again: when the first instance is expected to be free."""
+        """Seconds for Retry-After: until the first instance is expected to be free, between 1 and 30."""
         now = time.monotonic()
         free = [self.book.instances[number].free_at_s - now for number in self._there()]
         return min(30.0, max(1.0, min(free, default=1.0)))
 
     def placed(self) -> Counter[int]:
-        """Of each instance: requests of which anything is or will be there."""
+        """Count, for each instance, the requests that have or will have work or KV there."""
         planned = self.machine.state.everywhere()
         return Counter(i for each in self.attempts for i in each.places() | planned.get(each.request.id, set()))
 
     def figures(self, number: int) -> tuple[int, float]:
-        """Of an instance: prompt tokens that are not computed, and seconds until they are."""
+        """Return an instance's uncomputed prompt tokens, and the predicted seconds until they are computed."""
         if number >= len(self.book.instances):
             return 0, 0.0
         seen = self.book.instances[number]
         return seen.queued, max(0.0, seen.free_at_s - time.monotonic())
 
     def give_up(self, error: Exception) -> None:
-        """Nobody is left, and nobody will come."""
+        """Fail all requests: no instance is left, and none will join."""
         for asked in list(self.asked.values()):
             self._fail(asked, error)
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def ask(self, asked: ClusterRequest) -> None:
-        """A request is accepted."""
+        """Accept a request, and place it if that is possible now."""
         self.asked[asked.submit.id] = asked
         self._begin(asked)
         self.settle()
 
     def leave(self, asked: ClusterRequest, why: str = "its client left") -> None:
-        """Nobody waits for the rest of a request's answer. Harmless when it is over."""
+        """Drop a request whose output is not awaited any more. Harmless when the request has ended."""
         if self.asked.pop(asked.submit.id, None) is None:
             return
         self.retries.forget(asked)
@@ -173,13 +180,14 @@ class LiveController:
         try:
             self.machine.drop(attempt.journey, why, time.monotonic())
         except Exception:
+            # The controller's own clean-up did not finish: free the instances directly, or their KV would leak.
             log.exception("the router has failed at letting go of %s", attempt.wire)
             self.fleet.forget(attempt)
             self.attempts.remove(attempt)
         self.settle()
 
     def _begin(self, asked: ClusterRequest) -> None:
-        """A first or another attempt at a request; it waits where nobody could place it."""
+        """Begin the first or another attempt at a request; fail the request if the controller raises."""
         try:
             self._attempt(asked)
         except Exception:
@@ -187,6 +195,7 @@ class LiveController:
             self._fail(asked, _own_failure())
 
     def _attempt(self, asked: ClusterRequest) -> None:
+        # Without a usable set of instances a policy would raise: the request waits for the next `renew`.
         if self.able is not None:
             self.retries.wait(asked)
             return
@@ -198,8 +207,10 @@ class LiveController:
         attempt.journey = self.machine.arrive(attempt.request, time.monotonic(), attempt)
 
     def _retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
-        """An attempt has come to nothing; the next one begins when instances have come or gone, where it is to be
-        later, or after a pause."""
+        """Drop a failed attempt and queue the next one.
+
+        later: begin it after a pause, or as soon as membership changes; otherwise in the same settling.
+        """
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
         self.machine.drop(attempt.journey, why, time.monotonic())
         self.retries.count(attempt)
@@ -212,20 +223,22 @@ class LiveController:
         asked.fail(error)
         self.leave(asked)
 
-    # -- what instances say -------------------------------------------------------------------------------------------
+    # -- messages of instances ----------------------------------------------------------------------------------------
 
     def heard(self, number: int, delta: OutputDelta) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         self._blaming(self.attempts.get(delta.id), delta.id, lambda: self._hear(number, delta))
 
     def said(self, number: int, message: FromInstance) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         self._blaming(self.attempts.get(message.id), message.id, lambda: self._say(number, message))
 
     def _blaming(self, attempt: RequestAttempt | None, wire: str, act: Callable[[], bool]) -> None:
-        """What goes wrong here is no fault of the instance that was heard: the request that it spoke of ends with an
-        error (500), and everything else goes on. What is to be settled after it may be others', and is not laid to it.
-        act: True where there is anything to settle."""
+        """Call `act`; if it raises, fail the message's own request (HTTP 500) and nothing else.
+
+        An error here is the controller's, not the sending instance's. Errors of the settling that follows may concern
+        other requests and are not attributed to this one. act: returns whether the controller has to be settled.
+        """
         try:
             follows = act()
         except Exception:
@@ -238,29 +251,36 @@ class LiveController:
 
     def _hear(self, number: int, delta: OutputDelta) -> bool:
         attempt = self.attempts.get(delta.id)
+        # Late deltas: of an attempt that was given up, or of a scheduler that the request has left since.
         if attempt is None or attempt.at != number or attempt.finished:
             return False
         drains = delta.rejected == "unavailable"
-        lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"  # a move that was overtaken came on top
+        # A migration that a newer one has overtaken can leave a decode without some of its KV.
+        lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"
+        # Neither is the request's fault: it is placed again instead of failing towards its client.
         if delta.finish == "error" and (drains or lacks_kv):
             self._retry(attempt, delta.error or "refused")
             return True
         first = not attempt.said and bool(delta.tokens or delta.finish)
+        # The client gets the tokens before any decision that follows from them.
         attempt.asked.tell(delta)
         if first:
             self.hands.load(number).first_token(attempt.request.id)
             self._changed(number)
+        # A token in the middle of an answer changes no plan: settling for each would cost a policy call per token.
         if delta.finish is None and not first:
             return False
         now = time.monotonic()
         if delta.finish in ("stop", "length"):
             attempt.finished = True
-            if attempt.stopping:  # with the token under way: nothing is left to be sent
+            # It ended with the token under way when it was told to stop: its pending slices count as arrived.
+            if attempt.stopping:
                 self.hands.moves.begun(attempt)
         elif delta.finish is not None:
             self.machine.drop(attempt.journey, delta.error or delta.finish, now)
             self._over(attempt)
             return True
+        # A whole prompt in one scheduler is a span too, and completes with its first token.
         if attempt.entry is not None:
             self._complete(self.hands.runs.first_token(attempt, delta))
         elif attempt.finished and attempt.journey.staying:
@@ -272,9 +292,11 @@ class LiveController:
         if attempt is None:
             return False
         now = time.monotonic()
+        # Before the message is handled, which takes the sender out of `running`: all links of the group have worked.
         if isinstance(message, SpanTaskDone):
             self._suspects.worked({number, *attempt.running})
         match message:
+            # With a step number the group is decoding in place: the task was one token, not a span of the prompt.
             case SpanTaskDone() if attempt.step is not None:
                 if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
                     self.machine.stayed(attempt.journey, attempt.said, True, now)
@@ -285,18 +307,22 @@ class LiveController:
                 if entry is not None:
                     layer, tokens, share = self.hands.paused(entry)
                     self.machine.span_paused(entry, layer, now, tokens, share)
+            # Late: the request has gone on without whatever was lost there.
             case SpanTaskLost() if not attempt.may_lose(number):
                 return False
+            # Later, not at once: a peer's loss is often noticed before the end of its process is.
             case SpanTaskLost(why=why, by=by):
                 self._retry(attempt, f"instance {number}: {why}", later=True)
                 self._suspect(number, by, attempt.asked.submit.id, why)
             case KvReserved(serial=serial):
                 self.hands.moves.reserved(attempt, number, serial)
+                # Slices that waited have left with that call; the controller learns of them when they arrive.
                 return False
             case KvArrived(source=source):
                 self._suspects.worked((number, source))
                 self.hands.moves.arrived(attempt, message)
             case KvStaged():
+                # Two causes: a decode that was told to halt, or a prefill-only request with its first token.
                 if attempt.at == number and attempt.halts:
                     self.hands.stays.staged(attempt, number)
                 elif attempt.at == number:
@@ -307,9 +333,10 @@ class LiveController:
         return True
 
     def measured(self, number: int) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         self._knots.heard(number, time.monotonic())
         self._changed(number)
+        # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
         if self.hands.rooms.waiting:
             self.settle()
 
@@ -317,10 +344,12 @@ class LiveController:
         self.machine.changed((number,), time.monotonic())
 
     def _complete(self, entry: SpanEntry | None) -> None:
-        """A span, or a batch, is complete."""
+        """Report a complete span, or batch of spans, to the controller. None: nothing is complete yet."""
         if entry is None:
             return
+        # Reservations shrink first: the controller chooses the next KV target inside `span_done`.
         self.hands.rooms.done(entry)
+        # Taken before `span_done`, which may begin the requests' next spans.
         members = [member.journey.driver for member in (entry, *entry.along)]
         self.machine.span_done(entry, time.monotonic(), entry.driver.over)
         for attempt in members:
@@ -329,20 +358,23 @@ class LiveController:
     # -- instances ----------------------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         log.info("instance %d is ready", number)
         self.machine.open(self.fleet[number].seen, time.monotonic())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
+        # Taken before the controller forgets the instance, which also ends attempts.
         known = {attempt.request.id: attempt for attempt in self.attempts}
         on_it = [attempt for attempt in known.values() if number in attempt.places()]
         if on_it or self.fleet[number].state != "left":
             log.warning("instance %d is lost: %s", number, why)
         else:
             log.info("instance %d has left", number)
+        # A restart that `PeerHealth` asked for says nothing about the requests that were there.
         innocent = self._suspects.gone(number)
+        # The controller has dropped these itself; the others with anything there are dropped by `_retry` below.
         for request in self.machine.lost(number, time.monotonic()):
             self.retries.count(known[request.id])
             self.retries.soon(known[request.id].asked)
@@ -356,36 +388,39 @@ class LiveController:
         self.renew()
 
     def _suspect(self, number: int, by: int | None, request: str, why: str) -> None:
-        """Something was lost there, which an instance is laid to that is not known to be gone."""
+        """Count a loss at instance `number` against instance `by`, and restart the one that `PeerHealth` names."""
         other = None if by is None else self.fleet.get(by)
         if by is None or other is None or not other.serves:
             return
         verdict = self._suspects.lost(number, by, request, time.monotonic())
         if verdict is not None:
+            # Never give up an instance without which the policy could not place requests.
             for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
             what = f"instances {number} and {by} do not work together: {why}" if number != by else why
             self.fleet[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
 
     def close(self, number: int) -> None:
-        """Nothing new goes there; `quiet` says when nothing is left."""
+        """Place nothing new on an instance; `quiet` tells when nothing is left there."""
         self.machine.close(number, time.monotonic())
         self.leaving.add(number)
         self.renew()
 
     def quiet(self, number: int) -> bool:
-        """Whether nobody has anything there."""
+        """Whether no request has or will have work or KV on an instance."""
         return self.machine.quiet(number) and not any(number in attempt.places() for attempt in self.attempts)
 
     def reserve(self, number: int) -> None:
-        """An instance will join under a number that nobody has had."""
+        """Extend the cluster state by an instance that is starting under a new number."""
         if number == len(self.book.instances):
             now = time.monotonic()
+            # Opened and closed at once: the number exists from now on, and `joined` opens it again.
             self.machine.open(self.fleet[number].seen, now)
             self.machine.lost(number, now)
             self.settle()
 
     def renew(self) -> None:
-        """Instances have come or gone: everybody meets, and a new policy begins with what was not placed."""
+        """Begin with a new policy after a change of membership; requests that the old one had not placed go to it."""
+        # Peers meet before anything is placed: a span needs its group's connections.
         self.fleet.meet()
         self.able = self.refuses(self._there())
         self.machine.note("renew")
@@ -397,9 +432,10 @@ class LiveController:
         self.settle()
 
     def refuses(self, there: Sequence[int]) -> str | None:
-        """Why the policy could do nothing with these instances alone; None: it could."""
+        """Return why the policy cannot place requests on these instances alone; None: it can."""
         if not there:
             return "no instance is there"
+        # A copy of the state and a policy of its own: the probe request leaves no trace.
         book = ClusterState(self.book.instances, self.book.links)
         for i in set(range(len(book.instances))) - set(there):
             book.remove(i)
@@ -414,16 +450,21 @@ class LiveController:
         return [each.number for each in self.fleet if each.state == "ready" and each.number not in self.leaving]
 
     def others(self, number: int) -> list[int]:
-        """Instances that would be there without one."""
+        """Return the ready, not draining instances but for one."""
         return [one for one in self._there() if one != number]
 
-    # -- the machine --------------------------------------------------------------------------------------------------
+    # -- the event loop -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the machine do all that follows from what it was told. Raises nothing: what goes wrong is laid to nobody,
-        and tried again."""
+        """Let the controller act on all pending events.
+
+        Raises nothing: an error is attributed to no request, and settling is tried again, at once and then after
+        `EVERY_S`.
+        """
+        # Called again from inside `_settle`: its loop goes round until nothing is pending, so nothing is missed.
         if self._settling:
             return
+        # The event that raised is usually consumed by then: a second try handles the rest.
         for _ in range(2):
             try:
                 self._settle()
@@ -437,14 +478,17 @@ class LiveController:
     def _settle(self) -> None:
         self._settling = True
         try:
+            # To a fixed point: what `_follow` reports back to the controller can make further actions possible.
             while True:
                 now = time.monotonic()
+                # Remaining prefill time shrinks with the clock, not with an event: refresh it before policies look.
                 self.machine.changed(self.hands.expecting(), now)
                 wake_s = self.machine.settle(now)
                 if not self._follow():
                     break
         finally:
             self._settling = False
+        # One timer at most: the newest wake-up time replaces the one before, also where it is later.
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -452,19 +496,21 @@ class LiveController:
             self._alarm = asyncio.get_running_loop().call_later(
                 max(0.0, wake_s - time.monotonic()), self._woken, wake_s
             )
+        # The deadlock search runs only while a migration waits for KV blocks somewhere.
         if self._watch is None and self.hands.moves.waiting:
             self._watch = asyncio.get_running_loop().call_later(EVERY_S, self._untie)
 
     def _woken(self, at_s: float) -> None:
         self._alarm = None
         try:
+            # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
             self.machine.woken(max(at_s, time.monotonic()))
         except Exception:
             log.exception("the router has failed at waking policies")
         self.settle()
 
     def look_out(self) -> None:
-        """End instances that are stuck, now and from now on."""
+        """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
         now = time.monotonic()
         for each in self.fleet:
             if each.serves and now - each.heard_s > SILENT_S:
@@ -473,7 +519,7 @@ class LiveController:
         self._lookout = asyncio.get_running_loop().call_later(SILENT_S / 30, self.look_out)
 
     def _untie(self) -> None:
-        """Where requests wait for each other's room, the youngest lets go of its own, so that the others go on."""
+        """Restart the youngest of a set of deadlocked requests, which frees its KV blocks for the others."""
         self._watch = None
         try:
             found = self._knots.find(time.monotonic(), self.asked)
@@ -485,7 +531,7 @@ class LiveController:
         self.settle()
 
     def _apart(self, name: str, act: Callable[[], object]) -> None:
-        """What goes wrong at one request keeps nothing from others."""
+        """Call `act` for one request; an error fails that request only. Nothing is settled afterwards."""
 
         def done() -> bool:
             act()
@@ -494,22 +540,29 @@ class LiveController:
         self._blaming(self.attempts.named(name), name, done)
 
     def _follow(self) -> bool:
-        """What could not be done inside a call of the machine; True when there was anything."""
+        """Report back what came up inside calls of the controller, which is not re-entrant; True if there was any.
+
+        Each list is swapped for an empty one before it is walked: what the calls add is left for the next round.
+        """
         now, hands, some = time.monotonic(), self.hands, False
+        # `_sent` and `policies.stranded` are emptied in place: others hold a reference to the list itself.
         sent, self._sent[:] = list(self._sent), []
         for piece in sent:
             some = True
             self._apart(piece.request, partial(self.machine.sent, piece, now))
+        # Batches that are complete because their last member's request ended; one may have been dropped since.
         completed, hands.completed = hands.completed, []
         for entry in completed:
             if entry.state == "running":
                 some = True
                 self._apart(entry.owner, partial(self._complete, entry))
+        # Requests whose last token came before their decode was placed: the decode ends as soon as it begins.
         over, hands.over[:] = list(hands.over), []
         for ended in over:
             if ended.journey.staying:
                 some = True
                 self._apart(ended.request.id, partial(self.machine.stayed, ended.journey, ended.said, True, now))
+        # Requests that no policy owns: their placement raised, or named instances that are gone.
         stranded, self.policies.stranded[:] = list(self.policies.stranded), []
         if stranded:
             self.machine.note("taken")
@@ -517,6 +570,7 @@ class LiveController:
             attempt = self.attempts.named(name)
             if attempt is not None:
                 some = True
+                # Counted as a loss, so that a policy that always fails does not retry for ever.
                 attempt.asked.runs_lost += 1
                 self._apart(name, partial(self._retry, attempt, "its instances are gone, or its placement failed"))
         while hands.ended:
@@ -526,6 +580,7 @@ class LiveController:
             elif ended.journey.rejected:
                 ended.asked.fail(RequestError(why))
                 self._over(ended)
+        # Last, so that new attempts see all that was freed above. The identity check: an id may be in use again.
         for asked in self.retries.take():
             if not asked.over and self.asked.get(asked.submit.id) is asked:
                 some = True
@@ -536,7 +591,7 @@ class LiveController:
         self.asked.pop(attempt.asked.submit.id, None)
 
     def close_all(self) -> None:
-        """No alarm rings any more."""
+        """Cancel all timers."""
         for timer in (self._alarm, self._watch, self._lookout):
             if timer is not None:
                 timer.cancel()
