@@ -1,4 +1,4 @@
-"""What a backend promises: the attention of one mixed iteration, over whatever requests it holds."""
+"""Interface of attention backends: the attention of one mixed iteration, over any number of requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchSegment(NamedTuple):
 
 
 class AttentionPlan(Protocol):
-    """What a backend worked out for one iteration. Opaque to everyone else; void once the pool's owners change."""
+    """A backend's preparation of one iteration, opaque to its callers. Invalid once slots of the pool change owners."""
 
     @property
     def rows(self) -> int:
@@ -40,14 +40,14 @@ class AttentionBackend(Protocol):
     """Attention over a `KvPool`, in two steps: `plan` once an iteration, `run` once a layer."""
 
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> AttentionPlan:
-        """Called before the first layer. Everything that does not depend on the layer's tensors happens here.
+        """Prepare everything that does not depend on a layer's tensors. Called once, before the first layer.
 
         Segments are disjoint and together cover rows 0 … T-1 in order. Raises ValueError when they do not, or when a
         segment's runs hold fewer than past + tokens slots.
         """
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        """Called once a layer: store the new keys and values, then attend causally within each request.
+        """Store the new keys and values, then attend causally within each request. Called once a layer.
 
         q: (T, q_heads, d); k, v: (T, kv_heads, d), rotated, in the pool's dtype; layer counts from the pool's first.
         Returns (T, q_heads, d) in q's dtype, contiguous. The pool holds k and v of all T rows on return.
@@ -61,7 +61,7 @@ _BACKENDS = {
 
 
 def make_backend(name: str) -> AttentionBackend:
-    """The backend of that name. Called once at start-up; raises ConfigError that lists the names it knows."""
+    """Return the backend of that name. Called once at start-up; ConfigError lists the known names."""
     if name not in _BACKENDS:
         raise ConfigError(f"unknown attention backend '{name}': known are {', '.join(sorted(_BACKENDS))}")
     module, attribute = _BACKENDS[name]

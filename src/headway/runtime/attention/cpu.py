@@ -1,8 +1,8 @@
 """Attention on CPU: by the compiled kernels for bf16 where they are available, else by ATen's flash kernel.
 
 Compiled, all decodes of a layer are one call and all chunks another, both over the pool. With ATen, a chunk's history
-needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is one folded call a run
-plus one causal call, merged; a decode is one call a run, and nearly always there is one run.
+needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is one folded call for
+each slot range plus one causal call, merged; a decode is one call for each range, of which there is nearly always one.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from headway.runtime.attention.slots import KvWritePlan, cut_runs, plan_writes
 
 @dataclass(frozen=True, slots=True)
 class _SegmentRows:
-    """One segment: its rows start..stop, and per run of visible slots the views of all layers (`run_views`)."""
+    """Rows of one segment, and the keys and values that they see."""
 
     start: int
     stop: int
+    """The row behind its last."""
     shards: tuple[tuple[Tensor, ...], ...]
+    """For each visible slot range: the views of all layers (`KvPool.run_views`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """One iteration's plan: what each segment reads, and where its new keys and values go.
-
-    Decodes are either in `native`, which also stores them, or in `decodes`; chunks in `prefill` or in `chunks`.
-    """
+    """One iteration's plan: what each segment reads, and where its new keys and values go."""
 
     rows: int
     native: NativeDecodes | None
+    """All decodes, where the compiled kernel takes them. It also stores their keys and values."""
     prefill: NativeChunks | None
+    """All chunks, where the compiled kernel takes them."""
     decodes: tuple[_SegmentRows, ...]
+    """All decodes otherwise."""
     chunks: tuple[_SegmentRows, ...]
+    """All chunks otherwise."""
     writes: KvWritePlan
+    """New keys and values, except those that `native` stores."""
 
 
 class CpuBackend:
@@ -68,16 +72,21 @@ class CpuBackend:
         span_runs: list[list[tuple[int, int]]] = []
         by_kernel = self._kernels is not None and pool_fits(pool)
         for segment in segments:
+            # Keys in other pools too: only the write is planned here, the rows are attended by `partial`.
             if segment.shared:
                 new += new_runs(segment)
                 continue
             decode = segment.tokens == 1
             whole = decode or by_kernel
+            # The compiled kernels and a decode read their own new keys from the pool; ATen's chunk takes them from k
+            # and v.
             seen = cut_runs(segment.runs, 0, segment.past + (segment.tokens if whole else 0))
             if by_kernel:
+                # Kernels get raw addresses: bounds are checked here, once an iteration, and nowhere later.
                 for first, count in seen:
                     pool.check(first, count)
             if decode and by_kernel:
+                # The decode kernel stores the new key and value itself, so this segment adds nothing to `new`.
                 single_rows.append(segment.start)
                 single_runs.append(seen)
                 continue
@@ -104,19 +113,23 @@ class CpuBackend:
         rows, q_heads, dim = q.shape
         kv_heads = k.shape[1]
         out = torch.empty((rows, q_heads, dim), dtype=q.dtype, device=q.device)
+        # Decodes store their own keys; all other rows are stored before the chunk kernel reads them from the pool.
         if plan.native is not None:
             plan.native.run(layer, q, k, v, out)
         plan.writes.store(layer, k, v)
         if plan.prefill is not None:
             plan.prefill.run(layer, q, out)
+        # `KvPool.run_views` interleaves planes: keys of layer i at 2i, values at 2i + 1.
         keys, values = 2 * layer, 2 * layer + 1
         for decode in plan.decodes:
+            # The query heads of one KV head become rows of one call: (kv_heads, group, dim).
             grouped = q[decode.start].reshape(kv_heads, q_heads // kv_heads, dim)
             parts = [self._attend(grouped, shard[keys], shard[values], False) for shard in decode.shards]
             out[decode.start] = _combine(parts).reshape(q_heads, dim)
         for chunk in plan.chunks:
             fresh = slice(chunk.start, chunk.stop)
             query = q[fresh].transpose(0, 1)
+            # The chunk's own square is causal; every earlier key is visible to all its rows, so history needs no mask.
             parts = [self._attend(query, k[fresh].transpose(0, 1), v[fresh].transpose(0, 1), True)]
             parts += [self._attend(query, shard[keys], shard[values], False) for shard in chunk.shards]
             out[fresh] = _combine(parts).transpose(0, 1)
@@ -127,7 +140,7 @@ class CpuBackend:
 
 
 def new_runs(segment: BatchSegment) -> list[tuple[int, int, int]]:
-    """(first row, first slot, tokens) of each run that its new tokens go to."""
+    """Return (first row, first slot, tokens) of each slot range that a segment's new tokens go to."""
     new = []
     row = segment.start
     for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):

@@ -1,8 +1,8 @@
-"""Where keys and values live: one tensor for all layers, heads and slots of an instance.
+"""Storage of keys and values: one tensor for all layers, heads and slots of an instance.
 
-A *slot* holds one token's keys and values. Accounting (who owns which blocks) is `headway.kv`'s and never here; a
-request arrives as *runs* of contiguous slots, (first, count) pairs, so that whole blocks which happen to be adjacent
-are one zero-copy view and one attention call, whatever the block size.
+A *slot* holds one token's keys and values. Which request owns which blocks is recorded in `headway.kv`, never here; a
+request's slots are given as contiguous *ranges*, (first, count) pairs, so that adjacent blocks are one zero-copy view
+and one attention call, whatever the block size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KvPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which keys and values are kept."""
+        """The element type of keys and values."""
         return self.data.dtype
 
     @property
@@ -59,8 +59,12 @@ class KvPool:
         return self.data.numel() * self.data.element_size()
 
     def narrowed(self, kv_heads: int) -> KvPool:
-        """The same memory as a pool of fewer heads and more slots: what a rank uses that holds some heads of more
-        tokens. `narrow_runs` says which slots are which. kv_heads divides those of this pool."""
+        """Return a pool of fewer heads and more slots over the same memory, for a rank with some heads of more tokens.
+
+        `narrow_runs` maps slots between the two. kv_heads divides the number of this pool's heads.
+        """
+        # No allocation: only the shape differs. Head h of the wide pool becomes `fold` stretches of slots of the narrow
+        # one.
         pool = KvPool.__new__(KvPool)
         fold = self.kv_heads // kv_heads
         pool.layers, pool.kv_heads, pool.slots, pool.head_dim = self.layers, kv_heads, fold * self.slots, self.head_dim
@@ -68,26 +72,27 @@ class KvPool:
         return pool
 
     def narrow_runs(self, kv_heads: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The slots of a narrowed pool that lie in the same memory as these runs."""
+        """Return the slot ranges of a narrowed pool that lie in the same memory as these ranges."""
         parts = range(self.kv_heads // kv_heads)
         return [(part * self.slots + first, count) for first, count in runs for part in parts]
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one token's keys and values take over all layers: what sizing a pool needs before it exists."""
+        """Return the bytes of one token's keys and values over all layers, for sizing a pool before it exists."""
         return layers * 2 * kv_heads * head_dim * dtype.itemsize
 
     def run_views(self, first: int, count: int) -> tuple[Tensor, ...]:
-        """Zero-copy views of one run, 2 · layers of them (keys and values of layer 0, of layer 1, …).
+        """Return zero-copy views of one slot range, 2 · layers of them (keys and values of layer 0, of layer 1, …).
 
-        Each is (kv_heads, count, head_dim), ready for the primitive. Called once a run and iteration.
+        Each is (kv_heads, count, head_dim), ready for `primitive.attend`. Called once for each range and iteration.
         """
         self.check(first, count)
+        # Flattening (layers, 2) orders the views keys 0, values 0, keys 1, …: index 2 * layer, and + 1 for values.
         rows = self.data[:, :, :, first : first + count]
         return rows.flatten(0, 1).unbind(0)
 
     def check(self, first: int, count: int) -> None:
-        """Raise ValueError unless the run lies in the pool."""
+        """Raise ValueError unless the slot range lies in the pool."""
         if first < 0 or count < 0 or first + count > self.slots:
             raise ValueError(f"slots {first}..{first + count} are outside the pool's {self.slots}")
 

@@ -15,9 +15,10 @@ Runs = Sequence[tuple[int, int]]
 
 
 class NativeDecodes:
-    """One iteration's decodes, worked out for `headway_decode`. Holds the pointers' owners alive.
+    """Arguments of `headway_decode` for one iteration's decodes. Holds the pointers' owners alive.
 
-    rows: the decodes' rows in the batch. shards: each request's visible slots as runs, its new token's slot last.
+    rows: the decodes' rows in the batch. shards: each request's visible slot ranges (first, count), ending with the
+    slot of its new token.
     """
 
     def __init__(self, kernels: CompiledKernels, rows: Sequence[int], shards: Sequence[Runs], pool: KvPool) -> None:
@@ -27,10 +28,14 @@ class NativeDecodes:
         edges = [0]
         for runs in shards:
             for first, count in runs:
+                # A tile never crosses a range, so that its slots are contiguous: the kernel reads it with one pointer.
                 for done in range(0, count, TILE):
                     tiles += (first + done, min(TILE, count - done))
             edges.append(len(tiles) // 2)
+        # The new token's slot is the last visible one; the kernel writes there before it reads.
         last = [runs[-1][0] + runs[-1][1] - 1 for runs in shards]
+        # One int64 table in the order rows, slots, edges (count + 1), tiles (first, tokens); addresses below are byte
+        # offsets.
         self._table = np.array([*rows, *last, *edges, *tiles], dtype=np.int64)
         self._count = count_of = len(shards)
         base = self._table.ctypes.data
@@ -55,8 +60,10 @@ class NativeDecodes:
         )  # fmt: skip
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Partial answers: write the decodes' rows of out (T, q_heads, dim) and lse (T, q_heads), both fp32. All that
-        is read is in the pool."""
+        """Write partial answers: the decodes' rows of out (T, q_heads, dim) and lse (T, q_heads), both fp32.
+
+        Stores nothing: all keys and values are in the pool already.
+        """
         _, q_heads, dim = q.shape
         kv_heads = self._pool.kv_heads
         self._prepare(q_heads, kv_heads, dim)
@@ -69,8 +76,9 @@ class NativeDecodes:
         )  # fmt: skip
 
     def _prepare(self, q_heads: int, kv_heads: int, dim: int) -> None:
-        """Make scratch, once an iteration."""
+        """Allocate the kernel's scratch memory at the first layer of an iteration."""
         if self._scratch is None:
+            # A tile's partial answer covers up to 4 query heads: 4 * dim sums, 4 maxima and 4 totals, in fp32.
             quads = (q_heads // kv_heads + 3) // 4
             self._scratch = torch.empty(self._tile_count * quads * kv_heads * (4 * dim + 8), dtype=torch.float32)
             self._scratch_at = self._scratch.data_ptr()

@@ -14,10 +14,11 @@ from headway.runtime.attention.native_decode import Runs
 
 
 class NativeChunks:
-    """One iteration's chunks, worked out for `headway_prefill`.
+    """Arguments of `headway_prefill` for one iteration's chunks.
 
-    spans: each chunk's first row in the batch and its rows. shards: its visible slots as runs, its own tokens last.
-    causal: whether that is so and they are masked; by default of all, else a chunk's rows see every slot.
+    spans: each chunk's first row in the batch and its number of rows. shards: each chunk's visible slot ranges.
+    causal: for each chunk, whether its own tokens are the last of its slots and masked causally; otherwise its rows see
+    every slot. Default: all are causal.
     """
 
     def __init__(
@@ -34,12 +35,15 @@ class NativeChunks:
         masked = [True] * len(spans) if causal is None else causal
         self._table = chunk_table([(*span, mask, runs) for span, mask, runs in zip(spans, masked, shards, strict=True)])
         self._chunks = self._table.ctypes.data
+        # Six int64 a chunk precede the slot ranges: 6 * 8 = 48 bytes.
         self._runs = self._chunks + 48 * self._count
         self._base, self._stride = pool.data.data_ptr(), pool.slots * pool.head_dim
 
     def run(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Write the chunks' rows of out (T, q_heads, dim). Their keys and values are in the pool already. With lse, (T,
-        q_heads) fp32, answers are partial and out is fp32."""
+        """Write the chunks' rows of out (T, q_heads, dim). Their keys and values are in the pool already.
+
+        With lse (T, q_heads) in fp32, answers are partial and out is fp32.
+        """
         heads, dim = self._pool.kv_heads, self._pool.head_dim
         plane = 2 * heads * self._stride
         keys = self._base + 2 * plane * layer
@@ -57,6 +61,7 @@ def attend_native(
     """`primitive.attend` by the compiled kernel, for non-empty bf16 inputs that `shard_fits`. dtype: bf16 or fp32."""
     q_heads, rows, dim = q.shape
     kv_heads, keys, _ = k.shape
+    # The kernel takes one pair of strides for both.
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
     out = torch.empty((q_heads, rows, dim), dtype=dtype)
@@ -72,8 +77,10 @@ def attend_native(
 
 
 def chunk_table(chunks: Sequence[tuple[int, int, bool, Runs]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """(first row, rows, causal, visible slots) of each chunk as `headway_prefill` reads it: six numbers a chunk, then
-    the runs of all."""
+    """Return the table that `headway_prefill` reads, from (first row, rows, causal, visible slots) of each chunk.
+
+    Six numbers for each chunk (first row, rows, visible tokens, causal, its first range, its ranges), then all ranges.
+    """
     head: list[int] = []
     flat: list[int] = []
     for row, rows, causal, runs in chunks:

@@ -36,7 +36,7 @@ class PartialRead(NamedTuple):
 
 
 class PartialAttention:
-    """The readings of one iteration, worked out; `run` once a layer. `kernels` None: without compiled ones."""
+    """Partial attention of one iteration: planned at construction, `run` once a layer. kernels None: ATen computes."""
 
     def __init__(self, readings: Sequence[PartialRead], pool: KvPool, kernels: CompiledKernels | None) -> None:
         self._kernels = kernels if pool_fits(pool) else None
@@ -51,6 +51,7 @@ class PartialAttention:
         if self._kernels is None:
             self._views = [tuple(pool.run_views(*run) for run in reading.runs) for reading in readings]
             return
+        # One row needs no mask, so the decode kernel serves it whatever `causal` says.
         single = [one for one in readings if one.rows == 1]
         several = [one for one in readings if one.rows > 1]
         if single:
@@ -61,8 +62,10 @@ class PartialAttention:
             self._chunks = NativeChunks(self._kernels, spans, [r.runs for r in several], pool, causal)
 
     def run(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q: (T, q_heads, d). Returns out (T, q_heads, d) and lse (T, q_heads), both fp32; only the readings' rows are
-        set. The pool holds all keys and values that are read."""
+        """Return out (T, q_heads, d) and lse (T, q_heads), both fp32, from q (T, q_heads, d).
+
+        Only rows of a `PartialRead` are set. The pool holds all keys and values that are read.
+        """
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if self._decodes is not None:
@@ -78,8 +81,7 @@ class PartialAttention:
     def _attend(
         self, reading: PartialRead, q: Tensor, views: tuple[tuple[Tensor, ...], ...], layer: int
     ) -> tuple[Tensor, Tensor]:
-        """One reading by ATen: a call a run; where rows see different keys, their own square apart from what is before
-        it."""
+        """Compute one reading by ATen: one call for each slot range, and one causal call where rows are masked."""
         rows, heads, dim = q.shape
         shards = [(view[2 * layer], view[2 * layer + 1]) for view in views]
         own: list[tuple[Tensor, Tensor]] = []
@@ -89,6 +91,7 @@ class PartialAttention:
         query = q.reshape(kv_heads, heads // kv_heads, dim) if rows == 1 else q.transpose(0, 1)
         parts = [attend(query, k, v, False, dtype=torch.float32, compiled=False) for k, v in shards]
         if own:
+            # The causal call must be square over contiguous keys, but the rows' own slots may span ranges: join them.
             k, v = (torch.cat(both, dim=1) for both in zip(*own, strict=True))
             parts.append(attend(query, k, v, True, dtype=torch.float32, compiled=False))
         out, lse = parts[0] if len(parts) == 1 else merge([one for one, _ in parts], [one for _, one in parts])
@@ -100,7 +103,8 @@ class PartialAttention:
 def _split(
     shards: list[tuple[Tensor, Tensor]], last: int
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Keys and values in order, cut before the `last` ones."""
+    """Return the shards before the last `last` keys, and those from there on."""
+    # `at`: keys before the cut, counted from the current shard's start; it turns negative behind the cut.
     at = sum(k.shape[1] for k, _ in shards) - last
     before, behind = [], []
     for k, v in shards:

@@ -16,6 +16,7 @@ from headway.runtime.attention.native import kernels
 from headway.runtime.attention.native_prefill import attend_native, shard_fits
 
 _SCORES = 1 << 26
+"""The most fp32 scores that `_attend_math` holds at a time (256 MiB)."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -29,7 +30,7 @@ def attend(
     dtype: torch.dtype | None = None,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of n query rows over one shard of m keys, with the weight that the shard's answer carries.
+    """Attend n query rows over one shard of m keys; return the answer and its log-sum-exp, its weight in a merge.
 
     q: (q_heads, n, d); k, v: (kv_heads, m, d), same dtype; q_heads is a multiple of kv_heads, and query head h reads
     KV head h // (q_heads // kv_heads). `causal` means row i sees keys 0..i and requires n == m. scale: 1/sqrt(d)
@@ -52,10 +53,12 @@ def attend(
         native = kernels()
         if native is not None:
             return attend_native(native, q, k, v, causal, dim**-0.5 if scale is None else scale, dtype)
+    # ATen's flash kernel returns the log-sum-exp only on CPU.
     attention = _attend_flash if q.device.type == "cpu" else _attend_math
     if causal or q_heads == kv_heads:
         out, lse = attention(q, k, v, causal, scale)
         return out.to(dtype), lse
+    # Without a mask rows are independent, so the query heads of one KV head fold into its rows: no copy of keys.
     group = q_heads // kv_heads
     out, lse = attention(q.reshape(kv_heads, group * rows, dim), k, v, False, scale)
     return out.reshape(q_heads, rows, dim).to(dtype), lse.reshape(q_heads, rows)
@@ -69,6 +72,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     """
     stacked = torch.stack([lse.float() for lse in lses])
     lse = torch.logsumexp(stacked, dim=0)
+    # -inf minus -inf is NaN: rows without any key use anchor 0, and their weights become exp(-inf) = 0.
     anchor = lse.masked_fill(lse == -math.inf, 0.0)
     weights = torch.exp(stacked - anchor).unsqueeze(-1)
     out = outs[0] * weights[0]
@@ -78,7 +82,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`merge` of two, in place of the first: out (..., d) and lse (...), fp32. The second has no empty row."""
+    """Merge a second partial answer into out (..., d) and lse (...), fp32. The second must have no empty row."""
+    # weight = exp(l2) / (exp(l1) + exp(l2)) = sigmoid(l2 - l1), without overflow.
     out.lerp_(part, torch.sigmoid(part_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
@@ -89,9 +94,9 @@ def _attend_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | 
 
 
 def _attend_math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The same by plain operations, for devices without the CPU kernel. Scores are materialised in fp32, of so many
-    keys at a time that they stay within `_SCORES`."""
+    """`_attend_flash` by plain operations, for other devices. At most `_SCORES` scores are materialised at a time."""
     group = q.shape[0] // k.shape[0]
+    # Scores are q_heads x rows x keys numbers in fp32: bound the keys of one step, and merge the steps.
     most = max(1, _SCORES // (q.shape[0] * q.shape[1]))
     if not causal and k.shape[1] > most:
         shards = zip(torch.split(k, most, dim=1), torch.split(v, most, dim=1), strict=True)

@@ -1,8 +1,7 @@
-"""Attention by torch's scaled_dot_product_attention over gathered keys and values: for CUDA, and right anywhere.
+"""Attention by torch's scaled_dot_product_attention over gathered keys and values: for CUDA, correct on any device.
 
-Which kernel computes is torch's choice. Query heads of one KV head are folded into rows, so that every kernel takes
-them. Decodes of about the same length are one call, padded with slots of their own; a chunk is one call, or several
-where its mask would be large.
+Torch chooses the kernel. Query heads of one KV head are folded into rows, a shape that every kernel supports. Decodes
+of similar length are one padded call; a chunk is one call, or several where its mask would be large.
 """
 
 from __future__ import annotations
@@ -25,26 +24,30 @@ _MASK = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGather:
-    """rows (B,) of the batch, each over slots (B, m); seen (B, 1, 1, m), where they differ in length."""
+    """Decodes that share one call."""
 
     rows: Tensor
+    """(B,) rows of the batch."""
     slots: Tensor
+    """(B, m) slots that each attends to, padded to the longest."""
     seen: Tensor | None
+    """(B, 1, 1, m) mask of the padding. None: all have the same length."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkGather:
-    """Rows start .. start + tokens - 1 over slots (past + tokens,)."""
+    """One chunk: rows start .. start + tokens - 1 of the batch."""
 
     start: int
     tokens: int
     past: int
     slots: Tensor
+    """(past + tokens,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """One iteration, worked out, in index tensors on the pool's device."""
+    """One iteration's plan, as index tensors on the pool's device."""
 
     rows: int
     pool: KvPool
@@ -71,6 +74,7 @@ class SdpaBackend:
                 continue
             slots = _slots(cut_runs(segment.runs, 0, segment.past + segment.tokens), pool)
             if segment.tokens == 1:
+                # Decodes within a factor of two in length share a call, so padding at most doubles what is read.
                 alike.setdefault(len(slots).bit_length(), []).append((segment.start, slots))
             else:
                 chunks.append(_ChunkGather(segment.start, segment.tokens, segment.past, slots.to(pool.data.device)))
@@ -83,9 +87,11 @@ class SdpaBackend:
         assert isinstance(plan, SdpaPlan)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         plan.writes.store(layer, k, v)
+        # New keys are stored first: gathered keys include the rows' own.
         keys, values = plan.pool.data[layer]
         _, heads, dim = q.shape
         for some in plan.decodes:
+            # (B, kv_heads, group, dim): the query heads of one KV head are rows of one attention head.
             query = q.index_select(0, some.rows).view(len(some.rows), len(keys), -1, dim)
             near, far = (plane[:, some.slots].transpose(0, 1) for plane in (keys, values))
             answer = functional.scaled_dot_product_attention(query, near, far, some.seen)
@@ -97,14 +103,16 @@ class SdpaBackend:
         return out
 
     def _chunk(self, q: Tensor, keys: Tensor, values: Tensor, past: int, out: Tensor) -> None:
-        """q, out: (n, q_heads, d); keys, values: (1, kv_heads, past + n, d)."""
+        """Attend one chunk. q, out: (n, q_heads, d); keys, values: (1, kv_heads, past + n, d)."""
         count, heads, dim = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
+        # The mask has group * rows x seen entries; cut the rows so that it stays within the limit.
         each = max(1, self._mask // (group * (past + count)))
         for first in range(0, count, each):
             rows = min(each, count - first)
             seen = past + first + rows
+            # Position of each folded row: the same sequence of positions, once for each query head of the group.
             at = torch.arange(seen - rows, seen, device=q.device).repeat(group)
             visible = torch.arange(seen, device=q.device) <= at.unsqueeze(1)
             query = q[first : first + rows].view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
@@ -122,8 +130,7 @@ def _slots(runs: Sequence[tuple[int, int]], pool: KvPool) -> Tensor:
 
 
 def _together(some: Sequence[tuple[int, Tensor]], device: torch.device) -> _DecodeGather:
-    """Decodes in one call. What is filled up reads a decode's own first slot, which holds numbers, and does not see
-    it."""
+    """Return decodes as one call. Padding repeats a decode's first slot, which holds finite numbers, and is masked."""
     longest = max(len(slots) for _, slots in some)
     table = torch.stack([torch.cat((slots, slots[:1].expand(longest - len(slots)))) for _, slots in some])
     seen = None

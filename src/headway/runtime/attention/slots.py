@@ -1,5 +1,4 @@
-"""Slots of the pool as runs: how new tokens are stored there. Which ones a range of tokens lies in:
-`kv.slot_ranges`."""
+"""Storing of new keys and values into slot ranges of the pool. `kv.slot_ranges` maps tokens to slots."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from headway.kv.slot_ranges import cut_runs as cut_runs
 from headway.runtime.attention.kv_pool import KvPool
 
 _SLICES_WORTH_IT = 64
-"""Tokens a run from which a copy per run beats one scattered copy of all of them."""
+"""Average tokens a slot range from which one copy per range beats one scattered copy of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,14 @@ class KvWritePlan:
 
 
 def plan_writes(new: Sequence[tuple[int, int, int]], batch_rows: int, pool: KvPool) -> KvWritePlan:
-    """Once an iteration, from (first row, first slot, tokens) of each new run."""
+    """Return the copies for (first row, first slot, tokens) of each new range. Called once an iteration."""
     tokens = sum(count for _, _, count in new)
+    # Few or long ranges: contiguous copies. Many short ones: one scattered copy costs less than a call for each.
     if len(new) <= 2 or tokens >= _SLICES_WORTH_IT * len(new):
         return KvWritePlan(tuple((row, row + count, pool.run_views(first, count)) for row, first, count in new))
     slots = torch.cat([torch.arange(first, first + count) for _, first, count in new]).to(pool.data.device)
     rows = None
+    # Decodes of the compiled kernel store themselves, so `new` need not cover the batch.
     if tokens != batch_rows:
         rows = torch.cat([torch.arange(row, row + count) for row, _, count in new]).to(pool.data.device)
     return KvWritePlan((), rows, slots, pool.data.flatten(0, 1).unbind(0))

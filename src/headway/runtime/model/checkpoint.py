@@ -42,13 +42,13 @@ class CheckpointReader:
         return name in self._home
 
     def leave(self, prefix: str) -> None:
-        """Tensors whose names begin so belong to another rank: `check_all_taken` does not ask for them."""
+        """Exempt tensors whose names begin with `prefix` from `check_all_taken`: another rank takes them."""
         self._taken.update(name for name in self._home if name.startswith(prefix))
 
     def take(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> Tensor:
-        """The named tensor, or those rows or columns of it, read from the mapped file; the rest is not read.
+        """Return the named tensor, or those rows or columns of it. The rest of the mapped file is not read.
 
         `shape` is that of the whole tensor. Raises CheckpointError when it is missing or of another shape.
         """
@@ -65,6 +65,7 @@ class CheckpointReader:
         self._taken.add(name)
         tensor: Tensor
         if rows is not None and len(rows) != shape[0]:
+            # A slice of rows is contiguous in the file; columns are strided, yet only they become resident.
             tensor = piece[rows.start : rows.stop]
         elif columns is not None and len(columns) != shape[1]:
             tensor = piece[:, columns.start : columns.stop]
@@ -87,7 +88,7 @@ class CheckpointReader:
             )
 
     def fingerprint(self, config: dict[str, Any]) -> str:
-        """16 hex digits over the configuration and all names, shapes and types; not over the bytes. Milliseconds."""
+        """Return 16 hex digits over the configuration and all names, shapes and types, not the bytes. Milliseconds."""
         shapes = []
         for name in sorted(self._home):
             piece = self._files[self._home[name]].get_slice(name)
@@ -97,13 +98,14 @@ class CheckpointReader:
 
 
 def _listing(folder: Path) -> dict[str, list[str] | None]:
-    """File name to the tensors that the index puts there, or None for all that it holds."""
+    """Return for each file name the tensors that the index lists in it, or None for all that it holds."""
     if (folder / _INDEX).is_file():
         mapping = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
             raise CheckpointError(f"{folder / _INDEX}: 'weight_map' must map tensor names to files")
         files: dict[str, list[str] | None] = {}
         for name, file in mapping.items():
+            # A path in the index must not lead out of the model's folder.
             if Path(file).name != file:
                 raise CheckpointError(f"{folder / _INDEX}: '{file}' is not a file name in this folder")
             names = files.setdefault(file, [])

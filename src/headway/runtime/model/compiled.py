@@ -19,10 +19,12 @@ from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 
 class _LinearAddress(NamedTuple):
-    """Addresses and sizes of a linear layer; 0 for no bias."""
+    """Addresses and sizes of a linear layer."""
 
     weight: int
+    """Address of the panels."""
     bias: int
+    """Address; 0: no bias."""
     out: int
     inputs: int
 
@@ -49,29 +51,33 @@ class CompiledLayers:
     def layer(
         self, index: int, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, backend: AttentionBackend
     ) -> None:
-        """One layer over hidden (T, hidden_size), contiguous, overwritten with its output."""
+        """Run one layer over hidden (T, hidden_size), contiguous, overwritten with its output."""
         config, native, layer = self._config, self._kernels, self._layers[index]
         eps, dim = config.rms_eps, config.head_dim
         rows, at = hidden.shape[0], hidden.data_ptr()
+        # Queries and keys are rotated, values are not: they lie behind the first `turned` heads.
         turned = config.q_heads + config.kv_heads
         heads = hidden.new_empty(rows, turned + config.kv_heads, dim)
         first = heads.data_ptr()
         weight, bias, out, inputs = layer.qkv
+        # The kernel normalises its input itself: the norm's weight and epsilon go with the call.
         native.linear(at, layer.attention_norm, eps, 0, weight, bias, 0, first, rows, out, inputs)
         cos, sin = rotary
         native.rotate(first, cos.data_ptr(), sin.data_ptr(), rows, out, turned, dim, cos.shape[-1])
         query, key, value = torch.split_with_sizes(heads, (config.q_heads, config.kv_heads, config.kv_heads), 1)
         mixed = backend.run(index, query, key, value, plan).contiguous()
         weight, bias, out, inputs = layer.out
+        # Residual and output are both `hidden`: the projection adds in place.
         native.linear(mixed.data_ptr(), 0, eps, 0, weight, bias, at, at, rows, out, inputs)
         weight, bias, out, inputs = layer.gate_up
         both = hidden.new_empty(rows, out)
         native.linear(at, layer.mlp_norm, eps, 0, weight, bias, 0, both.data_ptr(), rows, out, inputs)
         weight, bias, out, inputs = layer.down
+        # gated = 1: the kernel reads gate and up side by side and applies silu(gate) * up to its input.
         native.linear(both.data_ptr(), 0, eps, 1, weight, bias, at, at, rows, out, inputs)
 
     def head(self, hidden: Tensor) -> Tensor | None:
-        """Logits of hidden (R, hidden_size) in fp32, or None where the head is not readable."""
+        """Return logits of hidden (R, hidden_size) in fp32, or None where the head is not held in panels."""
         if self._head is None:
             return None
         weight, bias, out, inputs = self._head
@@ -84,7 +90,9 @@ class CompiledLayers:
 
 
 def compiled_layers(config: DecoderConfig, weights: DecoderWeights) -> CompiledLayers | None:
-    """The fast path of a decoder, or None where its shapes or the machine do not allow one. Once, at construction.
+    """Return the fast path of a decoder, or None where its shapes or the processor do not allow one.
+
+    Called once, at the decoder's construction.
 
     It needs bf16 weights in panels, no head norms (Qwen3), and a rotation of a multiple of 32 dimensions.
     """

@@ -1,4 +1,4 @@
-"""What a decoder is, as data: everything in which the supported families differ. No torch."""
+"""Configuration of a decoder: everything in which the supported families differ. No torch."""
 
 from __future__ import annotations
 
@@ -47,19 +47,21 @@ class DecoderConfig:
 
     @property
     def longest(self) -> int:
-        """The most that `max_model_len` may be: what the positions' encoding was made for."""
+        """The largest permitted `max_model_len`: the length that the position encoding supports."""
         return longest_of(self.rope, self.max_positions)
 
     def dtype_for(self, name: str) -> str:
-        """The type to compute in, "float32" or "bfloat16", from a setting ("auto": the checkpoint's own)."""
+        """Return the type to compute in, "float32" or "bfloat16", from a setting ("auto": the checkpoint's own)."""
+        # float16 becomes float32, to which it converts exactly.
         if name == "auto":
             name = "bfloat16" if self.checkpoint_dtype == "bfloat16" else "float32"
         return check_dtype(name)
 
     def with_max_model_len(self, tokens: int) -> DecoderConfig:
-        """The same model serving up to `tokens`. Raises ConfigError beyond `longest`, CheckpointError beyond a window.
+        """Return the configuration with `max_model_len` set to `tokens`.
 
-        A window of attention that no sequence can outgrow changes nothing, so it is then exact to have none.
+        Raises ConfigError beyond `longest`, CheckpointError beyond the sliding window: a window that no sequence can
+        outgrow changes nothing, so full attention is then exact.
         """
         if tokens < 1 or tokens > self.longest:
             raise ConfigError(
@@ -77,7 +79,7 @@ class DecoderConfig:
 def read_config(
     data: Mapping[str, Any], max_model_len: int | None = None, origin: str = "config.json"
 ) -> DecoderConfig:
-    """The decoder that a Hugging Face config.json describes, serving up to max_model_len (None: its own length).
+    """Return the decoder that a Hugging Face config.json describes, serving up to max_model_len (None: its default).
 
     Both spellings are read (`dtype` / `torch_dtype`, `rope_parameters` / `rope_theta` + `rope_scaling`). Raises
     CheckpointError for what is unsupported (architecture, quantisation, activation, sliding windows shorter than
@@ -123,8 +125,9 @@ def read_config(
 
 
 def longest_of(rope: RopeConfig, max_positions: int) -> int:
-    """The longest sequence that an encoding was made for, in tokens. `dynamic` stretches to any length."""
+    """Return the longest sequence that a position encoding supports, in tokens. `dynamic` stretches to any length."""
     if rope.kind == "dynamic":
+        # Positions are exact in fp32 up to 2^24.
         return 1 << 24
     if rope.kind == "linear":
         return int(max_positions * max(rope.factor, 1.0))
@@ -132,7 +135,7 @@ def longest_of(rope: RopeConfig, max_positions: int) -> int:
 
 
 def default_length(rope: RopeConfig, max_positions: int) -> int:
-    """The length to serve when none is asked for: what config.json states, or what its yarn factor extends that to."""
+    """Return the length to serve by default: the one that config.json states, extended by the factor of yarn."""
     if rope.kind == "yarn":
         return max(max_positions, int(rope.original_max * rope.factor))
     return max_positions
@@ -158,7 +161,7 @@ def _refuse(data: Mapping[str, Any], origin: str) -> None:
 
 
 def check_dtype(name: str) -> str:
-    """The setting, if it is one. Raises ConfigError otherwise."""
+    """Return a dtype setting unchanged. Raises ConfigError for an unknown one."""
     if name not in ("auto", "float32", "bfloat16"):
         raise ConfigError(f"dtype '{name}' is not supported; supported are auto, float32, bfloat16")
     return name
@@ -178,6 +181,7 @@ def _bias(fixed: bool | None, fields: JsonFields, name: str) -> bool:
 def _window(family: FamilySpec, fields: JsonFields) -> int | None:
     if not family.windowed or not fields.has("sliding_window"):
         return None
+    # Qwen writes a `sliding_window` into config.json even where it is switched off.
     if family.window_switch and not fields.flag("use_sliding_window", False):
         return None
     return fields.whole("sliding_window")

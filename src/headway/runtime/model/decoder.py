@@ -1,6 +1,6 @@
 """The one decoder: rows of many requests, decodes and prefill chunks alike, through any range of layers.
 
-Nothing here knows which rows belong together: positions come with the rows, and the attention plan knows the requests.
+Rows carry their positions; only the attention plan maps rows to requests.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class TensorGroup(Protocol):
     """The ranks that share every layer of a stage. Called in the same order on all of them."""
 
     def sum_(self, x: Tensor) -> Tensor:
-        """x, overwritten with its sum over the ranks: the same bits on each."""
+        """Overwrite x with its sum over the ranks and return it. The result has the same bits on each rank."""
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
-        """On rank 0, the ranks' (R, widths[rank]) side by side; None on the others."""
+        """Return the ranks' (R, widths[rank]) side by side on rank 0, and None on the others."""
 
 
 class DecoderModel:
     """A decoder, or the part of one that this process holds (`shard`, summed over `group`).
 
-    The pool's layer 0 belongs to the first layer held. All methods must run under `torch.inference_mode()`; `forward`
-    enters it by itself. `config` is this rank's own: heads and MLP width as they are here.
+    Layer 0 of the pool is the first layer held. All methods must run under `torch.inference_mode()`; `forward` enters
+    it by itself. The attribute `config` has this rank's own heads and MLP width.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class DecoderModel:
         self.rotary = RotaryEmbedding(config.rope, config.max_model_len, self.device)
 
     def make_pool(self, slots: int) -> KvPool:
-        """A pool for the layers held here, in the decoder's dtype."""
+        """Allocate a KV pool for the layers held here, in the decoder's dtype."""
         config = self.config
         held = len(self.weights.layers)
         return KvPool(held, config.kv_heads, slots, config.head_dim, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, logit_rows: Tensor | None) -> Tensor:
-        """One iteration through the whole model.
+        """Run one iteration through the whole model.
 
         tokens, positions: (T,) int64; plan: this iteration's, from `backend.plan`; logit_rows: (R,) int64, the rows
         whose next token is wanted (None: all). Returns (R, vocab) fp32. Writes T tokens' keys and values to the pool.
@@ -79,47 +79,50 @@ class DecoderModel:
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(T,) token ids to (T, hidden)."""
+        """Return the embeddings (T, hidden) of (T,) token ids."""
         assert self.weights.embedding is not None, "this stage holds no embedding"
         tokens = tokens.to(self.device)
         if self.group is None:
             return functional.embedding(tokens, self.weights.embedding)
+        # The vocabulary is cut over the ranks: ids of other ranks give zeros here, and the sum over the ranks is exact.
         local = tokens - self.words.start
         foreign = (local < 0) | (local >= len(self.words))
         rows = functional.embedding(local.masked_fill(foreign, 0), self.weights.embedding)
         return self.group.sum_(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
-        """Once an iteration, for every layer: the rotation of (T,) positions."""
+        """Return the rotation of (T,) positions. Called once an iteration, for all layers."""
         return self.rotary.table(positions.to(self.device), self.dtype)
 
     def run_layers(
         self, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, first: int = 0, last: int | None = None
     ) -> Tensor:
-        """Layers first .. last - 1 of those held (None: to the end). hidden (T, hidden_size) is overwritten.
+        """Run layers first .. last - 1 of those held (None: to the end). hidden (T, hidden_size) is overwritten.
 
         Stopping between layers and going on later is exact: all state is in `hidden` and the pool.
         """
         for index in range(first, len(self.weights.layers) if last is None else last):
             self.run_layer(index, hidden, rotary, plan, self.backend)
-        if self.device.type == "cuda":  # what is timed has been computed
+        # CUDA launches are asynchronous: the executor's clock must not stop before the layers are computed.
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return hidden
 
     def run_layer(
         self, index: int, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, backend: AttentionBackend
     ) -> None:
-        """One layer, attending by `backend`. hidden (T, hidden_size), contiguous, is overwritten."""
+        """Run one layer, attending by `backend`. hidden (T, hidden_size), contiguous, is overwritten."""
         if self._compiled is not None:
             self._compiled.layer(index, hidden, rotary, plan, backend)
         else:
             self._layer(index, self.weights.layers[index], hidden, rotary, plan, backend)
 
     def head(self, hidden: Tensor) -> Tensor | None:
-        """(R, hidden) after the last layer to (R, vocab) fp32 logits; None on ranks of the group other than 0."""
+        """Return fp32 logits (R, vocab) of rows (R, hidden) after the last layer; None on ranks of a group but 0."""
         weights = self.weights
         assert weights.head is not None, "this stage holds no head"
         assert weights.final_norm is not None, "this stage holds no final norm"
+        # None where the head is not in panels; the general path then computes it.
         if self._compiled is not None:
             logits = self._compiled.head(hidden)
             if logits is not None:
@@ -141,6 +144,7 @@ class DecoderModel:
         heads = layer.qkv(self._norm(hidden, layer.attention_norm)).view(rows, -1, config.head_dim)
         query, key, value = heads[:, : config.q_heads], heads[:, config.q_heads : turned], heads[:, turned:]
         if layer.q_norm is not None and layer.k_norm is not None:
+            # In place: `query` and `key` are views of `heads`, which is rotated next as one tensor.
             query.copy_(self._norm(query, layer.q_norm))
             key.copy_(self._norm(key, layer.k_norm))
         rotate_(heads[:, :turned], rotary)

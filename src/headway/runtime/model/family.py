@@ -1,4 +1,4 @@
-"""The supported families, as a table. One decoder runs them all; a row says what its checkpoint looks like."""
+"""Table of the supported model families. One decoder runs them all; a row describes a family's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.core.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """What an architecture implies that its config.json does not state."""
+    """Properties of an architecture that its config.json does not state."""
 
     name: str
     qkv_bias: bool | None = False
@@ -22,9 +22,9 @@ class FamilySpec:
     fused: bool = False
     """The checkpoint holds qkv_proj and gate_up_proj as single tensors."""
     windowed: bool = False
-    """`sliding_window` of config.json counts."""
+    """`sliding_window` of config.json applies."""
     window_switch: bool = False
-    """It counts only with `use_sliding_window`."""
+    """`sliding_window` applies only where `use_sliding_window` is true."""
 
 
 FAMILIES: dict[str, FamilySpec] = {
@@ -40,7 +40,7 @@ FAMILIES: dict[str, FamilySpec] = {
 
 
 def family_of(architecture: str) -> FamilySpec:
-    """The row of an architecture named in config.json; raises CheckpointError that lists the supported ones."""
+    """Return the row of an architecture named in config.json; CheckpointError lists the supported ones."""
     if architecture not in FAMILIES:
         raise CheckpointError(
             f"architecture '{architecture}' is not supported; supported are {', '.join(sorted(FAMILIES))}"

@@ -13,45 +13,46 @@ from headway.core.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """A JSON object and the name that errors give it. A field that is null counts as absent."""
+    """Typed reader of a JSON object. A field that is null counts as absent."""
 
     data: Mapping[str, Any]
     origin: str
+    """Name of the object in errors, usually its file."""
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; raises CheckpointError when it is absent without a default, or something else."""
+        """Return a number. Raises CheckpointError when it is absent without a default, or of another type."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, "a number")
         return float(value)
 
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """Return an integer of at least `least`. Raises CheckpointError as `number`."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(name, f"an integer of at least {least}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean. Raises CheckpointError as `number`."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers."""
+        """Return a list of numbers. Raises CheckpointError as `number`."""
         value = self._value(name, None)
         if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
             raise self.wrong(name, "a list of numbers")
         return tuple(float(item) for item in value)
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self.data.get(name) is not None
 
     def wrong(self, name: str, wanted: str) -> CheckpointError:
-        """The error that says what a field should have been."""
+        """Return the error that names the field, what was expected and what was found."""
         return CheckpointError(f"{self.origin}: '{name}' must be {wanted}, not {self.data.get(name)!r}")
 
     def _value(self, name: str, default: Any) -> Any:
@@ -64,7 +65,7 @@ class JsonFields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises CheckpointError when it is missing, not JSON, or not an object."""
+    """Return the JSON object in a file. Raises CheckpointError when it is missing, not JSON, or not an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -13,7 +13,7 @@ PANEL = 16
 
 
 class PackedLinear:
-    """y = x Wᵀ + b. `weight` (out, in) is taken over: keep no reference, or its memory is held twice.
+    """y = x Wᵀ + b. Takes ownership of `weight` (out, in): a reference kept elsewhere holds its memory twice.
 
     On CPU the weight is laid out once: in panels for the compiled kernel where it runs (bf16), and else for oneDNN,
     which would otherwise re-lay it at every call, half of the time at 1 to 64 rows.
@@ -27,11 +27,12 @@ class PackedLinear:
         self._packed = self._native is None and _onednn_packs(weight)
         if self._native is not None:
             weight = _panels(weight)
+        # 8: the rows that oneDNN is to optimise the layout for; results do not depend on it.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 8) if self._packed else weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (rows, in), contiguous, in the weight's dtype; returns (rows, out)."""
+        """Return (rows, out) from x (rows, in), contiguous, in the weight's dtype."""
         if self._native is not None:
             out = x.new_empty(x.shape[0], self.out_features)
             bias = 0 if self.bias is None else self.bias.data_ptr()
@@ -47,23 +48,24 @@ class PackedLinear:
 
     @property
     def panels(self) -> Tensor | None:
-        """The weight as `headway_linear` reads it, where it is laid out so."""
+        """The weight as `headway_linear` reads it; None where it is laid out otherwise."""
         return None if self._native is None else self._weight
 
     def dense(self) -> Tensor:
-        """The weight (out, in), readable: unpacked into a copy where it was laid out otherwise."""
+        """Return the weight as (out, in), unpacked into a copy where it is laid out otherwise."""
         if self._native is not None:
+            # Undo `_panels`: (panels, in / 2, 16, 2) back to rows of `in`, without the padding of the last panel.
             return self._weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return self._weight.to_dense() if self._packed else self._weight
 
     @property
     def parameters(self) -> int:
-        """Numbers in weight and bias."""
+        """Number of elements of weight and bias."""
         return self.out_features * (self.in_features + (self.bias is not None))
 
 
 def _kernels_for(weight: Tensor) -> CompiledKernels | None:
-    """The compiled kernels, where they are the fastest for this weight: with AMX oneDNN's are."""
+    """Return the compiled kernels where they suit this weight and are the fastest: with AMX, oneDNN is faster."""
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
     return kernels() if fits and not torch.cpu._is_amx_tile_supported() else None
 
@@ -77,8 +79,9 @@ def _onednn_packs(weight: Tensor) -> bool:
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """(out, in) to (out / 16, in / 2, 16, 2), the last panel filled up with zeros."""
+    """Re-lay (out, in) as (out / 16, in / 2, 16, 2), the last panel padded with zeros."""
     rows, inputs = weight.shape
     if rows % PANEL:
         weight = functional.pad(weight, (0, 0, 0, PANEL - rows % PANEL))
+    # Two inputs lie side by side for each output: vdpbf16ps multiplies pairs of bf16.
     return weight.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()

@@ -1,6 +1,6 @@
-"""From a folder to a `DecoderModel`, or to one rank's part of it: check, cut, fuse, pack.
+"""Loading of a model folder as a `DecoderModel`, or as one rank's part of it: check, cut, fuse, pack.
 
-Each weight is resident once when this is done, and a rank reads only its own slices.
+Afterwards each weight is resident once; a rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def load_decoder(
     shard: ModelShard = WHOLE,
     group: TensorGroup | None = None,
 ) -> DecoderModel:
-    """Called once a process, at start-up. `shard` is the part to hold; `group` sums over the ranks that share its
-    layers. Reads config.json and safetensors (one file, or shards with an index).
+    """Load a decoder from config.json and safetensors (one file, or shards with an index).
 
+    Called once a process, at start-up. shard: the part to hold. group: sums over the ranks that share its layers.
     dtype: "float32", "bfloat16" or "auto": the checkpoint's own, where float16 becomes float32, which is exact. Peak
     memory is the weights plus one layer. Raises CheckpointError, naming file and tensor, for whatever does not fit, and
     ConfigError for a dtype or max_model_len that cannot work.
@@ -53,12 +53,12 @@ def load_decoder(
 
 
 def resolve_dtype(name: str, config: DecoderConfig) -> torch.dtype:
-    """The type to compute in, from a setting and the checkpoint's own type."""
+    """Return the type to compute in, from a setting and the checkpoint's own type."""
     return torch.float32 if config.dtype_for(name) == "float32" else torch.bfloat16
 
 
 class _WeightLoader:
-    """One load: knows the names and shapes that a family's checkpoint must have, and which slices a shard takes."""
+    """One load: the names and shapes that a family's checkpoint must have, and the slices that a shard takes."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class _WeightLoader:
         layers = [self._layer(f"model.layers.{index}.") for index in mine]
         vocabulary, hidden = config.vocab_size, config.hidden_size
         words = shard.vocabulary(config)
+        # Some checkpoints of tied models store the head as well; it then takes precedence.
         tied = config.tie_embeddings and "lm_head.weight" not in checkpoint
         embedding = head = norm = None
         if shard.first:
@@ -95,6 +96,7 @@ class _WeightLoader:
             name = "model.embed_tokens.weight" if tied else "lm_head.weight"
             head = PackedLinear(self._stacked([(name, vocabulary, words)], hidden))
             norm = self._plain("model.norm.weight", (hidden,))
+        # With several stages no rank takes all three.
         for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
             if shard.stages > 1:
                 checkpoint.leave(name)
@@ -108,6 +110,8 @@ class _WeightLoader:
         q_rows, kv_rows = self._q_rows, self._kv_rows
         qkv = [("q_proj", q_rows, self._q), ("k_proj", kv_rows, self._kv), ("v_proj", kv_rows, self._kv)]
         gate_up = [("gate_proj", mlp, self._mlp), ("up_proj", mlp, self._mlp)]
+        # The fused tensor has q, k and v (gate and up) under each other: each part is a range of rows of the same
+        # tensor.
         if config.fused_checkpoint:
             whole = q_rows + 2 * kv_rows
             parts = (self._q, _moved(self._kv, q_rows), _moved(self._kv, q_rows + kv_rows))
@@ -126,7 +130,7 @@ class _WeightLoader:
         )
 
     def _by_rows(self, prefix: str, parts: list[_Part], inputs: int, biased: bool) -> PackedLinear:
-        """A layer whose outputs are cut: this rank's rows of the named tensors, stacked."""
+        """Load a layer whose outputs are cut: this rank's rows of the named tensors, stacked."""
         weight = self._stacked([(f"{prefix}{name}.weight", rows, mine) for name, rows, mine in parts], inputs)
         bias = None
         if biased:
@@ -134,16 +138,17 @@ class _WeightLoader:
         return PackedLinear(weight, bias)
 
     def _by_columns(self, name: str, shape: tuple[int, int], mine: range, biased: bool) -> PackedLinear:
-        """A layer whose inputs are cut. The ranks' results are summed, so the bias is rank 0's alone."""
+        """Load a layer whose inputs are cut. The ranks' results are summed, so only rank 0 adds the bias."""
         weight = torch.empty((shape[0], len(mine)), dtype=self.dtype, device=self.device)
         weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=mine))
         if not biased or self.shard.rank:
+            # Ranks other than 0 leave a bias that is there; without one the prefix matches nothing.
             self.checkpoint.leave(f"{name}.bias")
             return PackedLinear(weight)
         return PackedLinear(weight, self._plain(f"{name}.bias", shape[:1]))
 
     def _stacked(self, parts: list[_Part], inputs: int | None) -> Tensor:
-        """Rows of the named tensors under each other, in one new tensor. inputs None: vectors."""
+        """Return rows of the named tensors stacked in one new tensor. inputs None: the tensors are vectors."""
         tail = () if inputs is None else (inputs,)
         fused = torch.empty((sum(len(mine) for _, _, mine in parts), *tail), dtype=self.dtype, device=self.device)
         targets = torch.split(fused, [len(mine) for _, _, mine in parts])

@@ -36,7 +36,8 @@ class RotaryEmbedding:
         self.frequencies = frequencies.to(device)
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """Called once an iteration. positions: (T,) int64, exact up to 2^24."""
+        """Return the table of (T,) int64 positions, exact up to 2^24. Called once an iteration."""
+        # fp32 also for bf16 models: angles grow to the length of the context, of which bf16 keeps 8 bits.
         angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
         cos, sin = torch.cos(angles) * self.scaling, torch.sin(angles) * self.scaling
         return RotaryTable(
@@ -49,12 +50,13 @@ def rotate_(heads: Tensor, table: RotaryTable) -> Tensor:
     dim = table.cos.shape[-1]
     turned = heads if dim == heads.shape[-1] else heads[..., :dim]
     swapped = torch.cat((turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
+    # `swapped` is a copy, taken before the multiplication overwrites its source.
     turned.mul_(table.cos).addcmul_(swapped, table.sin)
     return heads
 
 
 def frequencies_of(config: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """Angular frequencies (rotary_dim / 2,) fp32 in radians a token, and the factor on cosines and sines."""
+    """Return angular frequencies (rotary_dim / 2,) fp32 in radians a token, and the factor on cosines and sines."""
     return _RULES[config.kind](config, max_model_len)
 
 
@@ -72,15 +74,16 @@ def _linear(config: RopeConfig, _: int) -> tuple[Tensor, float]:
 
 
 def _dynamic(config: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """NTK-aware: the base grows with max_model_len / original length, so that the slowest wave still fits."""
+    """NTK-aware scaling: the base grows with max_model_len / original length, so that the slowest wave still fits."""
     stretch = config.factor * max(max_model_len, config.original_max) / config.original_max - (config.factor - 1)
     theta = config.theta * stretch ** (config.rotary_dim / (config.rotary_dim - 2))
     return 1.0 / _periods(config, theta), 1.0
 
 
 def _llama3(config: RopeConfig, _: int) -> tuple[Tensor, float]:
-    """Fast waves stay, slow ones are divided by the factor, those between are blended by turns per original length."""
+    """Keep fast waves, divide slow ones by the factor, blend those between by their turns per original length."""
     plain = 1.0 / _periods(config, config.theta)
+    # Turns within the original length: length / wavelength, the wavelength being 2 pi / frequency.
     turns = config.original_max * plain / (2 * math.pi)
     blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -94,13 +97,14 @@ def _yarn(config: RopeConfig, _: int) -> tuple[Tensor, float]:
     if config.truncate:
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(low, 0.0), min(high, config.rotary_dim - 1.0)
+    # 0.001 avoids a division by zero where the ramp has no width, as in the reference implementation.
     ramp = (torch.arange(config.rotary_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     kept = 1 - ramp.clamp(0.0, 1.0)
     return plain / config.factor * (1 - kept) + plain * kept, _yarn_scaling(config)
 
 
 def _turns_to_dim(config: RopeConfig, turns: float) -> float:
-    """The (fractional) dimension whose wave makes that many turns within the original length."""
+    """Return the (fractional) dimension whose wave makes that many turns within the original length."""
     return config.rotary_dim * math.log(config.original_max / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
 
@@ -110,6 +114,7 @@ def _yarn_scaling(config: RopeConfig) -> float:
     log = math.log(config.factor) if config.factor > 1 else 0.0
     if config.mscale and config.mscale_all_dim:
         return (0.1 * config.mscale * log + 1.0) / (0.1 * config.mscale_all_dim * log + 1.0)
+    # YaRN's attention temperature: 0.1 ln(s) + 1 on both queries and keys (Peng et al. 2023, §3.4).
     return 0.1 * log + 1.0
 
 
@@ -118,6 +123,7 @@ def _longrope(config: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
     factors = config.long_factor if max_model_len > config.original_max else config.short_factor
     scaling = config.attention_factor
     if scaling is None:
+        # sqrt(1 + ln(s) / ln(original length)), of the LongRoPE reference.
         growth = math.log(config.factor) / math.log(config.original_max) if config.factor > 1 else 0.0
         scaling = math.sqrt(1 + growth)
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _periods(config, config.theta)), scaling

@@ -1,4 +1,4 @@
-"""How positions are encoded, as data: read from either spelling of a Hugging Face config.json. No torch."""
+"""Configuration of the position encoding, read from either spelling of a Hugging Face config.json. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RopeConfig:
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, origin: str) -> RopeConfig:
-    """The rotary embedding that a config.json describes, by `rope_parameters` or by `rope_theta` and `rope_scaling`.
+    """Return the rotary embedding of a config.json, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
     Raises CheckpointError for a kind that is not one of `KINDS`, or a field of it that is missing or misshapen.
     """
@@ -50,6 +50,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, orig
         raise CheckpointError(f"{origin}: rope parameters that differ by layer are not supported: {raw!r}")
     rope = JsonFields(raw, f"{origin} (rope parameters)")
     kind = raw.get("rope_type") or raw.get("type") or "default"
+    # Older Phi-3 files call LongRoPE "su" or "yarn".
     if kind == "su" or (kind == "yarn" and config.get("model_type") == "phi3"):
         kind = "longrope"
     if kind not in KINDS:
@@ -61,6 +62,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, orig
     original = rope.whole("original_max_position_embeddings", max_positions)
     if kind in ("llama3", "yarn", "longrope") and top.has("original_max_position_embeddings"):
         original = top.whole("original_max_position_embeddings")
+    # transformers computes this kind from max_position_embeddings, whatever else the file states.
     if kind == "dynamic":
         original = max_positions
     factor = rope.number("factor", max_positions / original if kind in ("default", "yarn", "longrope") else None)

@@ -1,4 +1,4 @@
-"""What the sampler remembers of one request: which tokens it has seen, and which edits its settings ask for."""
+"""Sampling state of one request: the tokens that penalties count, and the edits of logits that its settings need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY_BELOW = 1e-5
 
 
 class SamplerState:
-    """One request's sampling state: made by `make_state`, told of each accepted token by `append`.
+    """One request's sampling state, made by `make_state`; `append` records each accepted token.
 
     It holds tensors of the vocabulary's size only if a penalty needs them. It holds no random state: draws come from
     (seed, position), so that a state made again from the same tokens continues the same stream.
@@ -39,6 +39,7 @@ class SamplerState:
         self._seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            # A repetition penalty counts presence, not occurrences: distinct ids suffice.
             self._seen[prompt_ids] = True
         self._always_edits = counted or self._seen is not None or self._bias is not None
 
@@ -49,11 +50,11 @@ class SamplerState:
 
     @property
     def simple(self) -> bool:
-        """Whether the next token is the plain argmax and nothing is to be reported about it."""
+        """Whether the next token is the plain argmax, without log-probabilities."""
         return self.greedy and self.params.logprobs is None and not self.edits
 
     def append(self, token: int) -> None:
-        """Called once for each accepted token, in order."""
+        """Record an accepted token. Called once for each, in order."""
         self.generated += 1
         if self._counts is not None:
             self._counts[token] += 1
@@ -61,7 +62,7 @@ class SamplerState:
             self._seen[token] = True
 
     def edited(self, row: Tensor) -> Tensor:
-        """A copy of the logits (vocab,) after penalties, bias and withheld end tokens, in this order.
+        """Return a copy of the logits (vocab,) after penalties, bias and withheld end tokens, in this order.
 
         Repetition counts prompt and output (positive logits are divided, negative ones multiplied); presence and
         frequency count output only. End and stop tokens are withheld until min_tokens have been generated.
@@ -77,6 +78,7 @@ class SamplerState:
         if self._bias is not None:
             row.index_add_(0, *self._bias)
         if self._withholds_end and self._ends is not None:
+            # Last, so that no bias can bring an end token back.
             row.index_fill_(0, self._ends, -math.inf)
         return row
 
@@ -91,9 +93,10 @@ def make_state(
     vocab_size: int,
     eos_ids: Sequence[int],
 ) -> SamplerState:
-    """Called once a request, before its first token. Raises RequestError for a token id outside the vocabulary."""
+    """Make a request's state, before its first token. RequestError: logit_bias has an id outside the vocabulary."""
     seen = torch.empty(0, dtype=torch.int64)
-    if params.repetition_penalty != 1.0:  # a prompt of a million tokens is not walked for nothing
+    # Only a repetition penalty reads the prompt: a scan of a million tokens is otherwise avoided.
+    if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(np.asarray(prompt_ids)).astype(np.int64))
     return SamplerState(params, seen, vocab_size, eos_ids)
 

@@ -1,4 +1,4 @@
-"""From logits to tokens. What a request gets depends on its own row, settings, seed and position, not on its batch."""
+"""Sampling of tokens from logits. A request's token depends on its own row, settings, seed and position only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headway.runtime.model.sampler_state import SamplerState, make_state
 __all__ = ["SampledToken", "SamplerState", "draw", "make_state", "sample", "uniform"]
 
 _NUCLEUS_LOOKS = (256, 8192)
+"""How many of the heaviest tokens are tried as the nucleus before the whole vocabulary is sorted."""
 
 
 class SampledToken(NamedTuple):
@@ -27,14 +28,15 @@ class SampledToken(NamedTuple):
 
 @torch.inference_mode()
 def sample(logits: Tensor, states: Sequence[SamplerState], positions: Sequence[int]) -> list[SampledToken]:
-    """Called once an iteration. logits: (R, vocab) fp32, left untouched; one state and position for each row.
+    """Draw one token for each row of logits (R, vocab) fp32, left untouched. Called once an iteration.
 
-    positions: the index in its sequence of the token that is being drawn. A batch in which nobody asks for more than
-    the most likely token costs one argmax. Ties go to the lowest token id.
+    states, positions: one for each row; a position is the index in its sequence of the token that is drawn. A batch of
+    greedy requests without edits costs one argmax. Ties go to the lowest token id.
     """
     best = logits.argmax(dim=-1).tolist()
     if all(state.simple for state in states):
         return [SampledToken(token, None) for token in best]
+    # Draws branch on each row's settings: they are done on CPU, wherever logits were computed.
     logits = logits.cpu()
     sampled = []
     for row, state, position, token in zip(logits, states, positions, best, strict=True):
@@ -59,6 +61,7 @@ def draw(row: Tensor, params: SamplingParams, chance: float) -> int:
     peak = float(row.max())
     if not math.isfinite(peak):
         return int(row.argmax())
+    # Relative to the peak, so that exp cannot overflow and min_p is a plain threshold: p / p_max >= min_p.
     scaled = (row - peak) / params.temperature
     if params.min_p > 0:
         scaled = scaled.masked_fill(scaled < math.log(params.min_p), -math.inf)
@@ -67,20 +70,24 @@ def draw(row: Tensor, params: SamplingParams, chance: float) -> int:
     weights = torch.exp(scaled)
     if params.top_p < 1:
         weights = weights.masked_fill(weights < _nucleus_edge(weights, params.top_p), 0.0)
+    # fp64: over a large vocabulary fp32 would lose small weights behind large sums.
     walked = torch.cumsum(weights, dim=0, dtype=torch.float64)
     token = int(torch.searchsorted(walked, chance * float(walked[-1]), right=True))
+    # Rounding may put the chance beyond the last sum: take the last token that has weight.
     return token if token < row.numel() else int(weights.nonzero()[-1])
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that belongs to a seed and a position: Philox keyed by the one, counting by the other."""
+    """Return the number in [0, 1) of a seed and a position: Philox with the seed as key, the position as counter."""
     bits = np.random.Philox(key=seed & (2**64 - 1), counter=position).random_raw()
+    # 53 random bits, the precision of a double.
     return float(int(bits) >> 11) * 2.0**-53
 
 
 def _nucleus_edge(weights: Tensor, top_p: float) -> Tensor:
-    """The least weight in the smallest set of heaviest tokens with `top_p` of the total. Sorts all only if it must."""
+    """Return the least weight in the smallest set of heaviest tokens that has `top_p` of the total weight."""
     target = top_p * float(weights.sum(dtype=torch.float64))
+    # The nucleus is usually small: partial top-k first, the whole vocabulary only if these do not reach the target.
     for count in (*_NUCLEUS_LOOKS, weights.numel()):
         heaviest = weights.topk(min(count, weights.numel())).values
         reached = torch.cumsum(heaviest, dim=0, dtype=torch.float64) >= target
@@ -90,7 +97,7 @@ def _nucleus_edge(weights: Tensor, top_p: float) -> Tensor:
 
 
 def _report(row: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Log-probabilities under the model's own distribution: of the drawn token, and of the `count` most likely."""
+    """Return log-probabilities, before any edit, of the drawn token and of the `count` most likely ones."""
     total = float(torch.logsumexp(row, dim=0))
     top: tuple[tuple[int, float], ...] = ()
     if count:

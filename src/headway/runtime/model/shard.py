@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds: a range of layers, and a slice of heads, of the MLP and of the vocabulary.
+"""The part of a model that one rank holds: a range of layers, and slices of heads, MLP and vocabulary.
 
 Megatron's cut (Shoeybi et al. 2019, §3): q, k, v, gate and up by rows of their weights, o and down by columns, so that
 a layer needs two sums over the ranks and nothing else. Where there are more ranks than KV heads, a KV head is copied to
@@ -24,16 +24,16 @@ class ModelShard:
 
     @property
     def first(self) -> bool:
-        """Whether this stage turns tokens into rows."""
+        """Whether this stage embeds tokens."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether this stage turns rows into logits."""
+        """Whether this stage computes logits."""
         return self.stage == self.stages - 1
 
     def layers(self, config: DecoderConfig) -> range:
-        """The layers of this stage. Where they do not divide, the first stages have one more: the last has the head."""
+        """Return this stage's layers. Where they do not divide evenly, the first stages have one more."""
         each, more = divmod(config.layers, self.stages)
         start = self.stage * each + min(self.stage, more)
         return range(start, start + each + (self.stage < more))
@@ -42,9 +42,10 @@ class ModelShard:
         return self._even(config.q_heads)
 
     def kv_heads(self, config: DecoderConfig) -> range:
-        """The KV heads that this rank's query heads read."""
+        """Return the KV heads that this rank's query heads read."""
         group = config.q_heads // config.kv_heads
         heads = self.q_heads(config)
+        # With more ranks than KV heads, several ranks hold the same KV head.
         return range(heads.start // group, (heads.stop - 1) // group + 1)
 
     def mlp(self, config: DecoderConfig) -> range:
@@ -54,11 +55,11 @@ class ModelShard:
         return self._even(config.vocab_size)
 
     def vocabularies(self, config: DecoderConfig) -> Sequence[range]:
-        """Every rank's slice of the vocabulary, in order."""
+        """Return every rank's slice of the vocabulary, in order."""
         return [replace(self, rank=rank).vocabulary(config) for rank in range(self.ranks)]
 
     def local(self, config: DecoderConfig) -> DecoderConfig:
-        """The decoder as this rank computes it: its heads and MLP width. Layers and vocabulary stay the model's."""
+        """Return the configuration with this rank's heads and MLP width. Layers and vocabulary are unchanged."""
         return replace(
             config,
             q_heads=len(self.q_heads(config)),
@@ -67,6 +68,7 @@ class ModelShard:
         )
 
     def _even(self, size: int) -> range:
+        # Cuts by multiplication first: parts differ by at most one, and cover the whole.
         return range(self.rank * size // self.ranks, (self.rank + 1) * size // self.ranks)
 
 
@@ -74,7 +76,7 @@ WHOLE = ModelShard()
 
 
 def divides(config: DecoderConfig, ranks: int) -> bool:
-    """Whether heads can be cut over so many ranks: every rank has as many query heads, reading as many KV heads."""
+    """Whether heads can be cut evenly over `ranks`: as many query heads, reading as many KV heads, on every rank."""
     if config.q_heads % ranks:
         return False
     return config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0

@@ -1,4 +1,4 @@
-"""A decoder's tensors, fused the way the forward pass reads them."""
+"""A decoder's weight tensors, fused as the forward pass reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.runtime.model.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer."""
+    """Weights of one layer."""
 
     attention_norm: Tensor
     """(hidden,)."""
@@ -39,11 +39,11 @@ class DecoderWeights:
     """(vocab, hidden)."""
     final_norm: Tensor | None
     head: PackedLinear | None
-    """With tied embeddings a packed copy of its own: look-up needs plain rows."""
+    """With tied embeddings a separate packed copy: look-up needs plain rows."""
 
     @property
     def parameters(self) -> int:
-        """Numbers held, a tied head counted as held: twice."""
+        """Number of weights held. A tied head counts twice, as it is held."""
         count = sum(held.numel() for held in (self.embedding, self.final_norm) if held is not None)
         count += self.head.parameters if self.head else 0
         for layer in self.layers:

@@ -2,8 +2,8 @@
 
 A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
 read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
-nearly that of many. Without a C++
-compiler, or a processor with AVX-512 BF16, `kernels()` is None and everything runs on ATen and oneDNN.
+nearly that of many. Without a C++ compiler, or a processor with AVX-512 BF16, `kernels()` is None and everything runs
+on ATen and oneDNN.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CompiledKernels:
 
 @functools.cache
 def kernels() -> CompiledKernels | None:
-    """The kernels, or None where they cannot be built or run. The first call ever compiles for some seconds.
+    """Return the kernels, or None where they cannot be built or run. The first call ever compiles for some seconds.
 
     HEADWAY_NATIVE=0 in the environment turns them off (`core.native_build`).
     """
@@ -59,4 +59,5 @@ def kernels() -> CompiledKernels | None:
     library = compiled("kernels", sources, "compiled kernels", headers=headers, flags=("-fopenmp",))
     if library is None:
         return None
+    # A compiler that does not know AVX-512 BF16 builds a library without the kernels, on a processor that has it.
     return CompiledKernels(library) if library.headway_supported() else None
