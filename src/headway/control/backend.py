@@ -2,8 +2,7 @@
 
 The simulator's backend lets virtual time pass, the live one sends messages to instances, and a replay's reads a log. A
 backend reports outcomes later, through the controller's callbacks; during a call it only returns or raises (and may
-call
-`ClusterController.cancel` from `forget`).
+call `ClusterController.cancel` from `forget`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     used: int = 0
     """KV tokens that are leased."""
     running: int = 0
-    """Requests."""
+    """Requests that are resident in them."""
 
 
 class InstanceBackend(Protocol):
-    """One for each controller. `now`: the time given to the controller with the callback that led to the call."""
+    """Predictions, actions and notifications that a controller needs; one backend for each controller. `now`: the time,
+    in seconds, given to the controller with the callback that led to the call."""
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -58,9 +58,9 @@ class InstanceBackend(Protocol):
         for each changed instance, before the policy is asked."""
 
     def fits(self, entry: SpanEntry) -> bool:
-        """Return whether a span's group has room for the KV of its request, and of those batched with it. Asked when
-        nothing else keeps the span from beginning, and again after every change on the group; until then decodes that
-        wait behind the span go first."""
+        """Return whether a span's group has enough free tokens for the KV of its request, and of those batched with it.
+        Called when nothing else keeps the span from beginning, and again after every change on the group; until then
+        decodes that wait behind the span go first."""
         return True
 
     # -- actions -----------------------------------------------------------------------------------------------------
@@ -89,7 +89,8 @@ class InstanceBackend(Protocol):
         (`why` "moved") or may be freed (`why` "ended")."""
 
     def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
-        """KV of a request will be sent to an instance, which may reserve room for it. `send` of each slice follows."""
+        """KV of a request will be sent to an instance, which may reserve blocks for it. `send` of each slice
+        follows."""
         return
 
     def send(self, piece: KvSlice, now: float) -> None:

@@ -5,10 +5,8 @@ keeps the queue of each instance, reservations, each request's spans and schedul
 behind the policy's snapshots. It knows no clock.
 
 A driver (simulator, live cluster or replay) reports what has happened by callbacks in order of time, each with the
-time;
-then it calls `settle`, which consults the policy, begins everything that can begin, and returns when the policy
-wants to
-be woken (the driver calls `woken` then).
+time; then it calls `settle`, which consults the policy, begins everything that can begin, and returns when the policy
+wants to be woken (the driver calls `woken` then).
 """
 
 from __future__ import annotations
@@ -52,7 +50,8 @@ from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, Clus
 
 
 class ClusterController:
-    """See the module."""
+    """State machine between a placement policy and an `InstanceBackend`: callbacks of the driver in, calls of the
+    backend out. Not thread-safe; no method blocks."""
 
     def __init__(
         self,
@@ -105,33 +104,34 @@ class ClusterController:
         return journey
 
     def span_done(self, entry: SpanEntry, now: float, over: Collection[str] = ()) -> None:
-        """A running span is complete on all of its group. With the prompt's last span comes the first token;
+        """Report that a running span is complete on its whole group. The prompt's last span yields the first token.
         `over`: requests of the span, or batched with it, that have all of their output now."""
         self.state.now = now
         self._spans.end(entry)
         for member in (entry, *entry.along):
             journey = member.journey
+            # of a batch, members may have been dropped while it ran
             if journey.ended:
                 continue
             if member.last:
                 journey.tokens += 1
             self._news.append(SpanDone(member.owner, entry.index, member.last))
             if member.last and member.owner in over:
+                # after SpanDone: RequestFinished is a request's last event
                 self._finish(journey)
 
     def span_paused(
         self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
     ) -> None:
-        """A running span has stopped before `layer`, its group keeps its state. If it is computed in pieces, `tokens`
-        of the prompt are complete in all layers, and `layer` is of the next piece. share: elapsed share of its time, if
-        that is not the layer's share of all layers."""
+        """Report that a running span has stopped before `layer`; its group keeps its state. If it is computed in
+        pieces, `tokens` of the prompt are complete in all layers, and `layer` is of the next piece. share: elapsed
+        share of its time, if that is not the layer's share of all layers."""
         self.state.now = now
         self._spans.park(entry, layer, tokens, share)
 
     def stayed(self, journey: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
-        """A request has left its scheduler by itself: with all of its output (`finished`), or with its first token
-        after
-        phase "prefill". tokens: output tokens so far."""
+        """Report that a request has left its scheduler by itself: with all of its output (`finished`), or with its
+        first token after phase "prefill". tokens: output tokens so far."""
         self.state.now = now
         self._stays.over(journey)
         journey.tokens = tokens
@@ -141,7 +141,7 @@ class ClusterController:
             self._news.append(RequestPrefilled(journey.request.id, journey.group))
 
     def sent(self, piece: KvSlice, now: float) -> None:
-        """A KV slice has arrived: its sender and receiver are free. No effect if its transfer has ended already."""
+        """Report that a KV slice has arrived: its sender and receiver are free. No effect if its transfer has ended."""
         self.state.now = now
         self._moves.sent(piece, self.journeys.get(piece.request))
 
@@ -152,13 +152,13 @@ class ClusterController:
             self._drop(journey, why)
 
     def changed(self, instances: Iterable[int], now: float) -> None:
-        """The load of these instances' schedulers has changed: `InstanceBackend.refresh` is called before the
-        policy."""
+        """Report that the load of these instances' schedulers has changed: `InstanceBackend.refresh` is called before
+        the policy's next event."""
         self.state.now = now
         self.state.touch(instances)
 
     def woken(self, now: float) -> None:
-        """The time that the policy asked for has come."""
+        """Report that the time returned by `settle` has come: the policy receives `WakeupDue`."""
         self.state.now = now
         self._news.append(WakeupDue())
 
@@ -179,23 +179,25 @@ class ClusterController:
         state.now = now
         if instance in state.gone:
             return []
+        # `close` has taken it out of the cluster state already
         if instance not in state.closed:
             self.book.remove(instance)
         state.closed.discard(instance)
         state.gone.add(instance)
+        # before the RequestDropped of its requests: the policy must not place anything there in answer
         self._news.append(InstanceLost(instance))
         hit = [self.journeys[name] for name, places in state.everywhere().items() if instance in places]
         with state.once():
             for journey in hit:
                 self._drop(journey, f"instance {instance} is gone")
+            # after the drops, which release requests' reservations: left are those under other names
             self._holds.lose(instance)
             state.transfers.lose(instance)
         return [journey.request for journey in hit]
 
     def close(self, instance: int, now: float) -> None:
         """Drain an instance: it has no role and no node in snapshots, and actions that give it a new request are
-        refused.
-        Requests there go on (`quiet` tells when none is left)."""
+        refused. Requests there go on; `quiet` is true when none is left."""
         self.state.now = now
         if instance not in self.state.gone and instance not in self.state.closed:
             self.state.closed.add(instance)
@@ -203,8 +205,7 @@ class ClusterController:
 
     def open(self, instance: ClusterInstance, now: float) -> None:
         """Add an instance, new (with the next id), lost before (now empty) or closed. The policy receives
-        `WakeupDue`, so
-        that it places requests that found no instance."""
+        `WakeupDue`, so that it places requests that found no instance."""
         state = self.state
         state.now = now
         known = instance.id < len(self.book.instances)
@@ -213,6 +214,7 @@ class ClusterController:
         self.book.add(instance)
         if not known:
             state.join(instance.node)
+        # a lost instance may come back on another node
         state.lanes.nodes[instance.id] = instance.node
         state.gone.discard(instance.id)
         state.closed.discard(instance.id)
@@ -235,7 +237,9 @@ class ClusterController:
         while news:
             event = news.popleft()
             if isinstance(event, RequestFinished | RequestDropped):
+                # from this event on, the policy must not name the request; the id may be used again
                 state.leaving.discard(event.request)
+            # before each event, not once: the actions of the last one have changed instances
             state.flush()
             view = ClusterSnapshot(self.book, state.now)
             if self._stopwatch is None:
@@ -248,16 +252,18 @@ class ClusterController:
                 self.do(action)
 
     def settle(self, now: float) -> float | None:
-        """Pass pending events to the policy and begin what can begin, until nothing changes. Return when the policy
-        wants
-        to be woken, if no event comes first; None: never."""
+        """Pass pending events to the policy and begin what can begin, until nothing changes. Return the time at which
+        the policy wants to be woken, if no event comes first; None: never. Called by the driver after its callbacks of
+        one point in time."""
         state = self.state
         state.now = now
         self._tell()
         while self._begin() or self._news:
             self._tell()
+        # after all actions: slices announced at the same time compete by first handshake, not by call order
         for piece in state.transfers.start(now):
             self._hands.send(piece, now)
+        # last: an iteration must not be formed before all requests of this moment are in the schedulers
         self._hands.pump(now)
         state.flush()
         return self.policy.next_wakeup(now)
@@ -287,12 +293,15 @@ class ClusterController:
     # -- beginnings and ends ------------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """Start entries whose turn it is, in order of rank; True when any was."""
+        """Start the entries whose turn it is, in order of rank; return whether any was started."""
         state, lanes, began = self.state, self.lanes, False
         while state.touched:
+            # only queues with a change can have a new ready entry; each start touches its group again
             touched, state.touched = state.touched, set()
             for entry in lanes.candidates(sorted(touched)):
                 if entry.state == "waiting" and lanes.ready(entry) and self._clear(entry):
+                    # KV is short: decodes behind the span go first, because only their end frees blocks. The span
+                    # is tried again when something changes on its group.
                     if isinstance(entry, SpanEntry) and not entry.beside and not self._hands.fits(entry):
                         self._stays.overtake(entry)
                         continue
@@ -303,7 +312,8 @@ class ClusterController:
         return began
 
     def _clear(self, entry: QueueEntry) -> bool:
-        """Spans and holds wait until their instances' schedulers are empty, unless they go beside."""
+        """Return whether schedulers let an entry begin: spans and reservations wait until the schedulers of their
+        instances are empty, unless they are concurrent."""
         return entry.kind == "door" or entry.beside or not any(self.state.load[i] for i in entry.group)
 
     def _start(self, entry: QueueEntry) -> None:
@@ -327,19 +337,24 @@ class ClusterController:
         self._news.append(RequestDropped(journey.request.id, why, journey.rejected))
 
     def _forget(self, journey: ControlledRequest, why: str | None) -> None:
-        """Whatever a request has anywhere is free."""
+        """End a request: free its scheduler slot, queue entries, reservations and transfers. `why` None: it has all of
+        its output."""
         state, name = self.state, journey.request.id
         self._stays.leave(journey, "ended")
         self._stays.withdraw(journey)
+        # before `leave`: a batch is stopped when the last of its members has ended
         journey.ended = True
         state.leaving.add(name)
         left = [entry for entry in journey.entries if entry.state != "done"]
         for entry in left:
             self._spans.leave(entry)
+        # slices that have been granted go on until `sent` or `cancel`: bytes are on the wire
         state.transfers.drop(name)
         self._holds.withdraw(name)
         self._holds.let_go(name)
+        # after all entries have left: one new layout of the time line for all of them
         if left:
             state.anew()
         del self.journeys[name]
+        # last: the backend may call `cancel` from here
         self._hands.forget(journey, why, state.now)

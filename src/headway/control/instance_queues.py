@@ -1,9 +1,9 @@
-"""Whose turn it is on which instance: one order for all, so that groups can neither deadlock nor overtake.
+"""Queues of the instances: one total order for all, so that groups can neither deadlock nor overtake each other.
 
-Every entry (a span, a hold, or a request on its way to a scheduler) has a rank, and waits in the lane of every instance
-of its group, in order of rank. It may begin when it is first in all of its lanes at once. Because the order is the same
-everywhere, whatever waits waits for lower ranks or for something that runs and will end: waiting cannot go in circles.
-Instances are acquired in order of (node, id), all in one step.
+Every entry (a span, a reservation, or a request on its way to a scheduler) has a rank, and waits in the queue of every
+instance of its group, in order of rank. It may begin when it is first in all of its queues at once. Because the order
+is the same on all instances, an entry waits only for lower ranks or for a running span that will end: waits form no
+cycle. Instances are acquired in order of (node, id), all in one step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ State = Literal["waiting", "running", "parked", "done"]
 
 
 class QueueEntry:
-    """Something that takes its turn. `owner`: the request's id, or the holder's. `after`: what must be done first.
-    `planned_s`: when it is expected to end (`Timeline`)."""
+    """An entry in the queues of a group of instances."""
 
     __slots__ = ("after", "beside", "group", "kind", "owner", "planned_s", "rank", "state")
 
@@ -33,50 +32,60 @@ class QueueEntry:
         after: QueueEntry | None = None,
         beside: bool = False,
     ) -> None:
+        # kind: "span", "hold" (reservation) or "door" (request on its way to a scheduler). owner: id of the
+        # request, or the reservation's holder. group: in order of acquisition.
         self.kind, self.owner, self.group = kind, owner, group
+        # after: entry that must be done first, the request's previous span. beside: runs concurrently with
+        # requests in schedulers
         self.after, self.beside = after, beside
+        # place in the total order; set when the entry is queued
         self.rank = 0
         self.state: State = "parked"
+        # predicted absolute time of its end, in seconds (`FreeTimes`)
         self.planned_s = 0.0
 
     def __lt__(self, other: QueueEntry) -> bool:
         return self.rank < other.rank
 
     def left_s(self, layers: int) -> float:
-        """Predicted seconds from its start on."""
+        """Return the predicted seconds from its (next) start to its end; `layers`: of the model."""
         return 0.0
 
 
 class InstanceQueues:
-    """One lane an instance. Nothing here knows time."""
+    """The queue, the running span and the reservation of each instance. Independent of time."""
 
     def __init__(self, nodes: Iterable[int]) -> None:
         """`nodes`: the node of each instance, by id."""
         self.nodes = list(nodes)
+        # waiting entries of each instance, by rank
         self.waiting: list[list[QueueEntry]] = [[] for _ in self.nodes]
+        # the span that computes on each instance
         self.running: list[QueueEntry | None] = [None] * len(self.nodes)
+        # the holder that each instance is reserved for
         self.holder: list[str | None] = [None] * len(self.nodes)
+        # highest and lowest rank given so far: appended entries count up, pushed ones count down from 0
         self._last = 0
         self._first = 0
 
     def join(self, node: int) -> None:
-        """One more instance, with the next id."""
+        """Add an instance, with the next id, on a node."""
         self.nodes.append(node)
         self.waiting.append([])
         self.running.append(None)
         self.holder.append(None)
 
     def ordered(self, group: Iterable[int]) -> tuple[int, ...]:
-        """The order of acquisition."""
+        """Return a group without repetitions, in the order of acquisition: by (node, id)."""
         return tuple(sorted(set(group), key=lambda i: (self.nodes[i], i)))
 
     def append(self, entry: QueueEntry) -> None:
-        """Behind everything."""
+        """Queue an entry behind all others."""
         self._last += 1
         self._enter(entry, self._last)
 
     def push(self, entry: QueueEntry) -> None:
-        """Before everything that waits (a resumed span)."""
+        """Queue an entry before all that wait: a resumed span, or a decode that overtakes one without room."""
         self._first -= 1
         self._enter(entry, self._first)
 
@@ -84,13 +93,15 @@ class InstanceQueues:
         entry.rank, entry.state = rank, "waiting"
         for i in entry.group:
             lane = self.waiting[i]
+            # the usual case, an appended entry, needs no search
             if not lane or lane[-1].rank < rank:
                 lane.append(entry)
             else:
                 insort(lane, entry)
 
     def blocked(self, instance: int, owner: str) -> bool:
-        """Whether a request that comes now has to wait its turn: others' spans run or wait there, or it is held."""
+        """Return whether a request that comes now must queue for its scheduler: exclusive spans run or wait on the
+        instance, a reservation waits, or another holder has it."""
         run = self.running[instance]
         if run is not None and not run.beside:
             return True
@@ -99,11 +110,11 @@ class InstanceQueues:
         return any(not entry.beside and entry.kind != "door" for entry in self.waiting[instance])
 
     def empty(self, instance: int) -> bool:
-        """Whether nobody holds it, runs on it or waits for it."""
+        """Return whether an instance has no reservation, no running span and no waiting entry."""
         return self.holder[instance] is None and self.running[instance] is None and not self.waiting[instance]
 
     def first(self, instance: int) -> QueueEntry | None:
-        """Who is next there: the holder's own first entry where it is held."""
+        """Return the next entry of an instance; where it is reserved, the holder's first one. None: there is none."""
         holder = self.holder[instance]
         if holder is None:
             lane = self.waiting[instance]
@@ -111,25 +122,28 @@ class InstanceQueues:
         return next((entry for entry in self.waiting[instance] if entry.owner == holder), None)
 
     def ready(self, entry: QueueEntry) -> bool:
-        """Whether it is an entry's turn on all of its instances at once. Spans need instances on which no span runs;
-        doors need that nothing exclusive runs."""
+        """Return whether it is an entry's turn on all of its instances at once. Spans need instances without a running
+        span; requests on their way to a scheduler need instances without an exclusive one."""
         if entry.after is not None and entry.after.state != "done":
             return False
         for i in entry.group:
             if self.first(i) is not entry:
                 return False
             run = self.running[i]
+            # a concurrent span computes together with the scheduler's requests, so that more of these may enter
             if run is not None and not (entry.kind == "door" and run.beside):
                 return False
         return True
 
     def candidates(self, instances: Iterable[int]) -> list[QueueEntry]:
-        """First entries of these lanes, in order of rank, each once."""
+        """Return the first entries of these instances' queues, by rank, each once."""
+        # by identity: an entry is first in several queues of its group
         found = {id(entry): entry for i in instances if (entry := self.first(i)) is not None}
         return sorted(found.values())
 
     def start(self, entry: QueueEntry) -> None:
-        """Take an entry off its lanes: a span runs, a hold holds, a door is gone through."""
+        """Take an entry out of its queues: a span runs from now on, a reservation is granted, a request may enter its
+        scheduler. Raises InvariantError if it is not ready."""
         if not self.ready(entry):
             raise InvariantError(f"it is not the turn of {entry.owner}")
         self._leave(entry)
@@ -145,12 +159,12 @@ class InstanceQueues:
             entry.state = "done"
 
     def finish(self, entry: QueueEntry) -> None:
-        """A running span has ended."""
+        """Mark a running span as complete; its group is free."""
         self._stop(entry)
         entry.state = "done"
 
     def park(self, entry: QueueEntry) -> None:
-        """Off the lanes, to be pushed or appended again, or forgotten."""
+        """Take an entry, waiting or running, off its instances, to be queued again or dropped."""
         if entry.state == "running":
             self._stop(entry)
         elif entry.state == "waiting":
@@ -158,7 +172,8 @@ class InstanceQueues:
         entry.state = "parked"
 
     def release(self, holder: str, group: Iterable[int] = ()) -> tuple[int, ...]:
-        """Instances that were held and are no longer. Holds that wait are withdrawn when no group is named."""
+        """End a holder's reservation of these instances (none named: all), and return those that it had. Waiting
+        reservations are untouched (`GroupReservations.withdraw`)."""
         named = set(group)
         freed = []
         for i, at in enumerate(self.holder):
@@ -178,8 +193,8 @@ class InstanceQueues:
             self.waiting[i].remove(entry)
 
     def check(self) -> None:
-        """Raise InvariantError unless lanes are in order, each span runs on all of its group, and nobody runs where
-        somebody else holds."""
+        """Raise InvariantError unless queues are in order, each span runs on all of its group, and none runs on an
+        instance that is reserved for another holder. For tests."""
         for i, lane in enumerate(self.waiting):
             if any(a.rank >= b.rank for a, b in pairwise(lane)):
                 raise InvariantError(f"lane {i} is out of order")

@@ -1,4 +1,4 @@
-"""KV that a policy wants elsewhere: which pieces that makes, when they are announced, when all of them are there."""
+"""KV migrations that a policy asks for: their slices, the time of their announcement, and their completion."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from headway.policy.placement.base import KvReady, TransferKv
 
 
 class KvMigrations:
+    """Transfers of requests' KV to one instance each, cut into slices for `TransferQueue`."""
+
     def __init__(self, state: ControllerState) -> None:
         self._state = state
 
     def transfer(self, action: TransferKv) -> None:
+        """Announce the KV of one span (if it has not begun: when it begins), or all of a request's KV now."""
         state = self._state
         journey = state.journey(action.request)
         state.group((action.to,), journey)
@@ -26,12 +29,15 @@ class KvMigrations:
                 self._check_there(action.request, entry.group)
                 self._announce(entry, action.to)
             else:
+                # the handshake's time ranks the transfer: not before there is something to send
                 journey.sends[action.index] = action.to
             return
+        # KV lies where the request was last resident, else where its last span was committed
         group = journey.group or (journey.entries[-1].group if journey.entries else ())
         if not group:
             raise ActionImpossible(f"{action.request} has no KV anywhere")
         self._check_there(action.request, group)
+        # KV of prompt and output tokens, one slice from each instance of the group
         known, share = journey.request.prompt_tokens + journey.tokens, len(group)
         state.transfers.add(
             [KvSlice(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
@@ -44,7 +50,7 @@ class KvMigrations:
             raise ActionImpossible(f"KV of {request} was on instance {min(gone)}, which is gone")
 
     def begun(self, entry: SpanEntry) -> None:
-        """A request's span begins: its KV is announced to whom it will be sent."""
+        """Announce the KV of a span that begins, if a transfer of it was asked for."""
         to = entry.journey.sends.pop(entry.index, None)
         if to is not None:
             self._announce(entry, to)
@@ -56,8 +62,9 @@ class KvMigrations:
         self._state.hands.announced(entry.journey, to, self._state.now)
 
     def sent(self, piece: KvSlice, journey: ControlledRequest | None) -> None:
-        """A piece is there; `journey`: its request's, unless that has ended."""
+        """Record that a slice has arrived; `journey`: its request, None if that has ended."""
         state = self._state
+        # KvReady comes once: not while spans that have not begun are still to be sent
         if state.transfers.finish(piece) and journey is not None and not journey.sends:
             journey.kv_at.add(piece.target)
             state.news.append(KvReady(piece.request, piece.target))

@@ -1,4 +1,4 @@
-"""What stands in lanes besides holds: spans, and requests on their way to a scheduler."""
+"""Entries of the instance queues: spans, and requests on their way to a scheduler (reservations need no type)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 class SpanEntry(QueueEntry):
-    """A committed span. `last`: it ends the prompt. predicted_s: of all of it; layer: where it goes on, of the tokens
-    from `tokens` on; share: of its time that is over with that (None: as of its layers); extra_s: what restoring its
-    state takes; resumed: it has been paused, and goes on from there.
-
-    Of a batch one entry is on the lanes; `along` are the others', and theirs have it as `lead`. `driver`: whatever the
-    hands keep of it."""
+    """A committed span of a request, from its commit to its end, with the point from which it continues."""
 
     __slots__ = ("along", "driver", "extra_s", "index", "journey", "last", "layer", "lead", "predicted_s", "resumed",
                  "share", "span", "tokens")  # fmt: skip
@@ -34,32 +29,41 @@ class SpanEntry(QueueEntry):
         beside: bool = False,
     ) -> None:
         super().__init__("span", journey.request.id, group, after, beside)
+        # index: place among the request's committed spans
         self.journey, self.span, self.index = journey, span, index
+        # the span ends the prompt: the first output token comes with it
         self.last = span.end == journey.request.prompt_tokens
+        # seconds of the whole span, uninterrupted
         self.predicted_s = predicted_s
+        # where it continues: from `layer` on, for the tokens from `tokens` on
         self.layer, self.tokens = 0, span.start
+        # elapsed share of its time at that point; None: the layers' share
         self.share: float | None = None
+        # seconds to restore its state when it resumes
         self.extra_s = 0.0
+        # it has been paused: its group has its state
         self.resumed = False
+        # of a batch, one entry stands in the queues: it has the others here, and is their `lead`
         self.along: list[SpanEntry] = []
         self.lead: SpanEntry | None = None
+        # the backend's own state of it
         self.driver: Any = None
 
     def over(self, layers: int) -> float:
-        """The share of its time that is over where it goes on."""
+        """Return the elapsed share of its predicted time at the point where it continues."""
         return self.layer / layers if self.share is None else self.share
 
     def left_s(self, layers: int) -> float:
-        """Predicted seconds from where it goes on."""
+        """Return the predicted seconds from the point where it continues."""
         return self.predicted_s * (1.0 - self.over(layers)) + self.extra_s
 
     def progress(self) -> SpanProgress:
-        """After a pause."""
+        """Return how much of it is computed; valid after a pause."""
         return SpanProgress(self.tokens, self.layer)
 
 
 class SchedulerEntry(QueueEntry):
-    """A request on its way to a scheduler: its prompt's tokens, and the seconds that they take alone there."""
+    """A request on its way to a scheduler."""
 
     __slots__ = ("journey", "phase", "seconds", "tokens")
 
@@ -67,6 +71,7 @@ class SchedulerEntry(QueueEntry):
         self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, tokens: int, seconds: float
     ) -> None:
         super().__init__("door", journey.request.id, group)
+        # tokens: prompt tokens to compute there. seconds: predicted time of these alone.
         self.journey, self.phase, self.tokens, self.seconds = journey, phase, tokens, seconds
 
     def left_s(self, layers: int) -> float:

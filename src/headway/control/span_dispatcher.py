@@ -1,4 +1,4 @@
-"""Committed spans: onto the lanes, begun, paused and resumed, ended, left."""
+"""Committed spans from the instance queues to their end: commit, begin, pause, resume, completion, withdrawal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from headway.policy.placement.base import CommitSpans, ResumeRequest, SpanPaused
 
 
 class SpanDispatcher:
+    """Queue entries of committed spans. Raises ActionImpossible for actions that cannot be carried out."""
+
     def __init__(self, state: ControllerState, begun: Callable[[SpanEntry], None]) -> None:
-        """`begun` is told of each request's span that begins, if it has not ended before."""
+        """`begun` is called with each span that begins, batched ones included, unless its request has ended."""
         self._state = state
         self._tell_begun = begun
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
     def commit(self, action: CommitSpans) -> None:
+        """Append a request's spans to the queues of their groups, after any that it has committed before."""
         if action.batched_with:
             self._commit_batch(action)
             return
@@ -27,6 +30,7 @@ class SpanDispatcher:
         journey = state.journey(action.request)
         groups = [state.group(span.group, journey) for span in action.spans]
         self._check_fresh((i for group in groups for i in group), action.version)
+        # all spans are checked before the first is queued: an action is refused whole
         self._check_spans(journey, action, groups)
         before = journey.entries[-1] if journey.entries else None
         for span, group in zip(action.spans, groups, strict=True):
@@ -35,12 +39,14 @@ class SpanDispatcher:
             journey.entries.append(entry)
             state.lanes.append(entry)
             state.hands.committed(entry, state.now)
+            # in this order: the next span's predicted start needs this one's predicted end
             state.timeline.extend(entry, state.now)
             state.count(group, span.end - span.start)
             state.touch(group)
             before = entry
 
     def _check_spans(self, journey: ControlledRequest, action: CommitSpans, groups: list[tuple[int, ...]]) -> None:
+        # the first span may start anywhere (after cached tokens); each next one where the last one ends
         at = journey.entries[-1].span.end if journey.entries else action.spans[0].start
         held = {i for i, holder in enumerate(self._state.lanes.holder) if holder == action.request}
         for span, group in zip(action.spans, groups, strict=True):
@@ -63,7 +69,7 @@ class SpanDispatcher:
         return len({nodes[i] for i in group})
 
     def _commit_batch(self, action: CommitSpans) -> None:
-        """One entry on the lanes for all; each request has an entry of its own to be found by."""
+        """Queue a batch: its first entry alone stands in the queues; the others refer to it by `lead`."""
         state = self._state
         spans = (*action.spans, *action.batched_with)
         journeys = [state.journey(span.request.id) for span in spans]
@@ -72,6 +78,7 @@ class SpanDispatcher:
         names = {journey.request.id for journey in journeys}
         if len(action.spans) != 1 or len(names) != len(spans) or spans[0].request.id != action.request:
             raise ActionImpossible("a batch has one span of each of its requests, the first one's first")
+        # a reservation is of one request; the batch's other members would compute on instances that are not theirs
         if any(state.lanes.holder[i] is not None for i in group):
             raise ActionImpossible("a batch cannot run on instances that are held")
         for span, journey in zip(spans, journeys, strict=True):
@@ -79,6 +86,7 @@ class SpanDispatcher:
                 raise ActionImpossible("a batch runs on one group, and its requests have no other spans")
             if not 0 <= span.start < span.end <= journey.request.prompt_tokens:
                 raise ActionImpossible(f"tokens {span.start} to {span.end} are not in {span.request.id}'s prompt")
+        # one prediction for the batch: its spans begin and end together
         seconds = state.hands.span_s(spans, self._nodes(group), ())
         entries = [
             SpanEntry(journey, span, 0, group, seconds, None, action.concurrent)
@@ -89,6 +97,7 @@ class SpanDispatcher:
             state.count(group, entry.span.end - entry.span.start)
         lead, *others = entries
         for entry in others:
+            # `InstanceQueues.append` sets the state of the lead only
             entry.state, entry.lead = "waiting", lead
         lead.along = others
         state.lanes.append(lead)
@@ -97,17 +106,20 @@ class SpanDispatcher:
         state.touch(group)
 
     def preempt(self, entry: SpanEntry) -> None:
-        """Ask a running span to pause."""
+        """Request a pause of a running span; `park` follows, or `end` where it completes first."""
         if entry.along or entry.lead is not None:
             raise ActionImpossible(f"{entry.owner} is computed in a batch")
         self._state.hands.pause(entry, self._state.now)
 
     def resume(self, action: ResumeRequest) -> None:
+        """Put a request's paused spans before everything that waits on their instances."""
         state = self._state
         parked = [entry for entry in state.journey(action.request).entries if entry.state == "parked"]
         if not parked:
             raise ActionImpossible(f"{action.request} is not paused")
+        # only the span that was interrupted has state to restore
         parked[0].extra_s = action.lost_s
+        # `push` gives ever lower ranks: the last span first, so that the first span ends up in front
         for entry in reversed(parked):
             state.lanes.push(entry)
             state.touch(entry.group)
@@ -116,19 +128,21 @@ class SpanDispatcher:
     # -- what becomes of them -----------------------------------------------------------------------------------------
 
     def begin(self, entry: SpanEntry) -> None:
-        """A span's turn has come."""
+        """Begin a span whose turn has come, and those batched with it."""
         state = self._state
         state.hands.begin(entry, state.now)
         for other in entry.along:
             other.state = "running"
         for member in (entry, *entry.along):
+            # KV slices are announced as the span begins: the handshake of Tetris §4.2
             if not member.journey.ended:  # a batch goes on without its first
                 self._tell_begun(member)
+        # a start off its predicted time shifts everything behind it
         if state.timeline.started(entry, state.now):
             state.anew()
 
     def end(self, entry: SpanEntry) -> None:
-        """A span is complete."""
+        """Take a completed span off its group."""
         state = self._state
         state.lanes.finish(entry)
         for member in (entry, *entry.along):
@@ -136,13 +150,14 @@ class SpanDispatcher:
             state.uncount(member)
         state.touch(entry.group)
         entries = entry.journey.entries
+        # the request's next span waited for this one, maybe on other instances: scan their queues too
         if len(entries) > entry.index + 1:
             state.touch(entries[entry.index + 1].group)
         if state.timeline.finished(entry, state.now):
             state.anew()
 
     def park(self, entry: SpanEntry, layer: int, tokens: int | None, share: float | None) -> None:
-        """A span has paused (see `Machine.span_paused`): it and those after it leave the lanes."""
+        """Take a paused span and the request's later ones out of the queues; see `ClusterController.span_paused`."""
         state = self._state
         entry.layer, entry.extra_s, entry.resumed = layer, 0.0, True
         entry.tokens, entry.share = entry.span.start if tokens is None else tokens, share
@@ -153,15 +168,18 @@ class SpanDispatcher:
         state.news.append(SpanPaused(entry.owner, entry.index, entry.progress()))
 
     def leave(self, entry: SpanEntry) -> None:
-        """A request that has ended leaves a span; a batch goes on as long as anybody of it is left."""
+        """Take a request that has ended out of a span. A batch goes on until all of its members have ended."""
         state, lead = self._state, entry.lead
+        # three cases: a member of a batch, the lead of a batch with members left, a span of its own
         if lead is not None:
             lead.along.remove(entry)
             state.uncount(entry)
             entry.state = "parked"
+            # the last member of a batch whose lead's request has ended before: nothing is left to compute
             if lead.along or not lead.journey.ended:
                 return
             entry = lead
+        # the lead stands in the queues for the batch: it stays until the members have ended
         elif entry.along:
             return
         if entry.state == "running":

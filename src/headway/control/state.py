@@ -1,4 +1,4 @@
-"""What all parts of a machine share: the book, lanes, requests, news, and what the book has to be told."""
+"""State shared by the parts of `ClusterController`: cluster state, instance queues, requests and pending events."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from headway.policy.placement.view import ClusterState
 
 
 class ControllerState:
-    """now: as of the last callback. load: requests in the schedulers of each instance; tokens: that wait or run there
-    otherwise. closed: instances that take nothing new; gone: that are lost. leaving: requests that have ended, of which
-    the policy has not heard yet. touched: where something may begin."""
+    """Mutable state of one `ClusterController`. Lists by instance grow with `join`; ids are never used twice."""
 
     def __init__(self, book: ClusterState, hands: InstanceBackend, layers: int, backends: int, order: str) -> None:
         self.book, self.hands, self.layers = book, hands, layers
@@ -29,16 +27,27 @@ class ControllerState:
         self.lanes = InstanceQueues(instance.node for instance in book.instances)
         self.timeline = FreeTimes(self.lanes, layers, self._busy_s)
         self.transfers = TransferQueue(backends, order)
+        # requests that have arrived and not ended, by id, in order of arrival
         self.journeys: dict[str, ControlledRequest] = {}
+        # events that the policy has not received
         self.news: deque[Event] = deque()
+        # requests that have ended, while their last event is pending: the policy may still name them
         self.leaving: set[str] = set()
+        # time of the last callback, in seconds
         self.now = 0.0
+        # requests in the schedulers of each instance; exclusive spans wait until it is 0
         self.load = [0] * count
+        # instances that are drained and take no new requests
         self.closed: set[int] = set()
+        # lost instances
         self.gone: set[int] = set()
+        # instances where an entry may have become ready since the last scan of the queues
         self.touched: set[int] = set()
+        # instances whose entry in the cluster state is out of date
         self._stale: set[int] = set()
+        # inside `once`: the time line is laid out at its end, not after each removal
         self._several = False
+        # prompt tokens queued or running on each instance outside its schedulers: each span's, over its group's size
         self.tokens = [0.0] * count
 
     def _busy_s(self, entry: QueueEntry) -> float:
@@ -53,8 +62,8 @@ class ControllerState:
         return journey
 
     def group(self, group: Iterable[int], journey: ControlledRequest | None = None) -> tuple[int, ...]:
-        """A group in the order of its acquisition. `journey`: whose it is to be; an instance that is closed takes only
-        what it has already."""
+        """Return a group in the order of its acquisition. `journey`: the request that will use it; a closed instance is
+        accepted only if the request is there already. Raises ActionImpossible."""
         known = len(self.load)
         for i in group:
             if not 0 <= i < known:
@@ -74,7 +83,7 @@ class ControllerState:
                 raise ActionImpossible(f"instance {i} takes nothing new")
 
     def places(self, journey: ControlledRequest) -> set[int]:
-        """Instances that a request needs as it is now: for its KV, a turn, pieces under way, or what it holds."""
+        """Return the instances that a request depends on: its KV, queue entries, KV slices under way, reservations."""
         name = journey.request.id
         held = {i for i, holder in enumerate(self.lanes.holder) if holder == name}
         waiting = (entry for lane in self.lanes.waiting for entry in lane if entry.kind == "hold")
@@ -82,7 +91,7 @@ class ControllerState:
         return journey.places() | self.transfers.ends(name) | held | asked
 
     def everywhere(self) -> dict[str, set[int]]:
-        """`places` of all requests."""
+        """Return `places` of all requests, by id, in order of arrival: one pass over the queues instead of one each."""
         found = {name: journey.places() for name, journey in self.journeys.items()}
         others = [*self.transfers.all_ends(), *((name, i) for i, name in enumerate(self.lanes.holder))]
         for lane in self.lanes.waiting:
@@ -95,18 +104,19 @@ class ControllerState:
     # -- what has changed ---------------------------------------------------------------------------------------------
 
     def touch(self, group: Iterable[int]) -> None:
-        """Something has changed there: something may begin, and the book must be told."""
+        """Mark instances as changed: their queues are scanned for ready entries, their cluster state is refreshed."""
         self.touched.update(group)
         self._stale.update(group)
 
     def anew(self) -> None:
-        """Predictions were wrong, or something left its place."""
+        """Lay out the time line again, after a wrong prediction or when an entry has left its place in a queue."""
         if not self._several:
             self._stale.update(self.timeline.anew(self.now))
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Many things leave their places, and nothing begins meanwhile."""
+        """Context for the removal of many entries: one new layout of the time line at its end. No entry may begin in
+        it."""
         self._several = True
         try:
             yield
@@ -115,28 +125,31 @@ class ControllerState:
         self.anew()
 
     def count(self, group: tuple[int, ...], tokens: int) -> None:
-        """So many tokens more (or fewer) wait or run on a group, besides those in schedulers."""
+        """Add `tokens` (negative: subtract) to those queued or running on a group outside its schedulers."""
         share = tokens / len(group)
         for i in group:
             self.tokens[i] += share
 
     def uncount(self, entry: SpanEntry) -> None:
-        """A span's tokens no longer wait or run."""
+        """Subtract a span's tokens, once it is complete or has left the queues."""
         share = (entry.span.end - entry.span.start) / len(entry.group)
         for i in entry.group:
             self.tokens[i] -= share
 
     def flush(self) -> None:
-        """Bring the book up to date."""
+        """Bring the cluster state up to date. Called before every call of the policy."""
         if not self._stale:
             return
         book, refresh, free_s, holders = self.book, self.hands.refresh, self.timeline.free_s, self.lanes.holder
+        # sorted: the backend is queried in a reproducible order, as the replay of a log needs
         for i in sorted(self._stale - self.gone):
             known, figures = book.instances[i], refresh(i)
+            # free when both the schedulers' prefills and the queued spans have ended
             free_at_s = max(figures.free_at_s, free_s[i])
             queued, used = round(self.tokens[i] + figures.queued), figures.used
             running, holder = figures.running, holders[i]
             if (
+                # compare first: most refreshes change nothing, and a new version makes pending commits stale
                 free_at_s != known.free_at_s
                 or queued != known.queued
                 or used != known.used
@@ -151,7 +164,7 @@ class ControllerState:
         self._stale.clear()
 
     def join(self, node: int) -> None:
-        """One more instance, with the next id."""
+        """Add an instance, with the next id, on a node."""
         self.lanes.join(node)
         self.timeline.free_s.append(0.0)
         self.load.append(0)

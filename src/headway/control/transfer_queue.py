@@ -1,8 +1,8 @@
-"""KV on its way to an instance: senders and receive backends as limited resources, with Tetris's handshake.
+"""KV transfers between instances: senders and receive backends as limited resources, with Tetris's handshake.
 
-A piece is what one instance of a group sends. It needs its sender (one piece at a time) and a receive backend of the
+A slice is what one instance of a group sends. It needs its sender (one slice at a time) and a receive backend of the
 target (`backends` at a time). Backends go to requests in order of their first handshake (Tetris §4.2, Fig. 7), until
-all pieces that a request has announced are there: no request's later chunks starve behind others' first ones.
+all slices that a request has announced have arrived: a request's later chunks do not starve behind others' first ones.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from headway.control.queue_entries import SpanEntry
 
 
 class KvSlice:
-    """The KV of a request's tokens [start, end) that lies on `source`, one of `share` instances that it is spread over.
-
-    entry: the span that computes it, if that may still run. overlapped: all layers but the last one have been sent
-    while they were computed. began_s: when it was granted its sender and a backend. over: it is there, or nobody waits
-    for it any more. number: in order of announcement. `driver`: whatever the hands keep of it."""
+    """The KV of a request's tokens [start, end) that lies on `source`, to be sent to `target`."""
 
     __slots__ = ("began_s", "driver", "end", "entry", "number", "over", "overlapped", "request", "share", "source",
                  "start", "target")  # fmt: skip
@@ -35,30 +31,45 @@ class KvSlice:
         entry: SpanEntry | None = None,
         overlapped: bool = False,
     ) -> None:
+        # request id; ids of the sending and the receiving instance
         self.request, self.source, self.target = request, source, target
+        # share: number of instances that the tokens' KV is spread over; each sends one slice
         self.start, self.end, self.share = start, end, share
+        # entry: the span that computes the KV, if it may still run. overlapped: all layers but the last one
+        # have been sent while they were computed
         self.entry, self.overlapped = entry, overlapped
+        # when it was granted its sender and a receive backend
         self.began_s = 0.0
+        # it has arrived, or its transfer was cancelled
         self.over = False
+        # 1, 2, … in order of announcement; names the slice in logs
         self.number = 0
+        # the backend's own state of it
         self.driver: Any = None
 
 
 class TransferQueue:
-    """All movements of one cluster. `order`: handshake, or first-come for each piece by itself (to compare with)."""
+    """All KV transfers of one cluster, announced and granted. It has no clock: times are the callers'."""
 
     def __init__(self, backends: int, order: str = "handshake") -> None:
+        """backends: slices that an instance receives at a time. order: "handshake" ranks a slice by its request's first
+        announcement to the target, any other value by its own (a baseline)."""
         self._backends = backends
         self._handshake = order == "handshake"
+        # receive backends that are free, by target; missing: all
         self._free: dict[int, int] = {}
+        # the slice that each sender sends, by source
         self._sending: dict[int, KvSlice] = {}
+        # heap for each target of (time of the ranking announcement, number, slice)
         self._waiting: dict[int, list[tuple[float, int, KvSlice]]] = {}
+        # time of the first announcement, by (request, target), while slices are expected
         self._first: dict[tuple[str, int], float] = {}
+        # slices announced and not arrived, by (request, target); never 0
         self._left: dict[tuple[str, int], int] = {}
         self._serial = 0
 
     def add(self, pieces: list[KvSlice], now: float) -> None:
-        """A handshake for these pieces, all of one request and target."""
+        """Announce slices, all of one request and target, at time `now` in seconds."""
         for piece in pieces:
             key = (piece.request, piece.target)
             first = self._first.setdefault(key, now)
@@ -69,17 +80,18 @@ class TransferQueue:
             heapq.heappush(self._waiting.setdefault(piece.target, []), (at, self._serial, piece))
 
     def left(self, request: str, target: int) -> int:
-        """Pieces announced and not there."""
+        """Return the number of a request's slices that are announced to a target and have not arrived."""
         return self._left.get((request, target), 0)
 
     def start(self, now: float) -> list[KvSlice]:
-        """Grant what can be granted."""
+        """Grant senders and receive backends to waiting slices, and return the slices to send now."""
         begun: list[KvSlice] = []
         for target, heap in self._waiting.items():
             skipped = []
             while heap and self._free.get(target, self._backends) > 0:
                 item = heapq.heappop(heap)
                 piece = item[2]
+                # a busy sender must not block the target for slices of other senders
                 if piece.source in self._sending:
                     skipped.append(item)
                     continue
@@ -87,20 +99,21 @@ class TransferQueue:
                 self._sending[piece.source] = piece
                 piece.began_s = now
                 begun.append(piece)
+            # put back with their old rank
             for item in skipped:
                 heapq.heappush(heap, item)
         return begun
 
     def finish(self, piece: KvSlice) -> bool:
-        """A piece is there; True when nothing of its request is under way to that target any more. One that is over
-        already is ignored."""
+        """Free the sender and backend of a slice that has arrived. Return whether it was the last one of its request to
+        that target. No effect, and False, if its transfer has ended already."""
         if piece.over:
             return False
         self._end(piece)
         return self._count((piece.request, piece.target), 1)
 
     def drop(self, request: str) -> None:
-        """Forget what has not been granted of a request that has ended."""
+        """Withdraw the slices of an ended request that have not been granted."""
         for target, heap in self._waiting.items():
             kept = [item for item in heap if item[2].request != request]
             if len(kept) != len(heap):
@@ -109,31 +122,31 @@ class TransferQueue:
                 self._count((request, target), gone)
 
     def cancel(self, request: str) -> None:
-        """Forget all of a request: what was granted ends now."""
+        """Withdraw all slices of a request; transfers under way end now, without `finish`."""
         self.drop(request)
         for piece in [piece for piece in self._sending.values() if piece.request == request]:
             self._end(piece)
             self._count((request, piece.target), 1)
 
     def lose(self, instance: int) -> None:
-        """An instance is gone: what it sends or receives ends now. (What waits is dropped with its requests.)"""
+        """End the transfers under way from and to a lost instance. Waiting slices are dropped with their requests."""
         for piece in [piece for piece in self._sending.values() if instance in (piece.source, piece.target)]:
             self._end(piece)
             self._count((piece.request, piece.target), 1)
 
     def ends(self, request: str) -> set[int]:
-        """Instances that send or receive something of a request, or wait to."""
+        """Return the instances at the ends of a request's slices, waiting or under way."""
         return {instance for name, instance in self.all_ends() if name == request}
 
     def all_ends(self) -> Iterator[tuple[str, int]]:
-        """(request, instance) of all that is sent or waits to be, some more than once."""
+        """Yield (request, instance) for both ends of every slice, waiting or under way; pairs may repeat."""
         waiting = (item[2] for heap in self._waiting.values() for item in heap)
         for piece in (*waiting, *self._sending.values()):
             yield piece.request, piece.source
             yield piece.request, piece.target
 
     def behind(self) -> dict[str, set[str]]:
-        """Of each request that has announced pieces whose senders send others' pieces: whose."""
+        """Return, for each request with waiting slices, the requests whose slices occupy their senders."""
         found: dict[str, set[str]] = {}
         for heap in self._waiting.values():
             for _, _, piece in heap:
@@ -143,7 +156,7 @@ class TransferQueue:
         return found
 
     def under_way(self) -> list[KvSlice]:
-        """Pieces that have been granted and are not over."""
+        """Return the slices that have been granted and have not ended."""
         return list(self._sending.values())
 
     def _end(self, piece: KvSlice) -> None:
@@ -152,9 +165,10 @@ class TransferQueue:
         del self._sending[piece.source]
 
     def _count(self, key: tuple[str, int], fewer: int) -> bool:
-        """So many pieces are expected no more; True when none is."""
+        """Subtract slices that are no longer expected; return whether none is left."""
         self._left[key] -= fewer
         if self._left[key]:
             return False
+        # a later announcement of the request to this target ranks as a new first handshake
         del self._left[key], self._first[key]
         return True
