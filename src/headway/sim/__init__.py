@@ -1,10 +1,10 @@
-"""Virtual time: the live engine's own scheduler and ledger, driven by predicted times instead of a machine.
+"""Simulation in virtual time: the live engine's scheduler and block manager, driven by predicted iteration times.
 
     from headway.sim import InstanceSpec, RunSpec, simulate
     result = simulate(InstanceSpec(config=SchedulerConfig(), latency=model, kv_tokens=400_000), requests)
     result.summary().total.latencies["ttft_s"]["p50"]
 
-Deterministic: the same arguments give the same result, bit by bit, on any machine with the same numpy.
+Deterministic: the same arguments give the same result, bit by bit, on any computer with the same numpy.
 """
 
 from headway.sim.noise import NoiseSpec

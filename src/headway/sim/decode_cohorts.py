@@ -1,7 +1,8 @@
-"""Times of output tokens, kept once for all requests that decode together.
+"""Times of output tokens, stored once for all requests that decode together.
 
-A cohort follows a decode group from epoch to epoch. It keeps the times of its steps; a member knows the step at which
-it joined, so its token times are a slice, taken when it leaves. Work is done for those who join, leave or finish.
+A cohort follows a decode group from epoch to epoch and stores the end of each step. A member stores the step at which
+it joined, so its token times are a slice of the cohort's, copied when it leaves. The cost of a step does not depend on
+the number of members; only joining, leaving and finishing do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from headway.sim.workload import TraceRequest
 
 
 class DecodeTrack:
-    """One request in a scheduler, with the times of its tokens."""
+    """One request in a scheduler, with the times of its output tokens (virtual seconds)."""
 
     __slots__ = ("cohort", "deadline_s", "due_s", "ended_s", "error", "left", "rejected", "replica", "request",
                  "scheduled_s", "since", "source", "times")  # fmt: skip
@@ -23,46 +24,50 @@ class DecodeTrack:
         self.request = request
         self.source = source
         self.left = max(1, source.output_tokens)
-        """Output tokens that are missing, as of step `since` of the cohort."""
+        """Output tokens still to come, as of step `since` of the cohort."""
         self.times: list[float] = []
-        """Times of its tokens, without those that the cohort still keeps for it."""
+        """Times of the tokens, without those that are still stored in the cohort only."""
         self.cohort: DecodeCohort | None = None
+        """The cohort where the request decodes; None while it prefills or waits."""
         self.since = 0
-        """The cohort's step from which on its times are this request's."""
+        """First step of the cohort that gave this request a token."""
         self.replica = -1
+        """Index of the replica that serves the request; -1 before it is routed."""
         self.scheduled_s: float | None = None
         self.deadline_s: float | None = None
+        """First-token deadline that the scheduler assigned, if its policy has any."""
         self.ended_s: float | None = None
         self.error: str | None = None
         self.rejected = False
 
     def settle(self) -> None:
-        """Copy the times that the cohort has kept for this request."""
+        """Copy this request's token times from the cohort."""
         cohort = self.cohort
         if cohort is not None:
             mine = cohort.times[self.since :]
+            # `since + left` is unchanged by this, so the cohort's heap entry stays valid
             self.times += mine
             self.left -= len(mine)
             self.since = len(cohort.times)
 
 
 class DecodeCohort:
-    """A decode group over its epochs."""
+    """The token times of a decode group over its epochs."""
 
     __slots__ = ("due", "epoch", "size", "times")
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        """The end of each of its steps."""
+        """End of each step, virtual seconds."""
         self.due: list[tuple[int, str]] = []
-        """Heap of (step, request): after which step each member has all of its tokens. May hold stale entries."""
+        """Heap of (step, request): the step after which a member has all of its tokens. May hold stale entries."""
         self.epoch = (0, 0)
         """(KV group, epoch of the decode group)."""
         self.size = 0
 
 
 class DecodeCohorts:
-    """All decode cohorts of one replica. `tracks`: its requests by id."""
+    """All decode cohorts of one replica, by KV group and epoch. `tracks`: the replica's requests by id."""
 
     def __init__(self, tracks: dict[str, DecodeTrack]) -> None:
         self._tracks = tracks
@@ -74,9 +79,11 @@ class DecodeCohorts:
         cohort = self._by_epoch.get(epoch)
         if cohort is not None:
             return cohort
+        # a new epoch changes its base epoch by `left` and `joined`: update that cohort in place
         cohort = self._by_epoch.pop((where, group.base), None) or DecodeCohort()
         for name in group.left:
             track = self._tracks.get(name)
+            # an aborted request has left its cohort already
             if track is not None and track.cohort is cohort:
                 self.leave(track)
         for name in group.joined:
@@ -98,19 +105,22 @@ class DecodeCohorts:
         track.settle()
         track.cohort = None
         cohort.size -= 1
-        if not cohort.size:  # reuse the cohort: drop the steps of its former members
+        # without members no slice refers to the steps: drop them (`of` may go on with the emptied cohort)
+        if not cohort.size:
             cohort.times.clear()
             cohort.due.clear()
             self._by_epoch.pop(cohort.epoch, None)
 
     def steps_left(self, cohort: DecodeCohort) -> int:
-        """Return the steps until the first member has all of its tokens."""
+        """Return the number of steps until the first member has all of its tokens."""
         self._drop_stale(cohort)
+        # without members any number of steps is possible
         return cohort.due[0][0] - len(cohort.times) if cohort.due else 1 << 30
 
     def finished(self, cohort: DecodeCohort) -> list[str]:
         """Remove and return the members that have all of their tokens after the last step."""
         ended: list[str] = []
+        # the heap's minimum bounds valid and stale entries alike: usually nothing is due, and nothing need be dropped
         if not cohort.due or cohort.due[0][0] > len(cohort.times):
             return ended
         while self.steps_left(cohort) <= 0:
@@ -120,6 +130,7 @@ class DecodeCohorts:
         return ended
 
     def _drop_stale(self, cohort: DecodeCohort) -> None:
+        # an entry is stale when its request has left, joined another cohort, or joined this one again
         due = cohort.due
         while due:
             at, name = due[0]

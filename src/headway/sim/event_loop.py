@@ -1,8 +1,8 @@
-"""The event loop of all simulations: a virtual clock, the arrivals, and a heap of what happens next.
+"""The event loop of all simulations: a virtual clock, the arrivals, and a heap of scheduled events.
 
 Events are taken in order of (time, kind, order of scheduling). At one instant scheduled events come first, by kind,
-then arrivals; only then does anything new begin. The order is part of the result: nothing depends on how a dictionary
-or a float happened to fall.
+then arrivals; only then are batches, spans and transfers started. This order is part of the result: it makes a run
+reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headway.sim.workload import TraceRequest
 NEVER = float("inf")
 
 OnProgress = Callable[[float, int], None]
-"""Called now and then with how far a run is: (virtual seconds, requests ended)."""
+"""Progress callback, called every 1,024 instants with (virtual seconds, requests ended)."""
 
 
 class EventKind(IntEnum):
-    """What happens; of events at one instant the lower kind comes first."""
+    """Kind of an event; of events at one instant the lower kind is taken first."""
 
     SPAN_END = 0
     """A span of a cluster ends or pauses."""
@@ -41,15 +41,17 @@ class EventKind(IntEnum):
 
 
 class EventLoop(ABC):
-    """One run of a workload in virtual time. Subclasses say what happens; this class says when."""
+    """One run of a workload in virtual time. This class orders the events; subclasses carry them out."""
 
     def __init__(self, workload: Iterable[TraceRequest], run: RunSpec) -> None:
         self.run_spec = run
         self.now = 0.0
-        """The virtual clock, seconds."""
+        """Virtual clock, seconds."""
         self.end_s = run.window_s if run.window_s is not None else NEVER
+        """Virtual seconds after which no event is taken; `NEVER` without a window."""
         ordered = sorted(workload, key=lambda request: request.arrival_s)
         self.arrivals = [request for request in ordered if request.arrival_s < self.end_s]
+        # index into `arrivals` of the next one
         self._arrived = 0
         self._heap: list[tuple[float, EventKind, int, Any]] = []
         self._scheduled = 0
@@ -57,18 +59,22 @@ class EventLoop(ABC):
         self._patience = random.Random(f"patience {run.seed}")
 
     def schedule(self, at_s: float, kind: EventKind, what: Any) -> None:
-        """Let `on_event(kind, what)` be called at `at_s`."""
+        """Schedule a call of `on_event(kind, what)` at `at_s`, in virtual seconds."""
         self._scheduled += 1
+        # the running number breaks ties, so that payloads are never compared
         heapq.heappush(self._heap, (at_s, kind, self._scheduled, what))
 
     @property
     def quiet_until_s(self) -> float:
-        """Until when no client comes or leaves, and the window does not end."""
+        """Virtual seconds up to which no request arrives or leaves and the window does not end.
+
+        Engines repeat decode steps without consulting the scheduler until then.
+        """
         arrival_s = self.arrivals[self._arrived].arrival_s if self._arrived < len(self.arrivals) else NEVER
         return min(arrival_s, self._departures[0] if self._departures else NEVER, self.end_s)
 
     def run_events(self, on_progress: OnProgress | None = None) -> None:
-        """Take all events, to the last or to the end of the window."""
+        """Process all events, up to the last one or the end of the window."""
         heap, arrivals, count, instants = self._heap, self.arrivals, len(self.arrivals), 0
         pop, leaves = heapq.heappop, EventKind.CLIENT_LEAVES
         arrival_s = arrivals[0].arrival_s if count else NEVER
@@ -77,42 +83,46 @@ class EventLoop(ABC):
             if now == NEVER or now > self.end_s:
                 break
             self.now = now
+            # an event may schedule another at this instant: the heap is read again each time
             while heap and heap[0][0] == now:
                 _, kind, _, what = pop(heap)
                 if kind == leaves:
+                    # departures leave both heaps in the same order of time, so this is the entry of this event
                     pop(self._departures)
                 self.on_event(kind, what)
             while arrival_s == now:
                 source = arrivals[self._arrived]
                 self._arrived += 1
+                # `_arrived` is advanced first: `quiet_until_s` must be the arrival after this one
                 self.on_arrival(source)
                 arrival_s = arrivals[self._arrived].arrival_s if self._arrived < count else NEVER
             self.on_instant_end()
             instants += 1
+            # every 1,024 instants
             if on_progress is not None and not instants & 0x3FF:
                 on_progress(now, self.ended)
 
     @abstractmethod
     def on_event(self, kind: EventKind, what: Any) -> None:
-        """Carry out a scheduled event."""
+        """Carry out a scheduled event; `what` is the payload given to `schedule`."""
 
     @abstractmethod
     def on_arrival(self, source: TraceRequest) -> None:
-        """Take in a request."""
+        """Admit or reject an arriving request."""
 
     @abstractmethod
     def on_instant_end(self) -> None:
-        """Begin what can begin, after all events of an instant."""
+        """Start batches, spans and transfers, after all events of an instant."""
 
     @property
     @abstractmethod
     def ended(self) -> int:
-        """How many requests have ended."""
+        """Number of requests that have ended, rejected ones included."""
 
     # -- what arrivals have in common -----------------------------------------------------------------------------
 
     def request_of(self, source: TraceRequest, number: int) -> Request:
-        """Return the request that the `number`-th arrival makes."""
+        """Return the scheduler's request for the `number`-th arrival."""
         run = self.run_spec
         targets = run.targets.get(source.klass, NO_TARGETS)
         return Request(
@@ -120,12 +130,16 @@ class EventLoop(ABC):
             arrival_s=source.arrival_s,
             prompt_tokens=max(1, source.prompt_tokens),
             max_output_tokens=max(1, source.output_tokens, run.max_output or 0),
+            # the last prompt token is always computed: it yields the first output token
             cached_tokens=max(0, min(source.cached_tokens, source.prompt_tokens - 1)),
             slo=Slo(ttft_s=targets.ttft_s, tbt_s=targets.tbt_s) if run.slo_told else Slo(),
         )
 
     def schedule_departure(self, who: Any) -> None:
-        """Schedule when the client of a request that has just arrived leaves, if ever: CLIENT_LEAVES of (who, why)."""
+        """Schedule a CLIENT_LEAVES event for a request that has just arrived, if its client ever leaves.
+
+        Its payload is (`who`, reason): `who` identifies the request, the reason is "timeout" or "aborted".
+        """
         run = self.run_spec
         waits = [] if run.timeout_s is None else [(run.timeout_s, "timeout")]
         if run.patience_s is not None:
@@ -136,7 +150,7 @@ class EventLoop(ABC):
             self.schedule(self.now + wait_s, EventKind.CLIENT_LEAVES, (who, why))
 
     def observed_s(self, last_s: float) -> tuple[float, float]:
-        """Return when the observed time ends, and how long it is: the window, or from first arrival to `last_s`."""
+        """Return (end, duration) of the observed time: the window, or from the first arrival to `last_s`."""
         if self.run_spec.window_s is not None:
             return self.run_spec.window_s, self.run_spec.window_s
         return last_s, last_s - (self.arrivals[0].arrival_s if self.arrivals else 0.0)

@@ -1,7 +1,7 @@
-"""Does it fit? Weights, activations and KV of the fullest rank against the device's memory.
+"""Memory plan of an instance: weights, activations and KV of the fullest rank against the device's memory.
 
 Activations are those of one layer at its widest for the largest iteration: `max_num_batched_tokens` rows with chunked
-prefill, the longest prompt with `whole` (which is how whole-prompt prefill runs out of memory).
+prefill, the longest prompt with `whole` (for which whole-prompt prefill runs out of memory).
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from headway.policy.iteration.config import SchedulerConfig
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank, and the tokens that its KV cache holds (of a whole request: every rank of a KV group holds its
-    share of what the group holds)."""
+    """Memory of one rank, in bytes."""
 
     usable: int
+    """Device memory × the share that may be used."""
     weights: int
     activations: int
     kv_bytes_per_token: int
+    """This rank's share of a token's KV."""
 
     @property
     def kv_tokens(self) -> int:
+        """Tokens of whole requests that the KV cache of this rank's group holds; each rank stores its share of them."""
         return max(0, self.usable - self.weights - self.activations) // self.kv_bytes_per_token
 
 
 class InfeasibleError(ConfigError):
-    """A layout that memory does not allow. Sweeps show it as a row instead of stopping."""
+    """Raised for a layout that does not fit in memory. Sweeps report it as a point without runs instead of stopping."""
 
 
 def plan_memory(
@@ -43,21 +45,25 @@ def plan_memory(
     longest: tuple[int, int],
     utilisation: float,
 ) -> MemoryPlan:
-    """The fullest rank's plan. `longest`: tokens of the longest prompt, and of the longest prompt with its output.
+    """Return the plan of the fullest rank. `longest`: (tokens of the longest prompt, tokens of the longest request).
 
     Raises InfeasibleError, with the numbers, where the longest request does not fit.
     """
     ranks = [cut(shape, layout, stage) for stage in {0, layout.stages - 1}]
     rank = max(ranks, key=lambda r: r.weight_bytes)
     rows = longest[0] if config.chunking == "whole" else min(config.max_num_batched_tokens, _static(config))
+    # residual and normalised input, plus the wider of attention (QKV and its output) and MLP (up and down input)
     widest = 2 * rank.hidden + max(rank.qkv[1] + rank.out[0], rank.up[1] + rank.mlp)
+    # one row of logits for each sequence, in float32
     logits = config.max_num_seqs * rank.vocab * 4
     plan = MemoryPlan(
         usable=int(device.capacity * utilisation),
         weights=rank.weight_bytes,
         activations=rows * widest * rank.dtype_bytes + logits,
+        # stages may hold different numbers of layers: the one with most layers limits the tokens
         kv_bytes_per_token=max(r.kv_bytes_per_token for r in ranks),
     )
+    # KV groups share one request, so together they must hold the longest
     if plan.kv_tokens * layout.kvp < longest[1]:
         raise InfeasibleError(
             f"{layout.name} on {device.name}: of {gib(plan.usable)} usable a device, weights take {gib(plan.weights)} "

@@ -1,4 +1,4 @@
-"""What a simulated request becomes in the end: the record that all metrics are made from."""
+"""Conversion of a simulated request to the `RequestRecord` that all metrics are computed from."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from headway.sim.workload import TraceRequest
 
 
 class SimulatedRequest(Protocol):
-    """How far a request has come."""
+    """The progress of a request, as both simulators keep it."""
 
     request: Request
     source: TraceRequest
     times: list[float]
-    """Of its output tokens."""
+    """Times of the output tokens, virtual seconds."""
     scheduled_s: float | None
     ended_s: float | None
     error: str | None
-    """Why it ended without all of its output."""
+    """Reason for ending without all of the output; None otherwise."""
     rejected: bool
-    """It was refused, not started."""
+    """Whether the request was refused before it was scheduled."""
 
 
 def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
-    """Its record. What has not ended is unfinished, which is an error too."""
-    error = f"rejected: {one.error}" if one.rejected else one.error  # reports count errors by what precedes the colon
+    """Return the record of a request. One that has not ended gets the error "unfinished"."""
+    # reports count errors by the text before the colon
+    error = f"rejected: {one.error}" if one.rejected else one.error
     request, done = one.request, one.ended_s is not None and one.error is None
     return RequestRecord(
         id=request.id,

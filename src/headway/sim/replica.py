@@ -1,8 +1,8 @@
-"""One simulated engine: the live engine's loop around the real scheduler, with pipelines of predicted times.
+"""One simulated engine: the live engine's loop around the real scheduler, with predicted stage times.
 
-The contract with the scheduler is the live engine's: at most `stages` batches in flight, the next one made when stage 0
-frees, `complete` when a batch leaves the last stage. Whatever `schedule` decides is carried out as it is. Each KV group
-has a pipeline of its own; a batch of several groups goes through theirs in lockstep, as fast as the slowest of them.
+The contract with the scheduler is the live engine's: at most `stages` batches in flight, the next one scheduled when
+stage 0 becomes free, `complete` when a batch leaves the last stage. Batches are executed exactly as scheduled. Each KV
+group has its own pipeline; a batch of several groups enters their pipelines in lockstep, at the slowest group's pace.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec
 
 MAX_REPEATS = 1 << 20
-"""Most steps of pure decoding that are taken as one batch."""
+"""Most decode-only iterations simulated as one batch (fast-forward)."""
 SINGLE_GROUP = (0,)
 
 
 class RunningBatch:
-    """A batch in flight."""
+    """A batch in flight, standing for one iteration or for several with the same decodes."""
 
     __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
 
     def __init__(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, elapsed_s: float, repeats: int) -> None:
         self.batch = batch
         self.cohorts = cohorts
-        """The decode cohort of each part."""
+        """The decode cohort of each part of the batch."""
         self.end_s = end_s
-        """When its last step leaves the last stage."""
+        """Virtual seconds at which the last iteration leaves the last stage."""
         self.elapsed_s = elapsed_s
-        """Seconds of its first step on a stage."""
+        """Seconds of the first iteration on one stage; reported to schedulers that correct their predictions."""
         self.repeats = repeats
-        """How many iterations of the same decodes it stands for."""
+        """Iterations of the same decodes that the batch stands for."""
 
     @property
     def cohort(self) -> DecodeCohort:
@@ -52,7 +52,7 @@ class RunningBatch:
 
 
 class SimulatedEngine:
-    """The engine of one instance. Calls are made in order of time."""
+    """The simulated engine of one instance. Calls must come in order of virtual time."""
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class SimulatedEngine:
         self._in_flight: dict[int, RunningBatch] = {}
         self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
         self._actual_latency = spec.actual_latency
+        # without noise or another truth an iteration takes what the scheduler predicted: no second evaluation
         self._exact = noise.exact and spec.actual_latency is None
+        # a model that learns is updated after every iteration, so iterations cannot be merged
         self._max_repeats = MAX_REPEATS if fast_forward and not spec.learns else 1
         self._iteration_rows = iterations
         self._stopwatch = stopwatch
@@ -86,10 +88,10 @@ class SimulatedEngine:
         self._joins: list[GroupJoin] = []
         self._pairs = self._busy_s = self._scheduling_s = 0.0
 
-    # -- what may happen to it ------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def add(self, track: DecodeTrack, now: float) -> None:
-        """Admit a request. Raises RequestError when it could never be served."""
+        """Admit a request. Raises RequestError when its KV can never fit."""
         name = track.request.id
         self.scheduler.add(Span.whole(track.request), now)
         self.tracks[name] = track
@@ -97,18 +99,20 @@ class SimulatedEngine:
         track.deadline_s = self.scheduler.deadline_s(name)
 
     def abort(self, track: DecodeTrack, now: float, error: str) -> None:
-        """Abort a request; the scheduler drops it at once or when its batch is done."""
+        """Abort a request; the scheduler drops it at once, or after its batch in flight completes."""
+        # leave first: the token times up to now are copied from the cohort into the track
         self._cohorts.leave(track)
         self._end(track, now, error)
         self._apply_events(self.scheduler.abort(track.request.id, now))
 
     def lose(self, now: float) -> None:
-        """Lose all KV and the batches in flight; requests stay and are computed again."""
+        """Discard all KV and the batches in flight; requests stay queued and are computed again."""
         for run in self._in_flight.values():
+            # `_repeat` has recorded the ends of all iterations but the last; keep those that ended before the loss
             done = run.repeats - 1
             for cohort, part in zip(run.cohorts, run.batch.parts, strict=True):
                 first = len(cohort.times) - (run.repeats - 1)
-                if done and part.decodes.members and first >= 0:  # steps that were to come are lost as well
+                if done and part.decodes.members and first >= 0:
                     done = bisect_right(cohort.times, now, first) - first
                     del cohort.times[first + done :]
             if done:
@@ -119,10 +123,10 @@ class SimulatedEngine:
         self._apply_events(self.scheduler.lost(0, now))
 
     def start_batches(self, now: float, quiet_s: float) -> list[tuple[float, int]]:
-        """Start batches while stage 0 is free. Return the (time, batch) at which to call `complete`, or with -1 for the
-        batch, to call this again because stage 0 is free.
+        """Start batches while stage 0 is free. Return events to schedule: (time, batch id) at which to call `complete`,
+        or (time, -1) at which stage 0 becomes free and this is to be called again.
 
-        Until `quiet_s` no request comes or leaves, so that decodes may be repeated until then.
+        Until `quiet_s` no request arrives or leaves, so decode iterations may be repeated up to then.
         """
         begun: list[tuple[float, int]] = []
         while free := self._free(now):
@@ -138,18 +142,19 @@ class SimulatedEngine:
             self._in_flight[batch.id] = run
             begun.append((run.end_s, batch.id))
             free_s = self.pipelines[batch.parts[0].group].free_s
+            # several stages: the next batch can enter stage 0 before this one leaves the last
             if free_s < run.end_s:
                 begun.append((free_s, -1))
         return begun
 
     def _free(self, now: float) -> Sequence[int]:
-        """Return the KV groups whose stage 0 is free."""
+        """Return the indices of the KV groups whose stage 0 is free."""
         if len(self.pipelines) == 1:
             return SINGLE_GROUP if self.pipeline.free_s <= now else ()
         return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
 
     def complete(self, batch_id: int, now: float) -> list[DecodeTrack]:
-        """Complete a batch that has left the last stage; a lost one is ignored. Return the tracks that have ended."""
+        """Complete a batch that has left the last stage; ignore one that was lost. Return the tracks that ended."""
         run = self._in_flight.pop(batch_id, None)
         if run is None:
             return []
@@ -159,6 +164,7 @@ class SimulatedEngine:
         for part, cohort in zip(batch.parts, run.cohorts, strict=True):
             if part.decodes.members:
                 cohort.times.append(now)
+                # only members with their last token are visited, not the whole group
                 for name in self._cohorts.finished(cohort):
                     results.append(RequestProgress(name, 1, True))
                     ended.append(self.tracks[name])
@@ -172,33 +178,38 @@ class SimulatedEngine:
         return ended
 
     def prompt_progress(self, batch_id: int) -> list[tuple[str, int, bool]]:
-        """Return for each chunk of a batch its request, the prompt tokens computed up to its end, and whether these are
-        all. Empty when the batch is not in flight."""
+        """Return (request, prompt tokens computed by its end, whether the prompt is then complete) for each chunk.
+
+        Empty when the batch is not in flight.
+        """
         run = self._in_flight.get(batch_id)
         if run is None:
             return []
         return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in run.batch.parts[0].prefills]
 
     def is_in_flight(self, batch_id: int) -> bool:
-        """Whether a batch is in flight."""
+        """Return whether a batch is in flight."""
         return batch_id in self._in_flight
 
     def end_repeats(self, now: float) -> tuple[float, int] | None:
-        """End repeated decodes with the step that is under way, because a request comes or leaves.
+        """End repeated decodes with the iteration in progress, because a request is about to arrive or leave.
 
         Return the (time, batch) at which to complete the batch instead; None where no decodes are repeated. Only for
         engines of one stage that keep no iterations.
         """
         for run in self._in_flight.values():
             times, first = run.cohort.times, len(run.cohort.times) - (run.repeats - 1)
-            if first < 0:  # all of its members have left
+            # every member has left the cohort, which has dropped the times
+            if first < 0:
                 continue
+            # `times[done]` is the end of the iteration in progress; without it the last iteration is in progress
             done = bisect_right(times, now, first)
             if done >= len(times):
                 continue
             end_s, gone, count = times[done], len(times) - done, len(run.batch.parts[0].decodes.members)
             del times[done:]
             before, after = run.repeats, run.repeats - gone
+            # iteration j reads kv_sum + j · count KV tokens: take back those of j in [after, before)
             read = gone * run.batch.parts[0].decodes.kv_sum + count * (before * (before - 1) - after * (after - 1)) // 2
             self._busy_s -= run.end_s - end_s
             self._iterations -= gone
@@ -221,6 +232,7 @@ class SimulatedEngine:
         stage_s = self._stage_s(batch)
         spans = self._enter(batch, now, stage_s)
         end_s, repeats = spans[-1][1], 1
+        # a batch on n of the instance's g KV groups keeps n / g of it busy
         self._busy_s += stage_s * len(parts) / len(self.pipelines)
         if batch.repeat > 1:
             end_s, repeats = self._repeat(batch, cohorts, end_s, quiet_s)
@@ -237,6 +249,7 @@ class SimulatedEngine:
         for part in parts:
             count = len(part.decodes.members)
             self._decoded += repeats * count
+            # each repetition reads one more KV token for every decode
             read = repeats * part.decodes.kv_sum + count * (repeats * (repeats - 1) // 2)
             self._kv_read += read
             self._pairs += read
@@ -251,9 +264,11 @@ class SimulatedEngine:
                 track.scheduled_s = now
             self._prefill += chunk.tokens
             self._kv_read += chunk.start + chunk.tokens
+            # token i of the chunk attends to start + i + 1 tokens; the sum over the chunk
             self._pairs += chunk.tokens * (chunk.start + 0.5 * (chunk.tokens + 1))
         for op in part.kv_ops:
             if op.start and op.request in self.tracks:
+                # `start` is a shard's first token; the first shard, from token 0, is no join: hence + 2
                 earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
                 self._joins.append(GroupJoin(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
         if part.kv_ops:
@@ -272,6 +287,7 @@ class SimulatedEngine:
 
     def _enter(self, batch: Batch, at_s: float, stage_s: float) -> list[tuple[float, float]]:
         parts = batch.parts
+        # activations cross a link only between stages
         rows = max(part.tokens for part in parts) if self.spec.config.stages > 1 else 0
         first = self.pipelines[parts[0].group]
         if len(parts) == 1:
@@ -281,8 +297,9 @@ class SimulatedEngine:
     def _repeat(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, quiet_s: float) -> tuple[float, int]:
         """Repeat a batch of decodes while no request can interfere. Return its end and the number of iterations.
 
-        With one stage whatever comes during a step waits for its end, so a step may be the last that begins in the
-        quiet; with several it could enter stage 0 behind it, so the last must end in the quiet.
+        With one stage an arrival during an iteration waits for its end, so the last iteration need only begin before
+        `quiet_s`. With several stages the arrival could enter stage 0 behind it, so the last one must end before
+        `quiet_s`.
         """
         most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
@@ -293,6 +310,7 @@ class SimulatedEngine:
         repeats = 1
         decoding = [cohort.times for cohort, count in zip(cohorts, counts, strict=True) if count]
         while repeats < most and end_s < quiet_s:
+            # one more KV token for each decode than in the iteration before
             loads = [
                 BatchLoad(load.tokens, load.decodes, load.decode_kv + count, load.chunk_s, load.chunk_past)
                 for load, count in zip(loads, counts, strict=True)
@@ -300,8 +318,10 @@ class SimulatedEngine:
             factor = noise.factor()
             stage_s = max(load_s(model, load) for load in loads) * factor
             if not single and self.pipeline.end_s(end_s, stage_s, rows) > quiet_s:
+                # not started: the factor goes to the next iteration, as without fast-forward
                 noise.keep(factor)
                 break
+            # the end of the iteration before this one; `complete` appends the last one's
             for times in decoding:
                 times.append(end_s)
             end_s = self._enter(batch, end_s, stage_s)[-1][1]
@@ -325,7 +345,8 @@ class SimulatedEngine:
         track = self.tracks.get(chunk.request)
         if track is None or track.ended_s is not None:
             return
-        self._cohorts.leave(track)  # where it decoded before it was preempted
+        # a request that was preempted is still in the cohort where it decoded before
+        self._cohorts.leave(track)
         track.times.append(now)
         track.left -= 1
         if track.left <= 0:
@@ -340,11 +361,13 @@ class SimulatedEngine:
             if event.kind == "preempted":
                 self._preemptions += 1
                 self._recomputed += event.tokens
+            # finished or aborted
             elif event.kind != "started":
                 del self.tracks[event.request]
 
     def use(self, until_s: float) -> ReplicaUse:
-        """Return what the replica did up to `until_s`."""
+        """Return the replica's counters up to `until_s`."""
+        # batches count as busy when they start; take off what lies beyond `until_s`
         over_s = sum(max(0.0, pipeline.free_s - until_s) for pipeline in self.pipelines) / len(self.pipelines)
         return ReplicaUse(
             iterations=self._iterations,

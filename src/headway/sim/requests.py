@@ -1,4 +1,4 @@
-"""From a scenario's workload section to requests: draws, traces, cuts. All randomness comes from the run's seed."""
+"""Compile a scenario's workload section to requests: draws, traces, cuts. All randomness comes from the run's seed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ DEFAULT_REQUESTS = 1000
 
 
 def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> list[TraceRequest]:
-    """The workload of one run, by arrival, each with a class."""
+    """Return the workload of one run, by arrival, each request with a class. Raises ConfigError when none is left."""
+    # a stream of its own: noise and patience are seeded apart, so that they do not change the requests
     rng = np.random.default_rng([seed, 1])
     requests = _traced(section, rng) if section.trace else _drawn(section, window_s, rng)
     if section.long_rule is not None:
         requests = rewrite(requests, section.long_rule, rng)
     if section.long_share is not None:
         requests = _with_longs(requests, section, rng)
+    # lengths are cut after the long ones are put in, so that max_prompt bounds those too
     requests = transforms.clip_lengths(requests, section.max_prompt, section.max_output)
     requests = transforms.classify(requests[: section.requests], section.long_threshold)
     if window_s is not None:
@@ -38,6 +40,7 @@ def _drawn(section: WorkloadSection, window_s: float | None, rng: np.random.Gene
     rate = section.qps or 1.0
     count = section.requests or DEFAULT_REQUESTS
     if section.requests is None and window_s is not None:
+        # expected arrivals, six standard deviations more (cv scales them), and 50 for short windows
         count = int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
     return mix.draw(rng, _arrivals(section, rate), count)
 
@@ -51,7 +54,7 @@ def _mix(section: WorkloadSection) -> WorkloadPreset:
 
 
 class _AtOnce:
-    """All at time 0."""
+    """Arrival process with every request at time 0."""
 
     def times(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.zeros(count)
@@ -72,6 +75,7 @@ def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceReq
     requests = transforms.rebase(request for trace in traces for request in trace.requests)
     if section.slice:
         requests = transforms.slice_by(requests, section.slice)
+    # files of lengths only get Poisson arrivals unless the scenario names others
     timeless = next((trace for trace in traces if not trace.has_arrivals), None)
     kind = section.arrivals or ("poisson" if timeless else "trace")
     if kind != "trace":
@@ -82,8 +86,9 @@ def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceReq
 
 
 def _with_longs(requests: list[TraceRequest], section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
-    """The same arrivals; a share of the requests, chosen at random, are long ones instead."""
+    """Replace a random share of the requests by draws of the long preset; arrival times stay."""
     assert section.long_share is not None
+    # drawn for every request, used or not, so that another share keeps the same lengths
     longs = preset(section.long_preset).draw(rng, _AtOnce(), len(requests))
     chosen = rng.random(len(requests)) < section.long_share
     return [

@@ -1,4 +1,4 @@
-"""Instances behind one queue in virtual time: `simulate`."""
+"""Simulation of equal instances behind one queue: `simulate`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class InstanceSimulation(EventLoop):
             for index in range(run.replicas)
         ]
         self.tracks: list[DecodeTrack] = []
-        self._changed: set[int] = set()  # replicas that something happened to at this instant
+        # replicas with an event at this instant: only those may start batches
+        self._changed: set[int] = set()
 
     @property
     def ended(self) -> int:
@@ -69,6 +70,7 @@ class InstanceSimulation(EventLoop):
     def on_event(self, kind: EventKind, what: Any) -> None:
         if kind == EventKind.BATCH_END:
             index, batch = what
+            # -1: stage 0 has become free, and no batch has ended
             if batch >= 0:
                 self.replicas[index].complete(batch, self.now)
             self._changed.add(index)
@@ -83,6 +85,7 @@ class InstanceSimulation(EventLoop):
         self.tracks.append(track)
         replica = self.replicas[0]
         if len(self.replicas) > 1:
+            # join the shortest queue; ties go to the lowest index
             replica = min(self.replicas, key=lambda r: (len(r.tracks), r.index))
         try:
             replica.add(track, self.now)
@@ -95,13 +98,14 @@ class InstanceSimulation(EventLoop):
     def on_instant_end(self) -> None:
         changed = self._changed
         quiet_s = self.quiet_until_s
+        # sorted: the order of a set must not reach the results
         for index in sorted(changed) if len(changed) > 1 else changed:
             for at_s, batch in self.replicas[index].start_batches(self.now, quiet_s):
                 self.schedule(at_s, EventKind.BATCH_END, (index, batch))
         changed.clear()
 
     def result(self) -> SimResult:
-        """Return what the run leaves."""
+        """Return the result of the run; requests still in a scheduler get unfinished records."""
         end_s, duration_s = self.observed_s(self.now)
         return SimResult(
             records=tuple(self._record(track) for track in self.tracks),

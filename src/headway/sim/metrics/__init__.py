@@ -1,7 +1,7 @@
-"""What TTFT, TBT, TPOT, goodput and the rest mean, once, for the load client, the simulator and the reports.
+"""Definitions of TTFT, TBT, TPOT, goodput and percentiles, shared by the load client, the simulator and the reports.
 
-Torch-free and clock-free: records hold times that someone else took, on any one clock, and everything here is a
-function of records.
+Torch-free and clock-free: every figure is a function of `RequestRecord`s, whose times may come from any one clock.
+`definitions` has the latencies of one request, `quantiles` the percentile, `summary` the figures of a run by class.
 """
 
 from headway.sim.metrics.record import NO_TARGETS, RequestRecord, SloTargets

@@ -1,7 +1,8 @@
-"""What is asked of a server: traces, length distributions, arrival processes, and named mixes of them.
+"""Workloads: traces, length distributions, arrival processes, and presets that combine them.
 
 Torch-free and clock-free; all randomness comes from a numpy Generator that the caller seeds. The load client and the
-simulator take the same `TraceRequest`s.
+simulator take the same `TraceRequest`s. `readers` parses public trace formats, `transforms` and `rewriting` change a
+workload that has been read, `specs` parses distributions as a command line writes them.
 """
 
 from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
