@@ -1,1 +1,1 @@
-"""How long will it take? Models of iteration time, on which every policy and the simulator rely."""
+"""Latency models: predicted seconds of an iteration or a prefill, for policies, the scheduler and the simulator."""

@@ -1,9 +1,9 @@
-"""The one question that schedulers ask: how long does this batch take, and how many tokens fit a budget?
+"""Latency model interface: predicted seconds of a batch, and the largest chunk that fits a time budget.
 
-All models here are *separable*: an iteration's time is a term in its token count (matrix products, collectives and
-what is fixed), one for the decodes' attention, and one for each prefill chunk's attention. That covers Medha's
-roofline, Vidur-style operator tables and profiles of the live engine (measured in notes: mean error 2-5%), and it
-makes a decision cost microseconds.
+Models are *separable*: an iteration's time is a term in its row count (matrix products, collectives and fixed cost),
+one for the decodes' attention, and one for each prefill chunk's attention. That covers Medha's roofline, Vidur-style
+operator tables and profiles of the live engine (mean error 2-5%, see notes), and a scheduling decision costs
+microseconds. `CoupledLatency` is the exception.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ import numpy.typing as npt
 Seconds = npt.NDArray[np.float64]
 
 MAX_CHUNK = 16_384
-"""Largest chunk that is ever sized by time, in tokens. (`whole` chunking does not ask.)"""
+"""Largest chunk that is ever sized by time, in tokens. (`whole` chunking does not call `solve_tokens`.)"""
 
 
 class BatchLoad(msgspec.Struct, frozen=True, gc=False):
-    """A batch as a latency model sees it: aggregates only, so that it costs the same at 1 or 2,048 decodes.
-
-    tokens: rows of the forward pass. decodes, decode_kv: how many decode, and the KV tokens that they read together.
-    chunk_s: seconds of the attention of the prefill chunks in it. chunk_past: cached tokens that they read together.
-    chunk_scale: what a model that learns had multiplied chunk_s by when it said it (`decode_load`); 0: nothing noted.
-    """
+    """A batch as a latency model sees it: aggregates only, so a prediction costs the same at 1 or 2,048 decodes."""
 
     tokens: int = 0
+    """Rows of the forward pass: decodes and prefill tokens."""
     decodes: int = 0
+    """Single-token rows."""
     decode_kv: int = 0
+    """KV tokens that all decodes read together."""
     chunk_s: float = 0.0
+    """Seconds of attention of all prefill chunks, as predicted when each was added."""
     chunk_past: int = 0
+    """Cached tokens that all prefill chunks read together."""
     chunk_scale: float = 0.0
+    """Learned factor that `chunk_s` was predicted with (`decode_load`); 0: not recorded."""
 
     def with_chunk(self, tokens: int, attention_s: float, past: int = 0) -> BatchLoad:
+        """Return this load with one more prefill chunk of `tokens` rows over `past` cached tokens."""
         return BatchLoad(
             self.tokens + tokens,
             self.decodes,
@@ -49,9 +51,11 @@ class BatchLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class LatencyModel(Protocol):
-    """Predicted seconds for one pipeline stage of one instance, in its layout. Pure: the same question, the same
-    answer, until `observe` is called. Inherit it: a model of few numbers needs the first four methods only, and others
-    answer single questions without making a vector, and give floors, which make the choice of a chunk fast."""
+    """Predicted seconds for one pipeline stage of one instance, in its layout.
+
+    Pure: equal arguments give equal results until `observe` is called. Implementations inherit from it. The first four
+    methods are required; overriding the scalar ones avoids allocating a vector, and overriding the floors speeds up
+    `solve_tokens`."""
 
     def token_s(self, first: int, last: int) -> Seconds:
         """Time of everything that depends on the row count only, for first..last rows inclusive: shape (last-first+1,).
@@ -67,45 +71,49 @@ class LatencyModel(Protocol):
         ...
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """A batch of this load took `measured_s`. Models that do not learn ignore it."""
+        """Learn from a batch of this load that took `measured_s`. Models that do not learn ignore it."""
 
     def rows_s(self, rows: int) -> float:
-        """`token_s` of one row count."""
+        """Return `token_s` of one row count."""
         return float(self.token_s(rows, rows)[0])
 
     def attention_s(self, past: int, tokens: int) -> float:
-        """`chunk_s` of one chunk."""
+        """Return `chunk_s` of one chunk."""
         return float(self.chunk_s(past, tokens, tokens)[0])
 
     def least_rows_s(self, rows: int) -> float:
-        """A floor: no row count from `rows` on takes less. It never falls as `rows` grows."""
+        """Return a lower bound of `rows_s` for every row count >= `rows`; non-decreasing in `rows`."""
         return 0.0
 
     def least_attention_s(self, past: int, tokens: int) -> float:
-        """A floor: no chunk of `tokens` or more over `past` takes less. It never falls as `tokens` grows."""
+        """Return a lower bound of `attention_s` for every chunk >= `tokens` over `past`; non-decreasing in `tokens`."""
         return 0.0
 
     def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
-        """Both floors together, of a chunk beside so many rows, by its tokens."""
+        """Return the sum of both lower bounds as a function of a chunk's tokens, batched with `rows` other rows."""
         return lambda tokens: self.least_rows_s(rows + tokens) + self.least_attention_s(past, tokens)
 
 
 class CoupledLatency(LatencyModel, Protocol):
-    """A model whose terms depend on each other (KV that is prefetched while products run costs nothing later). Its
-    separable terms bound `whole_s` from above; `whole_s` never falls as a chunk grows."""
+    """Model whose terms depend on each other (KV that is prefetched while products run costs nothing later).
+
+    The sum of the separable terms is an upper bound of `whole_s`; `whole_s` is non-decreasing in a chunk's tokens."""
 
     def whole_s(self, load: BatchLoad) -> float:
-        """Seconds of a batch, all of it at once."""
+        """Return the predicted seconds of a whole batch."""
 
 
 def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> BatchLoad:
-    """What a batch starts from: its decodes, before chunks join, and the scale that chunks are told at from now on.
-    With several batches in flight the model has learned more when this one is observed than when it was made."""
+    """Return the load of a batch's decodes, to which chunks are added, with the model's current chunk scale.
+
+    The scale is recorded because with several batches in flight the model may have learned between the prediction of
+    `chunk_s` and the batch's `observe`."""
     return BatchLoad(decodes, decodes, kv_sum, chunk_scale=getattr(model, "chunk_scale", 0.0))
 
 
 def load_s(model: LatencyModel, load: BatchLoad) -> float:
-    """Predicted seconds of a batch."""
+    """Return the predicted seconds of a batch."""
+    # A coupled model's separable terms are only an upper bound.
     whole_s: Callable[[BatchLoad], float] | None = getattr(model, "whole_s", None)
     if whole_s is not None:
         return whole_s(load)
@@ -114,34 +122,39 @@ def load_s(model: LatencyModel, load: BatchLoad) -> float:
 
 
 def one_chunk_s(model: LatencyModel, past: int, tokens: int) -> float:
-    """Attention seconds of one chunk."""
+    """Return the attention seconds of one chunk of `tokens` over `past` cached tokens."""
     return model.attention_s(past, tokens)
 
 
 def solve_tokens(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> tuple[int, float]:
-    """The largest chunk (at most `limit` tokens) over `past` KV tokens that keeps the whole batch within `budget_s`.
+    """Return the largest chunk (at most `limit` tokens) over `past` KV tokens that keeps the batch within `budget_s`.
 
     Returns (tokens, its attention seconds), (0, 0.0) when none fits. Solves *total time <= budget* (DESIGN: roofline
-    terms do not subtract, so Medha's Algorithm 2 is not taken literally). Measured time is not monotone in chunk size;
-    the model's floors are, so halving finds a size beyond which nothing fits, and from there the first that does fit is
-    looked for downwards: mostly it is that size itself. Exact.
+    terms do not subtract, so Medha's Algorithm 2 is not taken literally). Measured time is not monotone in chunk size,
+    but the model's floors are: bisection over the floors finds a size beyond which nothing fits, and a downward search
+    from there finds the largest size that does fit (mostly that size itself). Exact.
     """
     limit = min(limit, MAX_CHUNK)
     if limit <= 0:
         return 0, 0.0
     if hasattr(model, "whole_s"):
         return _halve(model, load, past, limit, budget_s)
+    # What is left for the row term of the whole batch and the attention of the new chunk.
     left_s = budget_s - (load.chunk_s + (model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0))
     rows = load.tokens
     attention_s = model.attention_s(past, limit)
     if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits
         return limit, attention_s
+    # range(1, limit) leaves out `limit`, which was just ruled out; index i of it is i + 1 tokens, so bisect_right
+    # returns the number of tokens whose floor still fits.
     most = bisect_right(range(1, limit), left_s, key=model.floor_s(rows, past))
     return _downwards(model, rows, past, most, left_s)
 
 
 def _downwards(model: LatencyModel, rows: int, past: int, most: int, left_s: float) -> tuple[int, float]:
-    """The first chunk from `most` tokens downwards that fits beside so many rows: that one, else by vectors."""
+    """Return the largest chunk of at most `most` tokens that fits `left_s`, batched with `rows` other rows.
+
+    Tries `most` itself, then evaluates vectors of sizes below it."""
     if most <= 0:
         return 0, 0.0
     attention_s = model.attention_s(past, most)
@@ -155,16 +168,18 @@ def _downwards(model: LatencyModel, rows: int, past: int, most: int, left_s: flo
         if fits.size:
             last = int(fits[-1])
             return first + last, float(attention[last])
+        # Windows grow fourfold: a far miss costs few vectors, a near one (the usual case) a short vector.
         most, width = first - 1, 4 * width
     return 0, 0.0
 
 
 def _halve(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> tuple[int, float]:
-    """The same for a coupled model, whose time grows with the chunk: by halving."""
+    """Return `solve_tokens` of a coupled model by bisection: its time is non-decreasing in the chunk's tokens."""
 
     def fits(tokens: int) -> bool:
         return load_s(model, load.with_chunk(tokens, one_chunk_s(model, past, tokens), past)) <= budget_s
 
+    # Invariant: `low` fits (or is 0), `high` does not (or is limit + 1).
     low, high = 0, limit + 1
     middle = limit  # mostly all of it fits
     while high - low > 1:

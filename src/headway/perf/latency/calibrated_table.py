@@ -1,8 +1,8 @@
-"""A profile with what a run has learnt of it: the scales of `CorrectedLatency` worked into the table itself.
+"""Latency tables with the scales that `CorrectedLatency` learned in a run multiplied into them.
 
-A grid that is measured alone, each point at its best, is faster than serving: caches are warm, nothing else runs, the
-machine does not wake from idle. A run's scales say by how much, term by term; baked in, a simulation of another run
-starts from what serving costs. The chunk table stays linear, so every scale goes in exactly.
+A grid measured in isolation, each point at its best, is faster than serving: caches are warm, nothing else runs, the
+host does not wake from idle. A run's scales give the ratio for each term; with them in the table, a simulation of
+another run starts from the cost of serving. Every term of a table is linear in its scale, so the result is exact.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from headway.perf.latency.tables import TableLatency, TableSource
 
 
 def bake(source: TableSource, scales: Iterable[float], provenance: str) -> TableSource:
-    """The table whose terms are `source`'s times `scales` = (fixed, rows, decodes, chunks), as `CorrectedLatency`
-    applies them. `provenance` is added to the table's own."""
+    """Return `source` with its terms multiplied by `scales` = (fixed, rows, decodes, chunks).
+
+    Equals `CorrectedLatency` with these scales. `provenance` is appended to the table's own."""
     fixed, rows, decodes, chunks = (float(scale) for scale in scales)
+    # CorrectedLatency takes one row's time t1 as the fixed part: rows·(t - t1) + fixed·t1 = rows·t + t1·(fixed - rows).
     base_s = TableLatency(source).rows_s(1)
     grid, past = source.decode_grid, source.past
     return msgspec.structs.replace(

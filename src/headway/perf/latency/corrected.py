@@ -1,10 +1,10 @@
-"""A latency model that corrects itself from what iterations really take.
+"""Latency model that corrects itself from measured iteration times.
 
-Four scales (what is fixed, rows, decode attention, chunk attention) multiply a base model's terms and follow
-measurements by recursive least squares with forgetting. So a server that starts on a rough measurement has sized its
-chunks right after some dozens of iterations, and a machine that slows down is noticed. What is fixed has a scale of its
-own because small iterations after a pause are slow without large ones being so. Deterministic: the same observations
-in the same order give the same scales, so a recorded run replays exactly.
+Four scales (fixed cost, rows, decode attention, chunk attention) multiply a base model's terms and follow measurements
+by recursive least squares with forgetting. A server that starts on a rough profile sizes its chunks correctly after
+some dozens of iterations, and follows a host that slows down. The fixed cost has its own scale because small iterations
+after a pause are slow while large ones are not. Deterministic: the same observations in the same order give the same
+scales, so a recorded run replays exactly.
 """
 
 from __future__ import annotations
@@ -13,32 +13,38 @@ import numpy as np
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 
+# Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
+# Bounds of every scale.
 _FLOOR, _CEILING = 0.05, 20.0
+# Measurements are clipped to this multiple of the prediction.
 _OUTLIER = 3.0
 
 
 class CorrectedLatency(LatencyModel):
-    """`LatencyModel` = base terms × learned scales, which are `scales` = (fixed, rows, decodes, chunks).
+    """`LatencyModel` = base terms × learned `scales` = (fixed, rows, decodes, chunks).
 
-    Observations more than `_OUTLIER` times above the prediction are clipped to that (a descheduled process must not
-    shrink every later chunk), so that a true change still comes through, over several iterations.
+    Observations above `_OUTLIER` times the prediction are clipped to that bound: one descheduled process does not
+    shrink every later chunk, while a lasting change is followed over several iterations.
     """
 
     def __init__(self, base: LatencyModel, confidence: float = 1.0) -> None:
-        """`confidence` is how much the base is trusted at the start: the prior's weight, in observations."""
+        """Start from scales of 1. confidence: weight of the base model at the start, in observations."""
         self.base = base
         self.confidence = confidence
         self.scales = np.ones(4)
         prior = 1.0 / max(confidence, 1e-6)
+        # Covariance of the scales (RLS); `observe` bounds its trace.
         self._p = np.eye(4) * prior
         self._most_trace = max(1.0, 4.0 * prior)
+        # An iteration of one row is all fixed cost: token_s(0, 0) would leave out reading the weights.
         self._fixed_s = base.rows_s(1)
+        # The scales as Python floats: scalar look-ups are on the scheduler's path.
         self._k_fixed = self._k_rows = self._k_decode = self._k_chunk = 1.0
 
     @property
     def chunk_scale(self) -> float:
-        """What `chunk_s` multiplies the base by at present."""
+        """Current factor of `chunk_s` over the base model's."""
         return self._k_chunk
 
     def token_s(self, first: int, last: int) -> Seconds:
@@ -64,7 +70,10 @@ class CorrectedLatency(LatencyModel):
         return self.base.decode_s(decodes, kv_sum) * self._k_decode
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """`load.chunk_s` is divided by the scale that it was told at, where the load notes it (`decode_load`)."""
+        """Update the scales by one step of recursive least squares.
+
+        `load.chunk_s` is divided by the scale it was predicted with, where the load records it (`decode_load`)."""
+        # Base-model seconds of the four terms; their scalar product with `scales` is the prediction.
         x = np.array(
             [
                 self._fixed_s,
@@ -80,10 +89,11 @@ class CorrectedLatency(LatencyModel):
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
         x, error = x / predicted, measured_s / predicted - 1.0
         px = self._p @ x
+        # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
         gain = px / (_FORGET + float(x @ px))
         self.scales = np.clip(self.scales + gain * error, _FLOOR, _CEILING)
         self._p = (self._p - np.outer(gain, px)) / _FORGET
-        # What is not excited must not be forgotten altogether: the next sample would be believed blindly.
+        # Bound the covariance: it grows in directions that no batch excites; one sample would then override a scale.
         trace = float(np.trace(self._p))
         if trace > self._most_trace:
             self._p *= self._most_trace / trace

@@ -1,8 +1,9 @@
-"""Tetris Eq. (1): T_s(C, L) = a_s + b_s·L + c_s·C·L + d_s·L², seconds of a chunk of L tokens over C on a ring of s.
+"""Tetris Eq. (1): T_s(C, L) = a_s + b_s·L + c_s·C·L + d_s·L², seconds of L tokens over C cached ones on a ring of s.
 
 Fitted by least squares with weights 1/T (unweighted, errors reach 20% on the paper's Table 1; weighted, 6.3%), with
-coefficients of at least 0. Where no measurement has history, c is not identifiable: causal arithmetic gives history
-exactly twice the triangle's cost, so c = 2d, and then T(0, C) + T(C, L) = T(0, C + L) + a: one more chunk costs a.
+coefficients of at least 0. Where no measurement has history, c is not identifiable: in causal attention a pair of
+history costs exactly twice d's share of the triangle, so c = 2d, and then T(0, C) + T(C, L) = T(0, C + L) + a: each
+further chunk costs a.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ _STRIPED = Strategy(attn="striped")
 
 
 class Eq1Coefficients(msgspec.Struct, frozen=True):
-    """Seconds, and seconds a token, token pair of history, and squared token."""
+    """Coefficients of one SP size."""
 
     a: float
+    """Seconds per chunk."""
     b: float
+    """Seconds per token."""
     c: float
+    """Seconds per pair of a token and a cached token."""
     d: float
+    """Seconds per squared token."""
 
     def prefill_s(self, past: int, tokens: int) -> float:
+        """Return the seconds of a chunk of `tokens` over `past` cached tokens."""
         return self.a + tokens * (self.b + self.c * past + self.d * tokens)
 
     def solve(self, past: int, budget_s: float) -> float:
-        """The (real) chunk that takes `budget_s`; 0 or less when none does. The closed form of Newton's limit, without
-        cancellation."""
+        """Return the (real-valued) chunk that takes `budget_s`; 0 when none does."""
+        # Positive root of d·L² + (b + c·C)·L - rest = 0, as 2·rest / (linear + root): no cancellation for small d.
         rest = budget_s - self.a
         linear = self.b + self.c * past
         root = linear + math.sqrt(linear * linear + 4.0 * self.d * rest) if rest > 0 else 0.0
@@ -45,7 +51,7 @@ class Eq1Coefficients(msgspec.Struct, frozen=True):
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
-    """One measurement."""
+    """One measured prefill: `tokens` over `past` cached tokens on a ring of `sp` instances."""
 
     sp: int
     past: int
@@ -54,12 +60,14 @@ class PrefillSample(msgspec.Struct, frozen=True):
 
 
 class Eq1File(msgspec.Struct, frozen=True, kw_only=True):
-    """What `headway profile fit-eq1` writes. errors: worst and mean relative error, by SP size."""
+    """File that `headway profile fit-eq1` writes."""
 
     schema: str = SCHEMA
     source: str
     sizes: dict[int, Eq1Coefficients]
+    """Coefficients by SP size."""
     errors: dict[int, tuple[float, float]] = {}
+    """(worst, mean) relative error by SP size."""
 
 
 class Eq1Latency:
@@ -77,6 +85,7 @@ class Eq1Latency:
         if found is not None:
             return found.prefill_s(past, tokens)
         low, high, share = self._between(group.sp)
+        # Geometric interpolation: times scale like a power of the SP size between two fitted sizes.
         one, other = self.sizes[low].prefill_s(past, tokens), self.sizes[high].prefill_s(past, tokens)
         return math.exp((1 - share) * math.log(one) + share * math.log(other))
 
@@ -84,6 +93,7 @@ class Eq1Latency:
         found = self.sizes.get(group.sp)
         if found is not None:
             return max(0, int(found.solve(past, budget_s)))
+        # Interpolated sizes have no closed form.
         from headway.perf.latency.ring import largest
 
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
@@ -98,7 +108,7 @@ class Eq1Latency:
 
 
 def fit(samples: Iterable[PrefillSample]) -> Eq1Latency:
-    """Coefficients of each SP size. ConfigError where a size has too few different lengths to tell."""
+    """Fit the coefficients of each SP size. Raises ConfigError where a size has too few different lengths."""
     by_size: dict[int, list[PrefillSample]] = {}
     for sample in samples:
         if not (sample.sp >= 1 and sample.tokens >= 1 and sample.past >= 0 and 0 < sample.seconds < math.inf):
@@ -110,14 +120,16 @@ def fit(samples: Iterable[PrefillSample]) -> Eq1Latency:
 
 
 def fit_unweighted(samples: Sequence[PrefillSample]) -> Eq1Coefficients:
-    """One size's coefficients by plain least squares, as one might read the paper: to show what weights are for."""
+    """Fit one size by unweighted least squares, the literal reading of the paper, for comparison with `fit`."""
     seconds = np.array([s.seconds for s in samples])
     return _fit_size(samples[0].sp, list(samples), np.ones_like(seconds))
 
 
 def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Latency:
-    """Eq. (1) for another model of groups, from samples of 1K to 256K tokens without history (c = 2d): a model that is
-    not measured must not make chunks look cheaper than they are. Groups above `node` are taken to span nodes."""
+    """Fit Eq. (1) to another model of groups, from samples of 1K to 256K tokens without history.
+
+    Without history c = 2d holds, so that an unmeasured model cannot make chunks look cheaper than they are. Groups of
+    more than `node` instances are taken to span nodes."""
     samples = [
         PrefillSample(sp, 0, tokens, latency.prefill_s(0, tokens, GroupShape(sp, -(-sp // node), _STRIPED)))
         for sp in sizes
@@ -128,7 +140,7 @@ def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Lat
 
 
 def _fit_size(sp: int, samples: list[PrefillSample], spread: Values | None = None) -> Eq1Coefficients:
-    """`spread`: what errors are measured in; None: in shares of the measured time."""
+    """Fit the samples of one SP size. spread: unit of each residual; None: the measured time (relative errors)."""
     tokens = np.array([s.tokens for s in samples], dtype=np.float64)
     past = np.array([s.past for s in samples], dtype=np.float64)
     seconds = np.array([s.seconds for s in samples])
@@ -136,6 +148,7 @@ def _fit_size(sp: int, samples: list[PrefillSample], spread: Values | None = Non
     if len(set(zip(past.tolist(), tokens.tolist(), strict=True))) < (4 if with_past else 3):
         raise ConfigError(f"SP size {sp} has too few different lengths: Eq. (1) needs 3, and 4 where there is history")
     columns = [np.ones_like(tokens), tokens, past * tokens, tokens**2]
+    # Without history fit one coefficient for both (c = 2d).
     if not with_past:
         columns = [columns[0], columns[1], 2 * columns[2] + columns[3]]
     unit = seconds if spread is None else spread
@@ -146,8 +159,9 @@ def _fit_size(sp: int, samples: list[PrefillSample], spread: Values | None = Non
 
 
 def _non_negative(matrix: Values, wanted: Values) -> list[float]:
-    """min |M x - y| over x ≥ 0: of all sets of active columns (few), the best whose solution is not negative."""
+    """Return argmin |M x - y| over x >= 0, by trying every set of active columns (at most 15)."""
     count = matrix.shape[1]
+    # Columns differ by many orders of magnitude (1 against squared tokens): normalise before lstsq.
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     best, least = [0.0] * count, math.inf
     for mask in range(1, 1 << count):
@@ -164,7 +178,7 @@ def _non_negative(matrix: Values, wanted: Values) -> list[float]:
 
 
 def errors(model: Eq1Latency, samples: Iterable[PrefillSample]) -> dict[int, tuple[float, float]]:
-    """Worst and mean relative error of each size."""
+    """Return the (worst, mean) relative error by SP size."""
     found: dict[int, list[float]] = {}
     for s in samples:
         off = abs(model.prefill_s(s.past, s.tokens, GroupShape(s.sp)) / s.seconds - 1.0)
@@ -184,7 +198,9 @@ _TABLE1: dict[int, tuple[float, ...]] = {
 
 
 def table1_samples() -> list[PrefillSample]:
-    """Tetris Table 1: Llama-3 8B, A100, tp 1, seconds; 256k on one instance ran out of memory. 4k is 4,096 tokens."""
+    """Return Tetris Table 1: Llama-3 8B, A100, tp 1, seconds. 4k is 4,096 tokens.
+
+    256k on one instance ran out of memory, so that row is one entry shorter."""
     return [
         PrefillSample(sp, 0, length * _K, seconds)
         for sp, row in _TABLE1.items()
@@ -193,16 +209,19 @@ def table1_samples() -> list[PrefillSample]:
 
 
 def tetris_table1() -> Eq1Latency:
-    """Eq. (1) fitted to Table 1."""
+    """Return Eq. (1) fitted to Tetris Table 1."""
     model = fit(table1_samples())
     return Eq1Latency(model.sizes, "Eq. (1) fitted to Tetris's Table 1 (Llama-3 8B, A100, SP 1 to 16; c = 2d)")
 
 
 def extended(model: Eq1Latency, largest_sp: int) -> Eq1Latency:
-    """The same with sizes up to `largest_sp`, extrapolated: each doubling multiplies a, b, c and d by what the last one
-    did (Table 2 plans for up to 128 instances; nobody has published their latencies)."""
+    """Return `model` with extrapolated sizes up to `largest_sp`.
+
+    Each doubling multiplies a, b, c and d by the factor of the last fitted doubling (Tetris Table 2 plans for up to 128
+    instances, whose latencies are unpublished)."""
     sizes = dict(model.sizes)
     one, other = list(sizes)[-2:]
+    # A coefficient that was 0 has no ratio: take 0.5, as for work that is shared by twice as many instances.
     ratio = [y / x if x > 0 else 0.5 for x, y in zip(_values(sizes[one]), _values(sizes[other]), strict=True)]
     while other < largest_sp:
         before = sizes[other]
@@ -216,8 +235,9 @@ def _values(c: Eq1Coefficients) -> tuple[float, float, float, float]:
 
 
 class TableCells:
-    """`GroupLatency` that gives measured cells exactly, and between them log time over log length: for the worked
-    examples of §2.4, which are cells of Table 1. History costs what the table says of the whole minus its part."""
+    """`GroupLatency` that returns measured cells exactly, and interpolates log time over log length between them.
+
+    For the worked examples of Tetris §2.4, which are cells of Table 1."""
 
     def __init__(self, samples: Iterable[PrefillSample], source: str = "Tetris's Table 1, its cells") -> None:
         self.source = source
@@ -228,6 +248,7 @@ class TableCells:
             y.append(math.log(s.seconds))
 
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        # The table has no history: T(C, L) = T(0, C + L) - T(0, C) + a, see the module's docstring.
         if past:
             return self._whole(past + tokens, group.sp) - self._whole(past, group.sp) + self._least(group.sp)
         return self._whole(tokens, group.sp)
@@ -238,7 +259,7 @@ class TableCells:
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
 
     def _least(self, sp: int) -> float:
-        """What a chunk costs whatever it holds: Eq. (1)'s constant."""
+        """Return the fixed seconds of a chunk: Eq. (1)'s constant."""
         return tetris_table1().sizes[sp].a
 
     def _whole(self, tokens: int, sp: int) -> float:
@@ -254,7 +275,7 @@ class TableCells:
 
 
 def load(path: Path) -> Eq1Latency:
-    """Read what `headway profile fit-eq1` wrote; ConfigError otherwise."""
+    """Read a file of `headway profile fit-eq1`. Raises ConfigError when it cannot be read as one."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Eq1File)
     except OSError as error:

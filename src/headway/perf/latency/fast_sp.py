@@ -1,6 +1,6 @@
-"""How long a long prompt's prefill takes on many accelerators: PecSched's fast sequence parallelism (§5.3).
+"""Prefill time of a long prompt on many accelerators: PecSched's fast sequence parallelism (§5.3).
 
-Inside a node attention and MLP each take one of two forms, between nodes KV goes round a ring:
+Inside a node attention and MLP each take one of two forms; between nodes KV is passed round a ring:
 
 megatron   attention: activations are gathered and scattered inside a tensor-parallel (TP) region, KV goes round a ring
            of all TP regions; MLP: activations are gathered and scattered. With tp 1 this is plain ring attention.
@@ -13,8 +13,8 @@ Per accelerator, s = tokens / accelerators: matrix products 2 s d (N_h + 2 N_kv)
 or nodes, always cover the whole prompt. Volumes are counted per link. A ring's hop overlaps with the step's arithmetic;
 nothing else overlaps.
 
-What separates the forms at great lengths is how efficient attention's kernels are in a ring. `ring_loss` is the share
-lost a doubling of the ring: zig-zag ring attention on eight A100 reached 81.7% of eight single-GPU FlashAttentions
+At great lengths the forms differ mainly by the efficiency of attention kernels in a ring. `ring_loss` is the share lost
+per doubling of the ring: zig-zag ring attention on eight A100 reached 81.7% of eight single-GPU FlashAttentions
 (zhuzilin/ring-flash-attention's table, forward only), so 6.1% a doubling; beyond eight that is an extrapolation.
 """
 
@@ -37,14 +37,20 @@ FORMS: tuple[Form, Form] = ("megatron", "ulysses")
 
 
 class SpRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one accelerator and its links reach. `node` is the network of one whole node, shared by its accelerators."""
+    """Rates that one accelerator and its links reach, after efficiencies."""
 
     linear_flops: float
+    """FLOP/s of matrix products."""
     attention_flops: float
+    """FLOP/s of attention without a ring."""
     bandwidth: float
+    """HBM bytes/s."""
     inside: NetworkLink
+    """Link of one accelerator inside a node."""
     node: NetworkLink
+    """Network of one whole node, shared by its accelerators."""
     ring_loss: float = 0.061
+    """Share of attention's rate lost per doubling of the ring (see the module's docstring)."""
 
     @classmethod
     def of(
@@ -55,8 +61,9 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
         attention: float = 0.6,
         bandwidth: float = 0.85,
     ) -> SpRates:
-        """Shares of the data sheet's peaks, as in a scenario's roofline. node_gbit_s: a whole node's network; None: a
-        card an accelerator."""
+        """Return rates as shares (`linear`, `attention`, `bandwidth`) of the data sheet's peaks.
+
+        node_gbit_s: a whole node's network in Gbit/s; None: one network card per accelerator."""
         card = device.across
         whole = card.bytes_per_s * device.per_node if node_gbit_s is None else node_gbit_s * 1e9 / 8
         node = msgspec.structs.replace(card, name=f"{card.name} of a node", bytes_per_s=whole)
@@ -69,12 +76,13 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def attention_rate(self, ring: float) -> float:
-        """FLOP/s of attention in a ring of so many members (1: no ring)."""
+        """Return the FLOP/s of attention in a ring of so many members (1: no ring)."""
+        # 1 - loss·log2(ring) reaches 0 at 2^16 members: keep a tenth.
         return self.attention_flops * max(0.1, 1.0 - self.ring_loss * math.log2(max(1.0, ring)))
 
 
 class AcceleratorGroup(msgspec.Struct, frozen=True):
-    """Accelerators of one long prefill: replicas × tp of them, over `nodes` nodes (as evenly as they come)."""
+    """Accelerators of one long prefill: `replicas` × `tp` of them, spread evenly over `nodes` nodes."""
 
     replicas: int
     nodes: int = 1
@@ -97,11 +105,12 @@ class AcceleratorGroup(msgspec.Struct, frozen=True):
 
 
 class StageCost(NamedTuple):
-    """Seconds of one layer's stage on the slowest accelerator: arithmetic (ring hops hidden behind it included where
-    they are longer), and communication that nothing hides."""
+    """Seconds of one layer's attention or MLP on the slowest accelerator."""
 
     compute_s: float
+    """Arithmetic; a ring step counts as its hop where the hop is longer."""
     exposed_s: float
+    """Communication that no arithmetic overlaps."""
 
     @property
     def total_s(self) -> float:
@@ -109,27 +118,30 @@ class StageCost(NamedTuple):
 
 
 class SpPlan(NamedTuple):
-    """A combination and what the whole prefill costs with it."""
+    """A combination of forms and the cost of the whole prefill with it."""
 
     attn: Form
     mlp: Form
     seconds: float
+    """All layers."""
     exposed_s: float
+    """Communication in it that no arithmetic overlaps."""
 
     def strategy(self, tp: int) -> Strategy:
-        """As a span names it: Megatron attention without tensor parallelism is a plain ring."""
+        """Return it as a span's strategy: Megatron attention without tensor parallelism is a plain ring."""
         if tp > 1:
             return Strategy(attn=self.attn, mlp=self.mlp)
         return Strategy(attn="ulysses" if self.attn == "ulysses" else "ring", mlp="local")
 
 
 def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> StageCost:
-    """One layer's attention with its projections, of a prompt of `tokens`, causal."""
+    """Return the cost of one layer's causal attention with its projections, for a prompt of `tokens`."""
     s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
     d, head = shape.hidden, shape.head_dim
     weights = shape.attention_parameters
     if form == "megatron":
         products_s = _products_s(rates, matmul_flops(s, weights), weights / tp * size)
+        # All-gather of the region's activations before QKV and reduce-scatter after the output product.
         exposed_s = _gathered_s(rates.inside, 2 * s * d * (tp - 1) * size, 2, tp)
         kv = s * tp * 2 * _heads(shape.kv_heads, tp) * head * size  # one rank's, of its region's tokens
         flops = _attention_flops(s, shape.q_heads, head, group)
@@ -137,21 +149,24 @@ def attention_stage(form: Form, shape: ModelShape, rates: SpRates, group: Accele
         ring: float = group.replicas
     else:
         products_s = _products_s(rates, matmul_flops(s, weights), weights * size)
+        # Gather the stage's weights (QKV and output matrices) from the tensor-parallel peers.
         exposed_s = _gathered_s(rates.inside, weights * (tp - 1) / tp * size, 2, tp)
         ranks = group.in_node
+        # Padded head counts: the fullest rank sets the time, and heads are copied where ranks outnumber them.
         q, kv_heads = _heads(shape.q_heads, ranks) * ranks, _heads(shape.kv_heads, ranks) * ranks
         exposed_s += _gathered_s(rates.inside, 2 * s * (q + kv_heads) * head * (ranks - 1) / ranks * size, 2, ranks)
         kv = s * 2 * kv_heads * head * size  # one rank's share of heads, of the node's tokens
         flops = _attention_flops(s, q, head, group)
         hop = (kv, kv * ranks)
         ring = group.nodes
+    # The last of `ring` steps passes nothing on, so `ring` - 1 steps take the longer of arithmetic and hop.
     step_s = flops / rates.attention_rate(ring) / ring
     hop_s = _hop_s(rates, group, hop, ring)
     return StageCost(products_s + step_s + (ring - 1) * max(step_s, hop_s), exposed_s)
 
 
 def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> StageCost:
-    """One layer's MLP."""
+    """Return the cost of one layer's MLP, for a prompt of `tokens`."""
     s, tp, size = tokens / group.accelerators, group.tp, shape.dtype_bytes
     weights = shape.mlp_parameters
     if form == "megatron":
@@ -167,7 +182,7 @@ def mlp_stage(form: Form, shape: ModelShape, rates: SpRates, group: AcceleratorG
 
 
 def plans(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> Iterator[SpPlan]:
-    """All four combinations."""
+    """Yield all four combinations, Megatron attention with Megatron MLP first."""
     attention = {form: attention_stage(form, shape, rates, group, tokens) for form in FORMS}
     mlp = {form: mlp_stage(form, shape, rates, group, tokens) for form in FORMS}
     for attn, a in attention.items():
@@ -177,30 +192,33 @@ def plans(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: in
 
 
 def fastest(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> SpPlan:
-    """Fast SP's choice; Megatron where they tie."""
+    """Return fast SP's choice: the fastest combination, Megatron where times are equal."""
     return min(plans(shape, rates, group, tokens), key=lambda plan: plan.seconds)
 
 
 def plain_ring(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> SpPlan:
-    """Ring attention over TP regions, which is what the baselines and the ablation /FSP do."""
+    """Return ring attention over TP regions, as the baselines and PecSched's ablation /FSP use it."""
+    # `plans` yields Megatron for both first.
     return next(plans(shape, rates, group, tokens))
 
 
 def saved_bytes(shape: ModelShape, tokens: int, layers_done: int) -> tuple[int, int]:
-    """Return what a prefill paused between layers keeps (§5.1): bytes of KV of finished layers, and of one layer's
-    activations. The paper pauses between any two kernels; between layers there is nothing else to keep."""
+    """Return the bytes that a prefill paused between layers keeps (§5.1): (KV of finished layers, activations).
+
+    The paper pauses between any two kernels; between layers only the hidden state of every token is live."""
     return shape.layer_kv_bytes * layers_done * tokens, tokens * shape.hidden * shape.dtype_bytes
 
 
 def _attention_flops(s: float, q_heads: float, head_dim: int, group: AcceleratorGroup) -> float:
-    """Return one accelerator's FLOPs of one layer's causal attention: its s rows, against half of the whole prompt
-    (half
-    of `DecoderShape.pair_flops` each; the diagonal is left out)."""
+    """Return one accelerator's FLOPs of one layer's causal attention: its s rows against half of the whole prompt.
+
+    The diagonal is left out."""
+    # s rows × (s·accelerators / 2) keys × 4 FLOPs a head dimension (`DecoderShape.pair_flops`).
     return 2 * s * s * q_heads * head_dim * group.accelerators
 
 
 def _heads(heads: int, ranks: float) -> int:
-    """Heads on the fullest rank: a head is whole, and copied where ranks outnumber heads."""
+    """Return the heads on the fullest rank: heads are not split, and copied where ranks outnumber them."""
     return max(1, math.ceil(heads / ranks))
 
 
@@ -209,13 +227,16 @@ def _products_s(rates: SpRates, flops: float, weight_bytes: float) -> float:
 
 
 def _gathered_s(link: NetworkLink, count: float, messages: int, ranks: float) -> float:
-    """Collectives of `count` bytes in or out of one rank."""
+    """Return the seconds of `messages` collectives with `count` bytes in all in or out of one rank; 0 for one rank."""
     return messages * link.latency_s + count / (link.bytes_per_s * link.efficiency) if ranks > 1 else 0.0
 
 
 def _hop_s(rates: SpRates, group: AcceleratorGroup, count: tuple[float, float], ring: float) -> float:
-    """One step of the ring: one rank's bytes over its link, or all that cross a node's edge over its network."""
+    """Return the seconds of one ring step: the slower of the link inside a node and the network between nodes.
+
+    count: bytes that (one rank sends over its link, cross one node's edge over the node's network)."""
     if ring <= 1:
         return 0.0
+    # Hops inside a node exist only where a node holds more than one member of the ring.
     slowest = _gathered_s(rates.inside, count[0], 1, 2) if ring > group.nodes else 0.0
     return max(slowest, _gathered_s(rates.node, count[1], 1, 2)) if group.nodes > 1 else slowest

@@ -1,7 +1,7 @@
-"""Prefill times of groups under fast sequence parallelism, as placements and the cluster simulator ask for them.
+"""Prefill times of groups under fast sequence parallelism, for placement policies and the cluster simulator.
 
-One instance: its own latency model. Several: `fast_sp`'s formulas, in the form that the span names (`ring` and `local`
-count as Megatron with tp 1). A chunk over cached tokens is what it adds to the whole.
+One instance: its own latency model. Several: `fast_sp`'s formulas, in the form of the span's strategy (`ring` and
+`local` count as Megatron with tp 1). A chunk over cached tokens costs the difference of two whole prefills.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from headway.perf.latency.groups import GroupLatency, GroupShape
 
 
 class FastSpLatency:
-    """`GroupLatency` over one instance's, for a model of TP `tp`."""
+    """`GroupLatency` of fast sequence parallelism over instances of `tp` accelerators each."""
 
     def __init__(self, single: GroupLatency, shape: ModelShape, rates: SpRates, tp: int = 1) -> None:
-        """`single`: times of groups of one instance."""
+        """single: model of groups of one instance."""
         self._single, self._shape, self._rates, self._tp = single, shape, rates, tp
         self._known: dict[tuple[int, GroupShape], float] = {}
 
@@ -48,6 +48,7 @@ class FastSpLatency:
             attn, mlp = forms(group.strategy)
             attention = attention_stage(attn, self._shape, self._rates, ring, tokens)
             rest = mlp_stage(mlp, self._shape, self._rates, ring, tokens)
+            # Bound the memory of long simulations; entries are cheap to compute again.
             if len(self._known) > 1 << 16:
                 self._known.clear()
             known = self._known[key] = self._shape.layers * (attention.total_s + rest.total_s)
@@ -55,7 +56,7 @@ class FastSpLatency:
 
 
 def forms(strategy: Strategy) -> tuple[Form, Form]:
-    """(attention, MLP) of a span's strategy."""
+    """Return the (attention, MLP) forms of a span's strategy."""
     return (
         "ulysses" if strategy.attn == "ulysses" else "megatron",
         "ulysses" if strategy.mlp == "ulysses" else "megatron",
@@ -63,7 +64,8 @@ def forms(strategy: Strategy) -> tuple[Form, Form]:
 
 
 def most_tokens(fits: Callable[[int], bool], limit: int = 1 << 24) -> int:
-    """The largest number up to `limit` for which `fits` is true, if it is for all below; 0 when it is for none."""
+    """Return the largest number of tokens up to `limit` that `fits`, a monotone predicate; 0 when none does."""
+    # Invariant: `low` fits (or is 0), `high` does not (or is limit + 1).
     low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2

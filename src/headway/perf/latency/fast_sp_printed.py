@@ -1,6 +1,6 @@
-"""Fast SP's cost as PecSched §5.3 prints it, for comparison. `fast_sp` is what Headway uses.
+"""Fast SP's cost as PecSched §5.3 prints it, for comparison with `fast_sp`, which Headway uses.
 
-Where it departs from what the two forms really do:
+Departures of the printed formulas from the computation and communication of the two forms:
 
 1. Megatron's attention, 4 (s T)² d / T, is one step of its ring: the G / T steps over the node's TP regions are
    missing, while Ulysses' 4 (s G)² d / G covers the node. Both attend to the same pairs: the totals must be equal.
@@ -23,7 +23,7 @@ from headway.perf.latency.fast_sp import FORMS, AcceleratorGroup, Form, SpPlan, 
 
 
 def attention_flops(form: Form, shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
-    """FLOPs of one accelerator and layer."""
+    """Return the printed FLOPs of one accelerator and layer for attention with its projections."""
     s, d, t, g = tokens / group.accelerators, shape.hidden, group.tp, group.in_node
     heads = (shape.q_heads + shape.kv_heads) * shape.head_dim
     if form == "megatron":
@@ -32,7 +32,7 @@ def attention_flops(form: Form, shape: ModelShape, group: AcceleratorGroup, toke
 
 
 def attention_elements(form: Form, shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
-    """Elements that a node communicates in one layer's attention."""
+    """Return the printed number of elements that a node communicates in one layer's attention."""
     s, d, t, g = tokens / group.accelerators, shape.hidden, group.tp, group.in_node
     heads = (shape.q_heads + shape.kv_heads) * shape.head_dim
     if form == "megatron":
@@ -41,18 +41,19 @@ def attention_elements(form: Form, shape: ModelShape, group: AcceleratorGroup, t
 
 
 def mlp_flops(shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
-    """FLOPs of one accelerator and layer."""
+    """Return the printed FLOPs of one accelerator and layer for the MLP."""
     return 16 * tokens / group.accelerators * shape.hidden**2
 
 
 def mlp_elements(form: Form, shape: ModelShape, group: AcceleratorGroup, tokens: int) -> float:
-    """Elements that a node communicates in one layer's MLP."""
+    """Return the printed number of elements that a node communicates in one layer's MLP."""
     s, d, t, g = tokens / group.accelerators, shape.hidden, group.tp, group.in_node
     return 2 * s * d * (t - 1) * g if form == "megatron" else 8 * d * d * (t - 1) * g / t
 
 
 def plans(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> Iterator[SpPlan]:
-    """All four combinations, seconds from the printed volumes."""
+    """Yield all four combinations, with seconds from the printed FLOPs and volumes."""
+    # Seconds per element over one link: the paper's volumes are a whole node's (fault 6 above).
     link_s = shape.dtype_bytes / (rates.inside.bytes_per_s * rates.inside.efficiency)
     for attn in FORMS:
         for mlp in FORMS:
@@ -63,5 +64,5 @@ def plans(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: in
 
 
 def fastest(shape: ModelShape, rates: SpRates, group: AcceleratorGroup, tokens: int) -> SpPlan:
-    """The combination that the printed formulas choose."""
+    """Return the combination that is fastest by the printed formulas."""
     return min(plans(shape, rates, group, tokens), key=lambda plan: plan.seconds)

@@ -1,8 +1,8 @@
 """Latency models that ship with Headway: `fitted("a100", "llama-3-8b", Layout(tp=8, stages=2), stage=1)`.
 
-Fitted from public operator profiles (`data/README.md` says which, and their licences). Devices whose die was
-profiled (A100, H100 and their A800 and H800 variants) are `measured` or `fitted`; any other scales the nearest of them
-by its data sheet and is `derived`.
+Fitted from public operator profiles (sources and licences: `data/README.md`). Devices whose die was profiled (A100,
+H100 and their A800 and H800 variants) are `measured` or `fitted`; any other is `derived`: the nearest profiled die
+scaled by data sheets.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from headway.perf.latency.operators.compile import EngineAssumptions, compile_st
 from headway.perf.latency.operators.device_fit import DeviceFit
 from headway.perf.latency.tables import TableLatency, TableSource
 
+# Nearest profiled die of devices without profiles; any other device scales the A100-80GB.
 _STAND_IN = {"h200-141gb": "h100-80gb", "h20-96gb": "h100-80gb"}
 
 
 def shipped() -> list[str]:
-    """Names of the dies whose fits ship with the package."""
+    """Return the names of the dies whose fits ship with the package."""
     folder = files("headway.perf.latency") / "data"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 @cache
 def shipped_fit(die: str) -> DeviceFit:
-    """The shipped fit of one die; ConfigError lists those that exist."""
+    """Return the shipped fit of one die. Raises ConfigError, listing those that exist, for an unknown one."""
     if die not in shipped():
         raise ConfigError(f"no operator fit of {die} ships with Headway; there are: {', '.join(shipped())}")
     path = files("headway.perf.latency") / "data" / f"{die}.json"
@@ -41,7 +42,7 @@ def shipped_fit(die: str) -> DeviceFit:
 
 
 def fit_for(device: AcceleratorSpec) -> DeviceFit:
-    """The fit to compile for `device`: its die's own, or the stand-in that is scaled to it (`derived`)."""
+    """Return the fit to compile for `device`: its die's own, or that of the nearest profiled die (`derived`)."""
     die = device.kernels
     return shipped_fit(die if die in shipped() else _STAND_IN.get(die, "a100-80gb"))
 
@@ -55,7 +56,7 @@ def fitted_source(
     fit: DeviceFit | Path | None = None,
     assumptions: EngineAssumptions | None = None,
 ) -> TableSource:
-    """What `fitted` compiles, for those who want to store it or read where it comes from.
+    """Return the table that `fitted` compiles, to be stored or inspected.
 
     fit: a file of `headway profile fit`, or a fit in memory, in place of the shipped one."""
     own = accelerator(device) if isinstance(device, str) else device
@@ -75,10 +76,10 @@ def fitted(
     fit: DeviceFit | Path | None = None,
     assumptions: EngineAssumptions | None = None,
 ) -> TableLatency:
-    """Predicted times of one pipeline stage (counted from 0) of `model` on `device` in `layout`.
+    """Return the latency model of one pipeline stage (counted from 0) of `model` on `device` in `layout`.
 
-    Unknown names raise ConfigError with a list of what exists. `.source.status` says measured, fitted or derived, and
-    `.source.details` which family is what, up to which sizes."""
+    Raises ConfigError with a list of known names for an unknown one. `.source.status` is "measured", "fitted" or
+    "derived"; `.source.details` gives the same by operator family, and the sizes up to which it was validated."""
     return TableLatency(fitted_source(device, model, layout, stage, fit=fit, assumptions=assumptions))
 
 

@@ -1,8 +1,8 @@
-"""A latency model as dense tables: what every measured or fitted source is compiled to at start-up.
+"""Latency model as dense tables, to which every measured or fitted source is compiled at start-up.
 
-token table: seconds by row count, one entry a row (a staircase survives). Chunk attention: a(c) + b(c) * past, with
-one pair a chunk size. Decode attention: fixed + per request + per KV token. (`notes`: linear in past holds within
-2-3% as far as anybody has measured, which is 4x beyond the fitted range.)
+Row table: seconds by row count, one entry per row count (so tile staircases are kept). Chunk attention: a(c) + b(c) *
+past, one pair per chunk size. Decode attention: fixed + per request + per KV token, or a grid. Linearity in past holds
+within 2-3% over the measured range, 4x beyond the fitted one (see notes).
 """
 
 from __future__ import annotations
@@ -22,51 +22,57 @@ SCHEMA = "headway.latency/1"
 
 
 class DecodeTable(msgspec.Struct, frozen=True):
-    """Decode attention in seconds where its rate depends on how much is read: `seconds[i][j]` for counts[i] requests of
-    past[j] cached tokens each; beyond the grid each further token costs `per_token`."""
+    """Decode attention by requests and cached tokens, for devices whose read rate depends on the bytes read."""
 
     counts: tuple[int, ...]
+    """Numbers of requests, ascending."""
     past: tuple[int, ...]
+    """Cached tokens of each request, ascending."""
     seconds: tuple[tuple[float, ...], ...]
+    """`seconds[i][j]`: counts[i] requests of past[j] cached tokens each."""
     per_token: float
+    """Seconds of each KV token beyond the grid."""
 
 
 class PastTable(msgspec.Struct, frozen=True):
-    """What a chunk costs over a history besides b(c) * past. Rows (tokens, offset s, s a token): any history costs
-    the offset, and each cached token beyond `knee` the last in place of b(c)."""
+    """Cost of a chunk over cached tokens in addition to b(c) * past."""
 
     knee: int
+    """Cached tokens from which on the slope of `chunks` applies in place of b(c)."""
     chunks: tuple[tuple[int, float, float], ...]
+    """(chunk tokens, seconds that any history adds, seconds per cached token beyond `knee`), ascending."""
 
 
 class TableSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored on disk: measured knots, and where they come from. Compiled to `TableLatency`.
-
-    tokens: (rows, seconds) knots, ascending. chunks: (tokens, a seconds, b seconds per past token), ascending.
-    decode: (fixed s, s per request, s per KV token), or `decode_grid`, which then goes before it.
-    exchange: (s an iteration, s a row and guest group) that attending rows in another KV group costs besides the
-    attention (`perf.latency.shard_exchange`); None where nobody measured it.
-    fingerprint: model × device × layout that this holds for.
-    status: "measured" on this very model and device, "fitted" from profiles of its operators, or "derived" by scaling
-    and rooflines where no profile exists. validated_past: the longest history that anything measured.
-    """
+    """Latency profile as stored on disk: measured knots and their provenance. Compiled to `TableLatency`."""
 
     schema: str = SCHEMA
     fingerprint: str
+    """Model × device × layout that the profile holds for."""
     provenance: str
+    """Origin of the numbers, in words."""
     tokens: tuple[tuple[int, float], ...]
+    """(rows, seconds) knots, ascending."""
     chunks: tuple[tuple[int, float, float], ...]
+    """(chunk tokens, a in seconds, b in seconds per cached token), ascending."""
     decode: tuple[float, float, float]
+    """(fixed seconds, seconds per request, seconds per KV token); unused where there is a `decode_grid`."""
     decode_grid: DecodeTable | None = None
     past: PastTable | None = None
     exchange: tuple[float, float] | None = None
+    """(seconds per iteration, seconds per row and remote group) of attending rows in another KV group, in addition to
+    the attention (`perf.latency.shard_exchange`); None where it was not measured."""
     validated_past: int = 0
+    """Longest history that was measured, in tokens."""
     status: str = "measured"
+    """"measured" on this model and device, "fitted" from profiles of its operators, or "derived" by scaling and
+    rooflines where no profile exists."""
     details: Mapping[str, Any] = {}
+    """For `fitted` sources: origin by operator family, assumptions, validated ranges."""
 
 
 class TableLatency(LatencyModel):
-    """`LatencyModel` over dense arrays. A lookup is a slice, or of one entry a float: no search."""
+    """`LatencyModel` over dense arrays: a look-up is a slice or an index, without search."""
 
     def __init__(self, source: TableSource, max_rows: int = 2 * MAX_CHUNK) -> None:
         self.source = source
@@ -77,6 +83,7 @@ class TableLatency(LatencyModel):
         self._last = max_rows
         a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
         b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
+        # Three lines in past: `_fresh` without history, `_over` up to the knee, `_beyond` after it.
         self._fresh = self._over = self._beyond = _ChunkAttention(a, b)
         self._knee = 0
         if source.past is not None:
@@ -85,6 +92,7 @@ class TableLatency(LatencyModel):
             offset = _dense([(float(c), o) for c, o, _ in far], MAX_CHUNK, "chunk knots", start=0)
             slope = _dense([(float(c), b) for c, _, b in far], MAX_CHUNK, "chunk knots", start=0)
             self._over = _ChunkAttention(a + offset, b)
+            # Intercept such that both lines meet at the knee: a + offset + b·knee = intercept + slope·knee.
             self._beyond = _ChunkAttention(a + offset + (b - slope) * self._knee, slope)
         self._decode = source.decode
         self._grid = _BilinearGrid(source.decode_grid) if source.decode_grid is not None else None
@@ -93,6 +101,7 @@ class TableLatency(LatencyModel):
         if last <= self._last:
             return self._tokens[first : last + 1]
         rows = np.arange(first, last + 1, dtype=np.float64)
+        # Beyond the table: the mean slope of its last 1,024 rows, which averages over tile steps.
         slope = max(0.0, float(self._tokens[-1] - self._tokens[-1025]) / 1024.0)
         inside = np.minimum(rows, self._last).astype(np.int64)
         return np.asarray(self._tokens[inside] + slope * (rows - inside), dtype=np.float64)
@@ -107,6 +116,7 @@ class TableLatency(LatencyModel):
         chunks = self._chunks(past)
         if last <= MAX_CHUNK:
             return chunks.a[first : last + 1] + chunks.b[first : last + 1] * float(past)
+        # Beyond MAX_CHUNK: the chunk's own triangle grows with the square, everything over its history linearly.
         ratio = np.arange(first, last + 1, dtype=np.float64) / MAX_CHUNK
         own = self._fresh.a[-1]
         rest = chunks.a[-1] - own + chunks.b[-1] * past
@@ -125,6 +135,7 @@ class TableLatency(LatencyModel):
         return chunks.least_own[tokens] + chunks.least_per_past[tokens] * past
 
     def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
+        # The closure below indexes without bounds checks, so every row count in question must be in the table.
         if rows + MAX_CHUNK > self._last:
             return super().floor_s(rows, past)
         least_rows, chunks = self._least_rows, self._chunks(past)
@@ -141,11 +152,12 @@ class TableLatency(LatencyModel):
         return fixed + per_request * decodes + per_token * kv_sum
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """Tables are what was measured; they do not learn (see `corrected`)."""
+        """Ignore the measurement: tables do not learn (see `corrected`)."""
 
 
 class _ChunkAttention:
-    """Attention of each chunk size, a + b * past: as arrays, as floats, and the floors of both."""
+    """Attention of each chunk size, a + b * past: as arrays, as memoryviews (floats without numpy scalars), and the
+    floors of both."""
 
     __slots__ = ("a", "b", "least_own", "least_per_past", "own", "per_past")
 
@@ -156,7 +168,7 @@ class _ChunkAttention:
 
 
 def _floor(values: Seconds) -> Seconds:
-    """At each place the least of what is there and behind it."""
+    """Return the suffix minimum: at each index the least value from there on."""
     return np.ascontiguousarray(np.minimum.accumulate(values[::-1])[::-1])
 
 
@@ -179,7 +191,9 @@ class _BilinearGrid:
     def __call__(self, decodes: int, kv_sum: int) -> float:
         counts, past = self._counts, self._past
         mean = kv_sum / decodes if decodes else 0.0
+        # Clamp to the grid; tokens beyond it are added at the end at `per_token`.
         n, p = min(max(decodes, counts[0]), counts[-1]), min(max(mean, past[0]), past[-1])
+        # The last cell's upper edge belongs to that cell: at most len - 2.
         i = min(bisect_right(counts, n) - 1, len(counts) - 2)
         j = min(bisect_right(past, p) - 1, len(past) - 2)
         u = (n - counts[i]) / (counts[i + 1] - counts[i])
@@ -191,8 +205,10 @@ class _BilinearGrid:
 
 
 def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: int, power: int = 1) -> Seconds:
-    """Linear interpolation between knots at start..size; beyond the last knot the last slope goes on (or, for
-    power 2, growth with the square: causal attention of a chunk within itself)."""
+    """Interpolate knots linearly at start..size. Raises ConfigError when knots do not ascend or are not finite.
+
+    Beyond the last knot the last slope continues or, for power 2, values grow with the square (causal attention of a
+    chunk within itself)."""
     if len(knots) < 2:
         raise ConfigError(f"a latency table needs at least two {what}, found {len(knots)}: profile again")
     x = np.array([k[0] for k in knots])
