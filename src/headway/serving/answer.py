@@ -1,4 +1,4 @@
-"""From a checked job to an answer, streamed or whole: the part that both endpoints share."""
+"""Answering a generation request, streamed or whole: the part that both endpoints share."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from headway.serving.sse import DONE, SseResponse, client_gone, event
 
 @dataclass(slots=True)
 class ChoiceAnswer:
-    """One choice, complete."""
+    """One choice of an answer, collected from its pieces."""
 
     text: list[str] = field(default_factory=list)
+    """Pieces of the text, in order."""
     tokens: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish: str = "stop"
@@ -48,24 +49,24 @@ class ChoiceAnswer:
 
 
 class AnswerFormat(Protocol):
-    """How one endpoint words its answers. One object per request."""
+    """JSON format of one endpoint's answers. One object per request, because formats keep state of their stream."""
 
     job: GenerationJob
     kind: Kind
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
-        """The stream's objects for one piece of choice `index`."""
+        """Return the stream's objects for one piece of choice `index`."""
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last object of a stream that reports usage."""
+        """Return the last object of a stream that reports usage."""
 
     def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the non-streamed answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeader:
-    """What every object of an answer repeats."""
+    """Fields that every object of an answer repeats."""
 
     id: str
     created: int
@@ -73,11 +74,11 @@ class AnswerHeader:
 
     @classmethod
     def of(cls, prefix: str, request_id: str, model: str) -> AnswerHeader:
-        """Stamped now."""
+        """Make a header with the present as `created`."""
         return cls(f"{prefix}-{request_id}", int(time.time()), model)
 
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """An object of the API around `choices`."""
+        """Wrap `choices` in an object of the API."""
         return {
             "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more
         }  # fmt: skip
@@ -88,9 +89,13 @@ MakeFormat = Callable[[GenerationJob, ServerContext, str], AnswerFormat]
 
 
 async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Response:
-    """Admit, parse, run, answer. Raises what the exception handlers turn into the error object."""
+    """Admit, parse and run a request, and return its response.
+
+    Raises HeadwayError of any kind; the application's exception handlers make the error object from it.
+    """
     server = context(request)
     request_id: str = request.scope["headway.id"]
+    # Holds the admission slot and the journal entry; released here on an error, else after the last byte.
     with ExitStack() as held:
         try:
             held.enter_context(server.admitted())
@@ -103,9 +108,11 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         form = make_format(job, server, request_id)
         journaled = None if server.journal is None else JournaledRequest.of(server.journal, request_id, form.kind, job)
         if journaled is not None:
+            # Pushed after admission, so it runs first: the journal entry ends before the slot is free.
             held.callback(_end, server, journaled, records)
         pieces = run_job(server, job, request_id, records, journaled)
         if job.stream:
+            # The response outlives this function: the slot is released when the stream has ended.
             release = held.pop_all()
             return SseResponse(_events(form, pieces, records), server.settings, server.active, release.close)
         answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)), server.active)
@@ -115,26 +122,27 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
 
 
 async def _close(held: ExitStack) -> None:
-    """On the event loop, where all that it holds belongs."""
+    """Close the stack on the event loop; starlette would run a plain function in a worker thread."""
     held.close()
 
 
 def _end(server: ServerContext, journaled: JournaledRequest, records: Sequence[GenerationRecord]) -> None:
-    """The client has its answer, or has left; unless the next server shall answer."""
+    """End the request in the journal, unless it is left to the next server."""
     if not is_unfinished(server, records):
         journaled.end()
 
 
 def is_unfinished(server: ServerContext, records: Sequence[GenerationRecord]) -> bool:
-    """Whether the engine was given up before every prompt had its answer: the request is left to the next server.
+    """Return whether the engine was lost for good before every prompt had its answer.
 
-    An engine that ends after it was drained has answered all, though not all of that may have been sent yet.
+    Such a request is left to the next server. A drained engine has finished every prompt, even where the last bytes are
+    still to be sent.
     """
     return server.engine.state == "lost" and any(record.reason not in ("stop", "length") for record in records)
 
 
 def usage(job: GenerationJob, records: Sequence[GenerationRecord]) -> dict[str, int]:
-    """Token counts over all choices."""
+    """Return the API's token counts over all choices."""
     output = sum(record.output_tokens for record in records)
     prompt = job.prompt_tokens
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -147,7 +155,7 @@ def run_job(
     records: Sequence[GenerationRecord],
     journaled: JournaledRequest | None,
 ) -> AsyncGenerator[tuple[int, TextPiece], None]:
-    """The pieces of all prompts, as they come, each with its prompt's index."""
+    """Yield the pieces of all prompts in order of arrival, each with its prompt's index."""
     return merged(
         [
             generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record, journaled, index)
@@ -178,11 +186,15 @@ async def _collect(pieces: AsyncGenerator[tuple[int, TextPiece], None], count: i
 async def _unless_client_leaves(
     request: Request, work: Coroutine[Any, Any, list[ChoiceAnswer]], active: ActiveTasks
 ) -> list[ChoiceAnswer]:
-    """Run `work`; when the client leaves first, cancel it (which aborts in the engine)."""
+    """Await `work`; when the client disconnects first, cancel it, which aborts the request in the engine.
+
+    Raises ApiError 499 for a client that left, UnavailableError when the server's shutdown cancelled `work`.
+    """
     task = active.begin(work)
     watcher = asyncio.create_task(client_gone(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        # Only `ActiveTasks.cancel` cancels this task before the wait returns.
         if task.cancelled():
             raise server_ending_error()
         if task.done():

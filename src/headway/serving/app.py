@@ -46,8 +46,8 @@ async def chat_completions(request: Request) -> Response:
 def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: ServerSettings) -> FastAPI:
     """Make the ASGI application. Its lifespan starts the engine (if `settings.start_engine`) and closes it at the end.
 
-    An engine that cannot start makes the lifespan fail with its own ConfigError. The parts are in `app.state.headway`
-    (a `ServerContext`), for `run.serve` and for tests.
+    When the engine cannot start, the lifespan fails with the engine's ConfigError. `app.state.headway` holds the
+    `ServerContext`, for `run.serve` and for tests.
     """
     served_as = settings.served_model_name[0] if settings.served_model_name else None
     server = ServerContext(engine, tokenizer, settings, BodyReader(settings), ServerMetrics(engine, served_as))
@@ -64,6 +64,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             yield
         finally:
             if server.journal is not None:
+                # Closed first: requests that the shutdown cancels must not end in the journal.
                 server.journal.close()
             recovered_requests.stop_all(server)
             server.bodies.close()
@@ -83,11 +84,12 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
 
 
 async def _show_docs(request: Request) -> Response:
-    """All endpoints on one page that loads nothing from anywhere."""
+    """Show all endpoints on one self-contained page."""
     return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
 
 
 async def _on_headway_error(request: Request, error: Exception) -> Response:
+    """Answer with the error object of any HeadwayError that an endpoint raised."""
     return error_response(as_api_error(error))
 
 

@@ -1,6 +1,6 @@
-"""The first thing a request meets and the last to see its answer: id, authorisation, log line, uncaught errors.
+"""Outermost ASGI layer: request id, authorisation, log line, uncaught errors.
 
-A plain ASGI wrapper and no framework middleware, so that streams pass through untouched.
+A plain ASGI wrapper instead of framework middleware, so that streams pass through unbuffered.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class AuthMiddleware:
-    """Wraps the application. Without `api_key` all requests pass; health and metrics are always open."""
+    """ASGI middleware. Without `api_key` all requests pass; paths outside `PROTECTED` are always open."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._expected = f"Bearer {api_key}".encode() if api_key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request: authorise, forward, log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(reversed(scope["headers"]))  # the first of several wins
+        headers = dict(reversed(scope["headers"]))  # of repeated headers the first wins: dict() keeps the last
         ident = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
+        # Filled by the endpoint (`records`, `client`), read below for the log line.
         notes: dict[str, Any] = {}
         scope["headway.id"], scope["headway.log"] = ident, notes
         began, status = time.monotonic(), 0
@@ -54,7 +55,8 @@ class AuthMiddleware:
             else:
                 refusal = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
                 await error_response(refusal)(scope, receive, stamped)
-        except asyncio.CancelledError:  # the server's end came before the answer's
+        except asyncio.CancelledError:  # the server's shutdown cancelled the request
+            # A response that has begun cannot be replaced by an error.
             if status:
                 raise
             await error_response(as_api_error(server_ending_error()))(scope, receive, stamped)
@@ -72,4 +74,5 @@ class AuthMiddleware:
     def _may_pass(self, path: str, given: bytes) -> bool:
         if self._expected is None or not path.startswith(PROTECTED):
             return True
+        # Constant time, so that the key cannot be guessed byte by byte.
         return hmac.compare_digest(given, self._expected)

@@ -1,4 +1,4 @@
-"""State that all endpoints share: one object per server, held in `app.state.headway`."""
+"""State shared by all endpoints: one object per server, in `app.state.headway`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ServerContext:
-    """The server's parts."""
+    """The parts of one server, and its admission control. All methods are called on the event loop."""
 
     engine: EngineClient
     tokenizer: ModelTokenizer
@@ -40,23 +40,29 @@ class ServerContext:
     in_flight: int = 0
     """Generation requests between acceptance and their last byte."""
     failure: HeadwayError | None = None
-    """Why the engine did not start."""
+    """The error that kept the engine from starting."""
     journal: RequestJournal | None = None
+    """None without `--journal`."""
     recovered: dict[str, RecoveredRequest] = field(default_factory=dict)
-    """Requests that the journal had from an earlier server, by id."""
+    """Requests taken over from an earlier server's journal, by request id."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
+    """Tasks that compute answers, for cancellation at shutdown."""
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 
     async def start_engine(self) -> None:
-        """Wait until the engine is ready. Raises its ConfigError, or UnavailableError when `cancel_start` was
-        called."""
+        """Wait until the engine is ready.
+
+        Raises the engine's ConfigError, also for a journal of another model, or UnavailableError after `cancel_start`.
+        The error is kept in `failure`.
+        """
         self._starting = asyncio.ensure_future(self.engine.start())
         try:
             info = await self._starting
             if self.journal is not None:
                 self.journal.belongs_to(f"{info.model} ({info.architecture}, {info.parameters} parameters)")
         except asyncio.CancelledError:
+            # This task itself was cancelled, and not the engine's start by `cancel_start`.
             if not self._starting.cancelled():
                 raise
             self.failure = UnavailableError("stopped while the engine was starting")
@@ -66,13 +72,12 @@ class ServerContext:
             raise
 
     def close_journal(self) -> None:
-        """Leave what has not been answered by now in the journal, to the next server."""
+        """Stop recording: requests that are unfinished now are left to the next server."""
         if self.journal is not None:
             self.journal.close()
 
     def interrupt_clients(self) -> None:
-        """End all requests: clients get 503, or an error event in a stream, and the journal is closed. Harmless when
-        repeated."""
+        """Cancel all requests: clients get 503, or an error event in a stream. Closes the journal first. Idempotent."""
         self.close_journal()
         self.active.cancel()
 
@@ -82,9 +87,9 @@ class ServerContext:
             self._starting.cancel()
 
     def info(self) -> EngineInfo:
-        """The engine's description; raises UnavailableError unless it is ready to take requests."""
+        """Return the engine's description. Raises UnavailableError unless the engine accepts requests."""
         match self.engine.state:
-            case "ready" | "recovering":  # requests that come meanwhile wait
+            case "ready" | "recovering":  # the engine queues requests until it has recovered
                 return self.engine.info
             case "draining":
                 raise UnavailableError("the server is finishing what it has and takes nothing new", 5.0)
@@ -94,17 +99,20 @@ class ServerContext:
                 raise UnavailableError("the engine is still starting", 5.0)
 
     def models(self) -> tuple[str, ...]:
-        """The names this server answers to; the first is the one shown."""
+        """Return the model names that requests may use; the first is shown in error messages."""
         return self.settings.served_model_name or (self.engine.info.model,)
 
     def prompts(self, info: EngineInfo) -> PromptReader:
-        """Reads prompts for this engine's vocabulary."""
+        """Return the prompt reader for the engine's vocabulary, made on first use."""
         if self._reader is None:
             self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts)
         return self._reader
 
     async def parse(self, request: Request, parse: Callable[[BodyFields, RequestContext, PromptReader], T]) -> T:
-        """Read the body and parse it, in a worker thread when it is large. 503 before a byte is read, if it must be."""
+        """Read the body and parse it, in a worker thread when it is large.
+
+        Raises UnavailableError before reading when the engine accepts nothing, and what `parse` raises.
+        """
         info = self.info()
         reader = self.prompts(info)
         models = self.models()
@@ -117,10 +125,11 @@ class ServerContext:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Held while a generation request is alive. Raises OverloadedError at the limits."""
+        """Hold an admission slot while a generation request is alive. Raises OverloadedError at the limits."""
         settings = self.settings
         if self.in_flight >= settings.max_concurrent_requests:
             raise OverloadedError(f"{self.in_flight} requests are in flight (max_concurrent_requests); try again")
+        # The newest stats snapshot may lag: the engine enforces its own limit as well.
         if settings.max_queued_requests and self.engine.stats.waiting >= settings.max_queued_requests:
             raise OverloadedError(f"{self.engine.stats.waiting} requests wait (max_queued_requests); try again")
         self.in_flight += 1
@@ -131,7 +140,7 @@ class ServerContext:
 
 
 def context(request: Request) -> ServerContext:
-    """The context of the server that answers `request`."""
+    """Return the context of the server that handles `request`."""
     found = request.app.state.headway
     assert isinstance(found, ServerContext)
     return found

@@ -1,4 +1,4 @@
-"""One prompt through the engine: deltas of tokens in, pieces of visible text out."""
+"""Generation for one prompt: the engine's token deltas in, pieces of visible text out."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from headway.serving.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one delta adds to the answer. `finish` is set on the last one; `stop_reason` is the string or token id."""
+    """What one delta adds to the answer."""
 
     text: str
+    """Text that can be shown now; it may lag behind `tokens`."""
     tokens: tuple[int, ...]
     scored: tuple[ScoredToken, ...] = ()
+    """Log-probabilities of tokens whose text has been shown."""
     finish: Literal["stop", "length"] | None = None
+    """Set on the last piece only."""
     stop_reason: str | int | None = None
+    """The stop string or the token id that ended the answer, where one did."""
 
     @property
     def visible(self) -> bool:
-        """Whether a client gets it: some pieces hold text back that may become a stop string."""
+        """Whether the piece is sent: a piece is empty while its text may still become part of a stop string."""
         return bool(self.tokens or self.text or self.finish is not None)
 
 
@@ -48,12 +52,12 @@ async def generate(
 ) -> AsyncGenerator[TextPiece, None]:
     """Run one prompt and yield its pieces; the last has `finish`.
 
-    journaled: the request's entry in the journal, in which the prompt has `index`: output from before a restart comes
-    first, and what follows is written down before it is sent. Closing this generator early aborts the request in the
-    engine, and so does a stop string that matches. Raises ApiError when the engine ends the request for a reason of its
-    own.
+    journaled: the request's entry in the journal; index: the prompt's index in it. Output from before a restart is
+    yielded first; new output is recorded before it is yielded. Closing this generator early, or a match of a stop
+    string, aborts the request in the engine. Raises ApiError when the engine aborts, times out or fails.
     """
     assembler = AnswerAssembler(tokenizer, job.text)
+    # Replay recorded output through the same assembler: stop strings and partial characters span the restart.
     earlier = () if journaled is None else journaled.emitted_before(index)
     for delta in earlier:
         record.resume(delta)
@@ -64,7 +68,7 @@ async def generate(
             record.finish(piece.finish)
             return
     submit = _submission(job, prompt, engine_id, journaled, earlier)
-    # The protocol promises an iterator that can be closed early; closing is what tells the engine to abort.
+    # The protocol returns an iterator that can be closed early; closing it aborts the request in the engine.
     deltas = cast("AsyncGenerator[OutputDelta, None]", engine.generate(submit, prompt.data))
     try:
         async with aclosing(deltas):
@@ -75,12 +79,14 @@ async def generate(
                 piece = assembler.feed(delta)
                 if piece.finish is not None:
                     record.finish(piece.finish)
+                # The record is finished before the yield: a client that leaves at the yield must not count as an abort.
                 if piece.visible:
                     yield piece
                 if piece.finish is not None:
                     return
         raise ApiError(500, "the engine ended the request without a finish reason")
     except (OverloadedError, UnavailableError) as error:
+        # Refused by the engine before any output: counted as a rejection. `finish` is then a no-op.
         if record.first_token_s is None:
             record.reject(as_api_error(error).status)
         record.finish("error")
@@ -89,7 +95,7 @@ async def generate(
         record.finish("error")
         raise
     finally:
-        record.finish("abort")  # the first reason given stays: this one is for a client that left
+        record.finish("abort")  # a no-op after any other reason: only a client that left reaches this one first
 
 
 def _submission(
@@ -99,7 +105,7 @@ def _submission(
     journaled: JournaledRequest | None,
     earlier: Sequence[OutputDelta],
 ) -> SubmitRequest:
-    """The engine's request. earlier: output from before a restart, which the engine takes for computed."""
+    """Build the engine's request. earlier: output from before a restart, which the engine does not sample again."""
     return SubmitRequest(
         id=engine_id,
         prompt_tokens=prompt.tokens,
@@ -114,7 +120,7 @@ def _submission(
 
 
 def _observe(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) -> None:
-    """Count a delta. Raises ApiError where it ends the request without an answer."""
+    """Add a delta to the record. Raises ApiError when it ends the request without an answer."""
     record.observe(delta)
     if delta.finish in ("abort", "timeout", "error"):
         record.finish(delta.finish)
@@ -122,20 +128,23 @@ def _observe(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) -
 
 
 class AnswerAssembler:
-    """The state of one answer: detokeniser, stop strings, and log-probabilities that wait for their text to show."""
+    """State of one answer: detokeniser, stop strings, and log-probabilities whose text is not shown yet."""
 
     def __init__(self, tokenizer: ModelTokenizer, options: TextOptions) -> None:
         self._detokeniser = tokenizer.detokeniser(skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
         self._min_tokens = options.min_tokens
         self._stops = bool(options.stops)
+        # Output tokens so far.
         self._tokens = 0
+        # Characters detokenised, and characters shown; they differ by text held back for stop strings.
         self._raw = 0
         self._shown = 0
+        # Log-probabilities of tokens whose first character is not shown yet, by ascending offset.
         self._waiting: deque[ScoredToken] = deque()
 
     def feed(self, delta: OutputDelta) -> TextPiece:
-        """The piece that this delta adds; tokens after the end of a stop string are dropped."""
+        """Return the piece that this delta adds; tokens after the end of a stop string are dropped."""
         parts: list[str] = []
         used = 0
         for place, token in enumerate(delta.tokens):
@@ -147,6 +156,7 @@ class AnswerAssembler:
             if self._matcher.matched is not None:
                 break
         finish: Literal["stop", "length"] | None = None
+        # A character left incomplete at the end may itself complete a stop string.
         if delta.finish is not None and self._matcher.matched is None:
             parts.append(self._show(self._detokeniser.flush()))
         if self._matcher.matched is not None:
@@ -156,12 +166,14 @@ class AnswerAssembler:
             finish = "stop" if delta.finish == "stop" else "length"
         text = "".join(parts)
         self._shown += len(text)
+        # After a matched stop string only tokens of shown text are reported; otherwise all of them.
         complete = finish is not None and self._matcher.matched is None
         scored = self._release(everything=complete or not self._stops)
         reason = self._matcher.matched if self._matcher.matched is not None else delta.stop_token
         return TextPiece(text, delta.tokens[:used], scored, finish, reason if finish == "stop" else None)
 
     def _show(self, text: str) -> str:
+        """Pass text through the stop matcher, from the `min_tokens`-th token on."""
         self._raw += len(text)
         return self._matcher.feed(text) if self._tokens >= self._min_tokens else text
 

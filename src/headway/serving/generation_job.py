@@ -1,4 +1,4 @@
-"""What one HTTP request asks for, checked and ready to run. Made by `completions` and `chat`, run by `generate`."""
+"""One HTTP request for generation, validated and ready to run. Built by `completions` and `chat`, run by `generate`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from headway.serving.slo import read_slo
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become text. `min_tokens`: stop strings count only from there on."""
+    """How output tokens become text."""
 
     stops: tuple[str, ...] = ()
+    """Stop strings, without duplicates."""
     include_stop: bool = False
+    """Whether the stop string that matched is part of the text."""
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    """Output tokens before which stop strings are not matched."""
     return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """One HTTP request: one engine request for each prompt. `timeout_s` counts from `received_s` (monotonic)."""
+    """One HTTP request: one engine request for each prompt."""
 
     model: str
     prompts: tuple[TokenPrompt, ...]
@@ -41,25 +44,30 @@ class GenerationJob:
     slo: Slo
     priority: int
     timeout_s: float | None
+    """Seconds after `received_s` at which the engine ends the request; None: no limit."""
     received_s: float
+    """When the whole body had arrived, `time.monotonic()` seconds."""
     stream: bool
     include_usage: bool
+    """Whether a stream ends with a chunk of token counts."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Over all prompts."""
+        """Number of prompt tokens over all prompts."""
         return sum(prompt.tokens for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Where a request came from: what its parser needs to know besides the body."""
+    """Input of a request's parser besides the body."""
 
     headers: Mapping[str, str]
     received_s: float
+    """When the whole body had arrived, `time.monotonic()` seconds."""
     info: EngineInfo
     settings: ServerSettings
     models: tuple[str, ...]
+    """Names that the model is served by."""
 
 
 def build_job(
@@ -69,8 +77,9 @@ def build_job(
     params: SamplingParams,
     length_field: str | None,
 ) -> GenerationJob:
-    """Make the job of a checked body. length_field: how the client spelt its output limit, for errors."""
+    """Build the job of a validated body. length_field: the body's field that limits the output, named in errors."""
     settings = context.settings
+    # The smaller of the client's and the operator's limit: a client may shorten, never extend.
     limits = [limit for limit in (body.timeout_s, settings.request_timeout_s) if limit is not None]
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream': true", "stream_options")
@@ -95,7 +104,7 @@ def build_job(
 
 
 def read_model(fields: BodyFields, models: tuple[str, ...]) -> str:
-    """Return the name that the client asked for.
+    """Return the model name in the request.
 
     Raises RequestError when it is missing, ApiError 404 when it is none of `models`.
     """
@@ -110,13 +119,14 @@ def read_model(fields: BodyFields, models: tuple[str, ...]) -> str:
 def fit_length(
     prompts: tuple[TokenPrompt, ...], params: SamplingParams, info: EngineInfo, length_field: str | None
 ) -> SamplingParams:
-    """Refuse what can never fit into the model's context or the KV pool; settle an open `max_tokens`.
+    """Set an open `max_tokens`, and raise RequestError for lengths that exceed the model's context or the KV pool.
 
-    `length_field` None: the client left its output limit open, and gets what is left.
+    `length_field` None: the client set no output limit, so `max_tokens` becomes what the longest prompt leaves.
     """
     longest = max(prompt.tokens for prompt in prompts)
     bounds = [(info.max_model_len, "the model's context (max_model_len)"), (info.kv_tokens_total, "the KV pool")]
     for bound, what in bounds:
+        # At least one output token must fit, hence >= and not >.
         if longest >= bound:
             raise RequestError(
                 f"the prompt has {longest} tokens; {what} holds {bound}, of which at least one must be left for output",

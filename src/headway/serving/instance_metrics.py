@@ -27,13 +27,13 @@ _COUNTERS = {
 
 
 class InstanceCollector:
-    """Asks the router at each scrape."""
+    """Collector of the controller's instance reports, read at each scrape."""
 
     def __init__(self, cluster: InstanceAdmin) -> None:
         self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry at each scrape."""
+        """Yield one family per metric, with a sample per instance; called by the registry at each scrape."""
         instances = self._cluster.report().instances
         up = GaugeMetricFamily(f"{_PREFIX}up", "1 when the instance serves, 0 otherwise.", labels=_LABELS)
         for each in instances:

@@ -32,6 +32,7 @@ async def show(request: Request) -> Response:
 async def show_one(request: Request) -> Response:
     """Its state and load."""
     number = _number(request)
+    # Few instances: a scan is cheaper than an index.
     for report in _cluster(request).report().instances:
         if report.id == number:
             return json_response(report)
@@ -72,6 +73,7 @@ def _cluster(request: Request) -> InstanceAdmin:
 
 def _number(request: Request) -> int:
     text: str = request.path_params["number"]
+    # One spelling per instance: no leading zeros, no other scripts' digits.
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or text != str(int(text)):
         raise ApiError(404, f"there is no instance {text[:40]!r}: instances have numbers")
     return int(text)

@@ -1,10 +1,9 @@
-"""A write-ahead journal of accepted requests and their output, from which a new server process goes on.
+"""Write-ahead journal of accepted requests and their output, from which a new server process resumes them.
 
-An append-only file of records, each with its length and CRC-32. A record is written (one `write`) before the output it
-holds leaves the server, so it outlives the process, however that ends; a thread calls fsync every second, so at most
-the last second
-is lost with the whole machine. A last record that is torn is dropped. The file is written anew, without what has ended,
-when it is opened and whenever most of it has ended.
+The file is append-only: a sequence of records, each with its length and CRC-32. A record is written (one `write`)
+before the output it holds leaves the server, so it survives a crash of the process. A thread calls fsync every second,
+so a crash of the host loses at most the last second. A torn last record is dropped. The file is rewritten without ended
+requests when it is opened, and when ended requests take more than `slack_bytes` of it.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ from headway.runtime.engine.protocol import OutputDelta
 log = logging.getLogger("headway.server")
 
 _FILE, _LOCK = "requests.journal", "lock"
+# Frame header: payload length in bytes, CRC-32 of the payload; both uint32, little-endian.
 _HEAD = struct.Struct("<II")
 _SYNC_S = 1.0
 _SCHEMA = 1
 
 
 class JournalOpened(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """The first record."""
+    """First record of a file: its format and the model that its token ids belong to."""
 
     schema: int
     model: str = ""
-    """The model of the token ids; empty until it is known."""
+    """Name and size of the model; empty until the engine has started."""
 
 
 class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -47,9 +47,9 @@ class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
     number: int
     id: str
-    """The client's, or one that the server made."""
+    """Request id: the client's `X-Request-Id`, or one made by the server."""
     at_s: float
-    """Unix time."""
+    """Time of acceptance, Unix seconds: a monotonic clock does not survive a reboot."""
     job: bytes
     """A `journaled_request._JournaledJob`, encoded."""
     prompts: tuple[bytes, ...]
@@ -65,7 +65,7 @@ class OutputRecorded(msgspec.Struct, frozen=True, array_like=True, tag="t"):
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """The client has its answer, or none will be asked for."""
+    """The answer was delivered or is no longer wanted: the request needs no recovery."""
 
     number: int
 
@@ -78,19 +78,22 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 @dataclass(slots=True)
 class JournalEntry:
-    """A request that has not ended, and the output of each of its prompts."""
+    """A request that has not ended."""
 
     accepted: RequestAccepted
     outputs: list[list[OutputDelta]] = field(default_factory=list)
+    """Recorded output, by prompt, in order."""
 
 
 class RequestJournal:
-    """The journal in `folder`, made if need be; `unfinished` is what an earlier process has not ended, by number.
+    """The journal in a folder, which is created when missing.
 
-    Raises ConfigError when another server writes to it. Not safe between threads, but for its own.
+    Raises ConfigError when another server has the folder locked. All methods are called on the event loop; the only
+    other thread is the journal's own, which calls fsync.
     """
 
     def __init__(self, folder: Path, slack_bytes: int = 64 << 20) -> None:
+        # Bytes of ended requests that trigger a rewrite; `_allowed_bytes` grows after a rewrite that failed.
         self._slack_bytes = self._allowed_bytes = slack_bytes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,17 +101,21 @@ class RequestJournal:
         except OSError as error:
             raise ConfigError(f"--journal {folder}: {error.strerror}") from error
         try:
+            # The lock is on a file of its own, because a rewrite replaces the journal's inode.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
             raise ConfigError(f"--journal {folder}: another server writes to it; give each its own folder") from None
         self._path = folder / _FILE
         self._opened = JournalOpened(_SCHEMA)
+        # Requests that an earlier process accepted and did not end, by number.
         self.unfinished: dict[int, JournalEntry] = {}
+        # Bytes in the file of each request that has not ended, by number.
         self._live: dict[int, int] = {}
         self._size = 0
         self._next = 1
         self._file = -1
+        # Held around a change of `_file` or `_dirty`, which the fsync thread reads.
         self._guard = threading.Lock()
         try:
             self._load()
@@ -121,7 +128,7 @@ class RequestJournal:
         self._syncing.start()
 
     def belongs_to(self, model: str) -> None:
-        """Called once the model is known. Raises ConfigError when unfinished requests are of another."""
+        """Bind the journal to a model, once it is known. Raises ConfigError when unfinished requests are of another."""
         if self._opened.model not in ("", model) and self.unfinished:
             raise ConfigError(
                 f"{self._path} holds {len(self.unfinished)} unfinished requests of {self._opened.model}, and this "
@@ -132,28 +139,33 @@ class RequestJournal:
             self._rewrite()
 
     def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview]) -> int:
-        """Write down an accepted request; its number in this journal."""
+        """Record an accepted request; return its number in this journal."""
         number, self._next = self._next, self._next + 1
         self._append(number, RequestAccepted(number, request_id, time.time(), job, tuple(map(bytes, prompts))))
         return number
 
     def write_output(self, number: int, index: int, delta: OutputDelta) -> None:
-        """Write down output before it is sent. Raises OSError when it cannot be written; earlier records stay good."""
+        """Record output; called before it is sent to the client.
+
+        Does nothing for a request that has ended. Raises OSError when the record cannot be written; earlier records
+        stay intact.
+        """
         if number in self._live:
             self._append(number, OutputRecorded(number, index, delta))
 
     def end(self, number: int) -> None:
-        """Write down that a request has ended. Harmless when repeated."""
+        """Record that a request has ended. Idempotent."""
         if number not in self._live or self._closed:
             return
         self._append(number, RequestEnded(number))
         del self._live[number]
         self.unfinished.pop(number, None)
+        # File size less the bytes of live requests: what a rewrite would free.
         if self._size - sum(self._live.values()) > self._allowed_bytes:
             self._compact()
 
     def close(self) -> None:
-        """Stop writing: what has not ended is left to the next server. Harmless when repeated."""
+        """Stop writing; unfinished requests are left to the next server. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -166,7 +178,7 @@ class RequestJournal:
     # -- the file -----------------------------------------------------------------------------------------------
 
     def _append(self, number: int, record: Record) -> None:
-        """Append all of the record, or raise OSError and append nothing: records behind a torn one would be lost."""
+        """Append the whole record, or raise OSError and append nothing: reading stops at a torn record."""
         if self._closed:
             return
         frame = _framed(record)
@@ -174,6 +186,7 @@ class RequestJournal:
             try:
                 _write(self._file, frame)
             except OSError:
+                # `_size` is still the end of the last whole record: it grows only after a successful write.
                 os.ftruncate(self._file, self._size)
                 raise
             self._dirty = True
@@ -181,6 +194,7 @@ class RequestJournal:
         self._live[number] = self._live.get(number, 0) + len(frame)
 
     def _load(self) -> None:
+        """Read the file of an earlier process, then rewrite it with the unfinished requests only."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -194,6 +208,7 @@ class RequestJournal:
                     raise ConfigError(f"{self._path} is of schema {record.schema}; this version reads {_SCHEMA}")
             elif isinstance(record, RequestAccepted):
                 self.unfinished[record.number] = JournalEntry(record, [[] for _ in record.prompts])
+                # Numbers go on after the largest in the file, those of ended requests included.
                 self._next = max(self._next, record.number + 1)
             elif isinstance(record, RequestEnded):
                 self.unfinished.pop(record.number, None)
@@ -205,8 +220,11 @@ class RequestJournal:
         self._rewrite(data[:good])
 
     def _compact(self) -> None:
-        """Rewrite the file without ended requests. Where the disk has no room for a second file, the old one grows on;
-        the next try is when as many bytes more have ended, because each try reads all of it."""
+        """Rewrite the file without ended requests.
+
+        On a full disk the old file stays in use, and the next attempt waits for `_slack_bytes` more of ended requests,
+        because each attempt reads the whole file.
+        """
         try:
             self._rewrite()
             self._allowed_bytes = self._slack_bytes
@@ -215,8 +233,10 @@ class RequestJournal:
             log.warning("%s cannot be written anew without what has ended: %s", self._path, error.strerror)
 
     def _rewrite(self, data: bytes | None = None) -> None:
-        """Write a new file of unfinished requests' records, then replace the old one; on OSError the old one stays in
-        use."""
+        """Write the records of unfinished requests to a new file, then replace the old one.
+
+        data: contents of the old file, where they have been read already. On OSError the old file stays in use.
+        """
         data = self._path.read_bytes() if data is None else data
         fresh = self._path.with_suffix(".new")
         live = dict.fromkeys(self._live, 0)
@@ -232,6 +252,7 @@ class RequestJournal:
                     size += len(frame)
                     live[record.number] += len(frame)
             os.fsync(file)
+            # fsync before the rename: otherwise a crash could leave the final name with empty contents.
             os.replace(fresh, self._path)
         except BaseException:
             os.close(file)
@@ -242,6 +263,7 @@ class RequestJournal:
             self._size, self._live = size, live
         if old >= 0:
             os.close(old)
+        # The rename itself is durable only once the folder is synced.
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -249,9 +271,11 @@ class RequestJournal:
             os.close(folder)
 
     def _sync(self) -> None:
+        """Call fsync once a second while there is something new; the body of the journal's own thread."""
         while not self._stop.wait(_SYNC_S):
             with self._guard:
                 dirty, self._dirty = self._dirty, False
+                # A duplicate, so that fsync runs without the lock while a rewrite may close the original.
                 copy = os.dup(self._file) if dirty else -1
             if copy >= 0:
                 with suppress(OSError):  # a full disk shows where it is written to
@@ -265,7 +289,7 @@ def _framed(record: Record) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[tuple[int, Record]]:
-    """Whole records from the beginning, each with where it ends. Stops at the first that is not whole."""
+    """Yield whole records from the beginning, each with its end in bytes. Stops at the first torn or corrupt one."""
     at = 0
     while at + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, at)
@@ -283,4 +307,5 @@ def _records(data: bytes) -> Iterator[tuple[int, Record]]:
 def _write(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
+        # os.write may write less than it was given, on a nearly full disk for example.
         view = view[os.write(file, view) :]

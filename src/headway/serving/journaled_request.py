@@ -1,4 +1,4 @@
-"""One request and the journal: what is written while it is served, and how it is read back after a restart."""
+"""A request's entry in the journal: written while the request is served, read back after a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["completion", "chat"]
 
 
 class _JournaledJob(msgspec.Struct, frozen=True):
-    """A job without its prompts, as the journal has it."""
+    """A `GenerationJob` without its prompts, in the journal's encoding."""
 
     kind: Kind
     model: str
@@ -39,11 +39,11 @@ class JournaledRequest:
     journal: RequestJournal
     number: int
     earlier: Sequence[Sequence[OutputDelta]] | None = None
-    """By prompt, its output before a restart; None for a request that this server accepted."""
+    """Output from before a restart, by prompt; None for a request that this server accepted."""
 
     @classmethod
     def of(cls, journal: RequestJournal, request_id: str, kind: Kind, job: GenerationJob) -> JournaledRequest:
-        """Write down a request that is accepted."""
+        """Record a request that was just accepted."""
         saved = _JournaledJob(
             kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage
         )
@@ -56,31 +56,36 @@ class JournaledRequest:
 
     @property
     def resumes(self) -> bool:
-        """Whether an earlier server accepted it."""
+        """Whether an earlier server accepted the request."""
         return self.earlier is not None
 
     def write(self, index: int, delta: OutputDelta) -> None:
-        """Write down output of prompt `index`; called before it is sent to the client."""
+        """Record output of prompt `index`; called before it is sent to the client. Raises OSError."""
         self.journal.write_output(self.number, index, delta)
 
     def end(self) -> None:
-        """Write down that the client has had its answer, or has left."""
+        """Record that the request has ended: answered, or abandoned by its client."""
         self.journal.end(self.number)
 
 
 def job_of(entry: JournalEntry, now_s: float, unix_s: float) -> tuple[Kind, GenerationJob]:
-    """Restore the job of a request that an earlier server accepted. Its queue time counts from then; a time limit
-    begins
-    anew."""
+    """Restore the job of a request that an earlier server accepted.
+
+    now_s, unix_s: the present on the monotonic and on the Unix clock. Queue time counts from the first acceptance; a
+    time limit starts again from now.
+    """
     saved = msgspec.msgpack.decode(entry.accepted.job, type=_JournaledJob)
+    # The Unix clock may have been set back between the two processes.
     age_s = max(0.0, unix_s - entry.accepted.at_s)
     job = GenerationJob(
         model=saved.model,
+        # int32: four bytes per token id
         prompts=tuple(TokenPrompt(memoryview(data), len(data) // 4) for data in entry.accepted.prompts),
         params=saved.params,
         text=saved.text,
         slo=saved.slo,
         priority=saved.priority,
+        # `timeout_s` counts from `received_s`, which lies `age_s` in the past.
         timeout_s=None if saved.timeout_s is None else saved.timeout_s + age_s,
         received_s=now_s - age_s,
         stream=saved.stream,

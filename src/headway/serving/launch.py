@@ -1,4 +1,4 @@
-"""Composition of a service: settings in, a served endpoint out, from the bound socket to the last client's answer."""
+"""Composition of a service: from settings to a served endpoint, for one engine or for a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.serving.settings import ServerSettings
 
 
 def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public: bool) -> int:
-    """Serve one engine until a signal ends it; the exit status. Raises ConfigError when it cannot start."""
+    """Serve one engine until a signal; return the exit status. Raises ConfigError when it cannot start."""
     with _bound(settings, allow_public) as sockets:
         from headway.runtime.engine.client import ProcessEngineClient
 
@@ -32,7 +32,7 @@ def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public:
             client = ProcessEngineClient(config)  # the engine loads while this process imports the server
             started = _serve(client, config.model, settings, sockets, allow_public)
         finally:
-            # Before the engine: clients that connect from now on are refused and not left waiting.
+            # Before ending the engine, which takes a while: new connections are refused instead of left waiting.
             release(sockets)
             if client is not None:
                 client.end()
@@ -42,10 +42,10 @@ def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public:
 def serve_cluster(
     file: ClusterFile, where: str, config: EngineConfig, settings: ServeSettings, *, allow_public: bool
 ) -> int:
-    """Serve the instances of a cluster file until a signal ends it; the exit status.
+    """Serve the instances of a cluster file until a signal; return the exit status.
 
-    where: what errors call the file; config: node 0's, with the hosts' token; settings: the file's `serve`. Raises
-    ConfigError when it cannot start.
+    where: the file's name in errors; config: node 0's, with the hosts' token; settings: the file's `serve` section.
+    Raises ConfigError when the cluster cannot start.
     """
     server = settings.server_settings()
     with _bound(server, allow_public) as sockets:
@@ -53,6 +53,7 @@ def serve_cluster(
 
         model = config.model
         log = cluster_rules.open_log(settings.event_log)
+        # Host of each instance by number: filled by the factory, read by the coordinator.
         host_of: dict[int, int] = {}
         instances: list[LiveInstance] = []
         folder = ScratchFolder("headway-cluster-")
@@ -71,7 +72,7 @@ def serve_cluster(
                 in_place=file.group_decode == "in-place",
             )
             started = _serve(client, model, server, sockets, allow_public)
-            instances = list(client.fleet)  # those that joined meanwhile, too
+            instances = list(client.fleet)  # includes instances that joined while serving
         finally:
             for each in instances:
                 each.end()
@@ -83,8 +84,10 @@ def serve_cluster(
 
 @contextmanager
 def _bound(settings: ServerSettings, allow_public: bool) -> Iterator[list[socket]]:
-    """Sockets that listen on the settings' address: bound before anything is loaded, so that an address in use is an
-    error at once."""
+    """Bind the settings' address for the duration of the context.
+
+    Called before anything is loaded, so that an address in use is an error at once. Raises ConfigError.
+    """
     check_binding(settings.host, settings.api_key, allow_public)
     sockets = bind(settings.host, settings.port)
     try:
@@ -105,7 +108,7 @@ def _serve(
 
 
 def _cores(coordinator: HostCoordinator | None) -> list[int]:
-    """Cores of each host, once all are there; empty for one host."""
+    """Return the cores of each host, after waiting until all have connected; empty for one host."""
     return [] if coordinator is None else [host.cores for host in coordinator.gather()]
 
 

@@ -1,4 +1,4 @@
-"""Several streams as one, in the order in which things happen."""
+"""Merging several asynchronous generators into one, in order of arrival."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _BACKLOG = 64
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yields (index of the source, item) until all have ended; the first error ends all, and so does closing.
+    """Yield (index of the source, item) until all sources have ended; the first error or closing ends all of them.
 
-    All sources are started at once. At most a few items wait in between: a slow reader slows the sources.
+    All sources are started at once. At most `_BACKLOG` items are queued: a slow reader slows the sources.
     """
+    # The common case needs no task and no queue.
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for item in only:
@@ -24,6 +25,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_BACKLOG)
 
+    # Puts the source's items, then None at its end or the exception that ended it.
     async def forward(index: int, source: AsyncGenerator[T, None]) -> None:
         end: BaseException | None = None
         try:
@@ -32,6 +34,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                     await queue.put((index, item))
         except Exception as error:  # raised again by the reader
             end = error
+        # Not reached on cancellation: then nothing reads the queue any more.
         await queue.put(end)
 
     tasks = [asyncio.create_task(forward(index, source)) for index, source in enumerate(sources)]
@@ -50,7 +53,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[object]] | Sequence[asyncio.Task[None]]) -> None:
-    """Cancel and wait until every task has cleaned up after itself."""
+    """Cancel all tasks and wait until each has finished its cleanup. Their exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

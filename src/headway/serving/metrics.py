@@ -1,7 +1,7 @@
-"""Prometheus metrics, each defined once and shown under two names: `headway_...`, and `vllm:...` for what reads that.
+"""Prometheus metrics, each defined once and exported under `headway_...`, some also under `vllm:...`.
 
-Dashboards and routers in the field know the `vllm:` names; `ALIASES` lists which of ours they may have. Nothing here is
-global: a server has its own registry.
+Existing dashboards and load balancers read the `vllm:` names; `ALIASES` lists the metrics that have one. There is no
+global state: each server has its own registry.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ ALIASES = frozenset(
         "request_decode_time_seconds", "prompt_tokens", "generation_tokens", "request_success", "num_preemptions",
     }
 )  # fmt: skip
-"""Metric families (a counter's without its `_total`) that are shown under `vllm:` as well."""
+"""Metric families (counters without `_total`) that are exported under `vllm:` as well."""
 
+# Histogram buckets in seconds: `_LONG` for whole phases of a request, `_SHORT` for single tokens.
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40)
 _HISTOGRAMS = {
@@ -65,10 +66,10 @@ _ENGINE_GAUGES = {
 
 
 class ServerMetrics:
-    """One server's metrics. `record` makes the per-request hooks; `render` is the body of /metrics."""
+    """One server's metrics. `record` makes the per-request hooks; `render` returns the body of /metrics."""
 
     def __init__(self, engine: EngineClient, served_as: str | None) -> None:
-        """`served_as` is the label `model_name`; None: the engine's own name, once it is known."""
+        """served_as: the label `model_name`; None: the engine's own name, once it is known."""
         self._registry = CollectorRegistry()
         inner = CollectorRegistry()
         self._histograms = {
@@ -81,6 +82,7 @@ class ServerMetrics:
             PREFIX + "request_success", "Requests by how they ended.", ("finished_reason",), registry=inner
         )
         for reason in ("stop", "length", "abort", "timeout", "error"):
+            # Every reason is exported from the start, so that rates are defined before its first request.
             self._finished.labels(reason)
         self._rejected = Counter(
             PREFIX + "http_requests_rejected", "Generation requests not accepted, by status.",
@@ -92,10 +94,11 @@ class ServerMetrics:
         self._registry.register(_AliasedRegistry(inner, engine, served_as))
 
     def record(self, received_s: float, prompt_tokens: int) -> GenerationRecord:
-        """A record that reports into these metrics."""
+        """Make a record of one prompt that reports into these metrics."""
         gaps = self._histograms["inter_token_latency_seconds"]
 
         def gap(seconds: float, tokens: int) -> None:
+            # Several tokens in one delta share the gap, so that the histogram counts one entry per token.
             for _ in range(tokens):
                 gaps.observe(seconds / tokens)
 
@@ -103,11 +106,11 @@ class ServerMetrics:
         return GenerationRecord(received_s, prompt_tokens, first, gap, self._finish, self.rejected)
 
     def rejected(self, status: int) -> None:
-        """Called for each generation request that was answered without reaching the engine's end."""
+        """Count a generation request that was refused with an HTTP status; called once for each."""
         self._rejected.labels(str(status)).inc()
 
     def render(self) -> bytes:
-        """The text exposition format, version 0.0.4."""
+        """Return all metrics in the text exposition format, version 0.0.4."""
         return generate_latest(self._registry)
 
     def _finish(self, record: GenerationRecord) -> None:
@@ -117,6 +120,7 @@ class ServerMetrics:
         scheduled, first, last, end = (
             record.first_scheduled_s, record.first_token_s, record.last_token_s, record.finished_s,
         )  # fmt: skip
+        # Aborted and failed requests would make the end-to-end latency look short.
         if record.reason in ("stop", "length") and end is not None:
             self._observe("e2e_request_latency_seconds", end - record.received_s)
         if scheduled is not None:
@@ -133,13 +137,13 @@ class ServerMetrics:
 
 
 class _EngineCollector:
-    """The engine's newest snapshot as metrics, read when scraped."""
+    """The engine's newest stats snapshot as metrics, read at each scrape."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at each scrape."""
+        """Yield one family per gauge and counter; called by the registry at each scrape."""
         stats = self._engine.stats
         for name, (text, field) in _ENGINE_GAUGES.items():
             yield self._gauge(name, text, getattr(stats, field))
@@ -160,6 +164,7 @@ class _EngineCollector:
                 busy.add_metric((str(group), str(stage)), seconds)
             yield busy
         try:
+            # Not known until the engine has started: the family is left out until then.
             info = self._engine.info
         except UnavailableError:
             return
@@ -178,7 +183,7 @@ class _EngineCollector:
 
 
 class _AliasedRegistry:
-    """Every family under its own name, and those in `ALIASES` under the alias prefix too, all with the same labels."""
+    """Exports each family under its own name, and those in `ALIASES` under the alias prefix too, with common labels."""
 
     def __init__(self, inner: CollectorRegistry, engine: EngineClient, served_as: str | None) -> None:
         self._inner = inner
@@ -186,7 +191,7 @@ class _AliasedRegistry:
         self._served_as = served_as
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry at each scrape."""
+        """Yield all families of the inner registry, renamed; called by the registry at each scrape."""
         labels = {"model_name": self._model(), "engine": "0"}
         for family in self._inner.collect():
             name = family.name.removeprefix(PREFIX)
@@ -205,6 +210,7 @@ class _AliasedRegistry:
 def _shown(family: Metric, prefix: str, labels: dict[str, str]) -> Metric:
     shown = Metric(prefix + family.name.removeprefix(PREFIX), family.documentation, family.type)
     for sample in family.samples:
+        # Leave out prometheus_client's creation timestamps, one more series per counter and histogram.
         if not sample.name.endswith("_created"):
             name = prefix + sample.name.removeprefix(PREFIX)
             shown.add_sample(name, {**labels, **sample.labels}, sample.value)

@@ -73,7 +73,7 @@ async def metrics(request: Request) -> Response:
 
 
 def package_version() -> str:
-    """The installed version, or 'unknown' when run from a bare source tree."""
+    """Return the installed version, or 'unknown' when run from a bare source tree."""
     try:
         return version("headway")
     except PackageNotFoundError:

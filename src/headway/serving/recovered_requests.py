@@ -1,6 +1,6 @@
-"""Requests that an earlier server accepted and did not finish: computed to their end, and kept under their ids.
+"""Requests that an earlier server accepted and did not finish: computed to the end, then kept under their ids.
 
-Their clients lost the connection with the server; they ask for the answer at `/v1/requests/{id}`.
+Their clients lost the connection with the earlier server; the answer is served at `/v1/requests/{id}`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,24 @@ class RecoveredRequest:
     form: AnswerFormat
     journaled: JournaledRequest
     records: Sequence[GenerationRecord]
+    """One per prompt."""
     answers: list[ChoiceAnswer] = field(default_factory=list)
+    """One per prompt, for the non-streamed answer."""
     events: list[bytes] = field(default_factory=list)
+    """The answer as server-sent events, from the first; a later reader replays them."""
     error: ApiError | None = None
+    """Set instead of an answer when the request failed or was deleted."""
     finished: bool = False
-    """Whether all of the answer is there, or the error."""
+    """Whether the answer is complete or `error` is set."""
     task: asyncio.Task[None] | None = None
+    """Runs `_see_through`."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, pieces: AsyncGenerator[tuple[int, TextPiece], None]) -> None:
-        """Collect all pieces. An error becomes the answer; when cancelled, clients that follow the stream get an
-        error."""
+        """Collect all pieces of the answer.
+
+        An exception becomes `error`; on cancellation `error` is a 404, which readers of the stream receive.
+        """
         self.answers = [ChoiceAnswer() for _ in self.form.job.prompts]
         try:
             async with aclosing(pieces):
@@ -66,11 +73,12 @@ class RecoveredRequest:
             self.error = as_api_error(error)
             log.warning("a request that was taken up again failed: %s", self.error)
         finally:
+            # Set last and in every case: `replay` relies on it to stop waiting.
             self.finished = True
             self._changed.set()
 
     async def replay(self) -> AsyncGenerator[bytes, None]:
-        """Yield all events of the answer's stream, from the first, as they come."""
+        """Yield all events of the stream from the first, then new ones as they are added. Raises `error` at the end."""
         at = 0
         while True:
             while at < len(self.events):
@@ -80,11 +88,12 @@ class RecoveredRequest:
                 if self.error is not None:
                     raise self.error
                 return
+            # No await between the checks above and clear(): an event added meanwhile cannot be missed.
             self._changed.clear()
             await self._changed.wait()
 
     def whole(self) -> Response:
-        """Return the answer as its endpoint would have given it; 202 while it is computed."""
+        """Return the answer in its endpoint's format; 202 while it is being computed."""
         if not self.finished:
             emitted = sum(record.output_tokens for record in self.records)
             content = {"object": "request", "status": "running", "output_tokens": emitted}
@@ -99,15 +108,15 @@ class RecoveredRequest:
 
 
 def resume_all(server: ServerContext) -> None:
-    """Go on with the journal's unfinished requests. Called once, when the engine is ready."""
+    """Resume the journal's unfinished requests. Called once, when the engine is ready."""
     assert server.journal is not None
-    for number, entry in list(server.journal.unfinished.items()):  # what is dropped leaves it
+    for number, entry in list(server.journal.unfinished.items()):  # a copy: `_drop` removes entries
         request_id = entry.accepted.id
         kind, job = job_of(entry, time.monotonic(), time.time())
         journaled = JournaledRequest(server.journal, number, entry.outputs)
         records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
         resumed = RecoveredRequest(_FORMATS[kind](job, server, request_id), journaled, records)
-        _drop(server, request_id)  # of two with one id only the newer can be asked for
+        _drop(server, request_id)  # of two with the same id only the newer can be addressed
         server.recovered[request_id] = resumed
         resumed.task = asyncio.create_task(_see_through(server, request_id, resumed))
     if server.recovered:
@@ -115,7 +124,7 @@ def resume_all(server: ServerContext) -> None:
 
 
 def stop_all(server: ServerContext) -> None:
-    """Stop computing at the server's end: what is unfinished stays in the journal."""
+    """Cancel all computing tasks when the server shuts down; unfinished requests stay in the journal."""
     for resumed in server.recovered.values():
         if resumed.task is not None:
             resumed.task.cancel()
@@ -149,7 +158,11 @@ def _find(request: Request) -> RecoveredRequest:
 
 
 async def _see_through(server: ServerContext, request_id: str, resumed: RecoveredRequest) -> None:
-    """Compute the answer, then keep it for a while; in the journal for the next server, if the engine was given up."""
+    """Compute the answer, keep it for `journal_keep_s` seconds, then drop it.
+
+    When the engine was lost for good, the request stays in the journal for the next server.
+    """
+    # Counted like any other request, so that a drain waits for it; admission limits do not apply.
     server.in_flight += 1
     try:
         await resumed.run(run_job(server, resumed.form.job, request_id, resumed.records, resumed.journaled))
@@ -162,6 +175,7 @@ async def _see_through(server: ServerContext, request_id: str, resumed: Recovere
 
 
 def _drop(server: ServerContext, request_id: str) -> None:
+    """Forget a recovered request: end it in the journal and stop computing it. Idempotent."""
     resumed = server.recovered.pop(request_id, None)
     if resumed is not None:
         resumed.journaled.end()

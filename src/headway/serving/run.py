@@ -1,8 +1,8 @@
-"""Running the application with uvicorn: one process, one event loop, and an orderly end.
+"""Running the application with uvicorn: one process, one event loop, graceful shutdown.
 
-First SIGTERM or SIGINT: nothing new is taken, what was accepted is finished (for at most `drain_timeout_s`), then the
-server ends. A second signal ends it at once. Either way, clients without an answer get an
-error (`ServerContext.interrupt_clients`) and a few seconds to read it; a third signal does not wait for that.
+First SIGTERM or SIGINT: new requests are refused, accepted ones are finished (for at most `drain_timeout_s`), then the
+server shuts down. Second signal: it shuts down at once. In both cases clients without an answer get an error
+(`ServerContext.interrupt_clients`) and a few seconds to read it. Third signal: connections are closed without waiting.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from headway.serving.settings import ServerSettings
 log = logging.getLogger("headway.server")
 
 _LINGER_S, _SHORT_LINGER_S = 5, 1
-"""How long clients have to read their last bytes: after a drain, and after a second signal."""
+"""Seconds for clients to read their last bytes: after a drain, and after a second signal."""
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server with draining. Use `serve`; tests start this one in a thread and set `should_exit`."""
+    """uvicorn's server with draining. Started by `serve`; tests start it in a thread and set `should_exit`."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         config = uvicorn.Config(
@@ -54,23 +54,26 @@ class DrainingServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(self._worth_logging)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until a signal, or until the engine cannot start. sockets: that have been bound, if any."""
+        """Run until a signal arrives or the engine fails to start. sockets: already bound, if any."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn. Raises ConfigError when another process has begun to listen since the sockets were
-        bound."""
+        """Start listening; called by uvicorn.
+
+        Raises ConfigError when another process has begun to listen on the port since the sockets were bound.
+        """
         try:
             await super().startup(sockets)
         except OSError as error:
+            # uvicorn has run the lifespan's start by now: the engine must be closed before the error is raised.
             await self.lifespan.shutdown()
             raise cannot_listen(self._settings.host, self._settings.port, error) from error
         if sockets:
             log.info("Uvicorn running on %s (Press CTRL+C to quit)", url(self._settings.host, sockets[0]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn inside a signal handler; the work is done on the loop."""
+        """Schedule `_on_signal` on the event loop; called by uvicorn inside a signal handler."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
 
@@ -87,25 +90,31 @@ class DrainingServer(uvicorn.Server):
             if self._draining is not None:
                 self._draining.cancel()
             self._end(_SHORT_LINGER_S)
+            # Set from the third signal on: uvicorn then drops connections that are still open.
             self.force_exit, self._second_signal = self._second_signal, True
 
     def _end(self, linger_s: int) -> None:
-        """Interrupt all clients; they have so long to read the error."""
+        """Interrupt all clients and shut down. linger_s: seconds for clients to read the error."""
         self._context.interrupt_clients()
         self.config.timeout_graceful_shutdown = linger_s
         self.should_exit = True
 
     def _worth_logging(self, record: logging.LogRecord) -> bool:
-        """False for the stack traces that uvicorn makes of an engine that did not start (`failure` says it in words),
-        and of requests that our end has cut off."""
+        """Filter uvicorn's log.
+
+        Drops stack traces of an engine that did not start (`ServerContext.failure` has the message) and of requests
+        that the shutdown cancelled.
+        """
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return False
         return self._context.failure is None or record.levelno < logging.ERROR
 
     async def _drain(self) -> None:
+        """Finish accepted requests, for at most `drain_timeout_s` seconds, then shut down."""
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._context.engine.drain()
+                # The engine is empty before the clients have read everything: wait for their last bytes.
                 while self._context.in_flight:
                     await asyncio.sleep(0.02)
         except TimeoutError:
@@ -118,10 +127,10 @@ class DrainingServer(uvicorn.Server):
 def serve(
     app: FastAPI, settings: ServerSettings, *, force_binding: bool = False, sockets: list[socket.socket] | None = None
 ) -> bool:
-    """Serve until a signal ends it. True when the server had started; False when its lifespan (the engine) failed.
+    """Serve until a signal; return whether the server had started (False: its lifespan, that is the engine, failed).
 
-    sockets: what `bind` has given, where that was to come before something else; closed at the end. Raises ConfigError
-    when the address is reachable from outside and there is no API key (see `check_binding`), or cannot be listened on.
+    sockets: from `bind`, where the caller bound the port earlier; closed at the end. Raises ConfigError when the
+    address is reachable from outside and there is no API key (see `check_binding`), or cannot be listened on.
     """
     check_binding(settings.host, settings.api_key, force_binding)
     if sockets is None:
@@ -130,7 +139,7 @@ def serve(
     server = DrainingServer(app, settings)
     try:
         server.run(sockets)
-    except SystemExit:  # uvicorn's way to say that it could not start: a failed lifespan
+    except SystemExit:  # raised by uvicorn when the lifespan failed
         log.info("not started")
     finally:
         release(sockets)

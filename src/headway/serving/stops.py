@@ -1,7 +1,7 @@
 """Stop strings: find the first one in text that arrives in pieces, and never show a character of it.
 
-One Knuth-Morris-Pratt automaton a string, stepped once a character: how the text is cut into pieces cannot change
-what is shown. The match that *completes* first wins; of several that complete together, the longest.
+One Knuth-Morris-Pratt automaton per string is stepped once per character, so the result does not depend on how the text
+is cut into pieces. The match that completes first wins; of several that complete together, the longest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_STOP_CHARS = 1024
 
 
 def read_stops(value: object) -> tuple[str, ...]:
-    """Check the value of `stop`: one string, or up to 16, none of them empty. Raises RequestError."""
+    """Validate `stop`: one string, or up to 16 non-empty ones; return them without duplicates. Raises RequestError."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise RequestError("'stop' must be a string or an array of strings", "stop")
@@ -28,21 +28,27 @@ def read_stops(value: object) -> tuple[str, ...]:
 
 
 class StopMatcher:
-    """State over one answer. Work per character is O(number of stop strings), memory O(the longest of them)."""
+    """Matcher over the text of one answer.
+
+    Amortised work per character is O(number of stop strings); held-back text is shorter than the longest of them.
+    """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include` shows the stop string itself at the end of the text."""
+        """include: whether the matched stop string is shown at the end of the text."""
+        # Longest first: `_step` returns the first automaton that completes at a character.
         self._stops = sorted(stops, key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stops]
+        # Per stop string, how many of its characters the text's end matches.
         self._states = [0] * len(self._stops)
         self._held = ""
         self._include = include
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that is safe to show now. Once `matched` is set the answer is over and nothing more is shown."""
+        """Return the text that is safe to show now; empty after a match (`matched` is set)."""
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
+        # The held text has been stepped already: only the new characters are.
         whole = self._held + text
         begin = len(self._held)
         for place, char in enumerate(text, begin):
@@ -51,16 +57,18 @@ class StopMatcher:
                 end = place + 1
                 self._held, self.matched = "", stop
                 return whole[: end if self._include else end - len(stop)]
+        # The longest partial match may still become a stop string; the text before it cannot.
         keep = len(whole) - max(self._states)
         self._held = whole[keep:]
         return whole[:keep]
 
     def flush(self) -> str:
-        """At the end of the answer: a part of a stop string that never became whole is ordinary text."""
+        """Return the held-back text at the end of the answer: an incomplete stop string is ordinary text."""
         rest, self._held = self._held, ""
         return rest
 
     def _step(self, char: str) -> str | None:
+        """Advance all automata by one character; return the stop string that it completes, if any."""
         for which, stop in enumerate(self._stops):
             state, table = self._states[which], self._tables[which]
             while state and stop[state] != char:
@@ -74,7 +82,7 @@ class StopMatcher:
 
 
 def _failure_table(stop: str) -> list[int]:
-    """For each prefix, the length of its longest proper border."""
+    """Return, for each prefix, the length of its longest proper border (Knuth-Morris-Pratt)."""
     table = [0] * len(stop)
     border = 0
     for place in range(1, len(stop)):
