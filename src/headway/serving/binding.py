@@ -1,4 +1,4 @@
-"""The address that the server listens on: not reachable from outside without an API key."""
+"""The server's listening address; one that is reachable from outside needs an API key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.core.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """True when only this machine can connect to `host`. Names other than localhost count as reachable from outside."""
+    """Return whether only this host can connect to the address. Names other than localhost count as reachable."""
     if host.lower() == "localhost":
         return True
     try:
@@ -22,9 +22,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_binding(host: str, api_key: str | None, force: bool = False) -> None:
-    """Called before the socket is opened. Raises ConfigError when others could connect without any key.
+    """Raise ConfigError for an address that other hosts can reach when there is no API key.
 
-    `force` is the operator's own word that something else (a gateway, a firewall) keeps strangers out.
+    Called before the socket is opened. force: the operator's assurance that a gateway or firewall limits access.
     """
     if is_loopback(host) or api_key or force:
         return
@@ -35,9 +35,9 @@ def check_binding(host: str, api_key: str | None, force: bool = False) -> None:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Take the port at every address of `host`: called before anything is loaded. Raises ConfigError, in one line.
+    """Bind the port at every address of `host`. Called before the model is loaded. Raises ConfigError.
 
-    The sockets do not listen yet: connections are refused until `run.serve` does. Port 0: a free one at each address.
+    The sockets do not listen yet: connections are refused until `run.serve`. Port 0: a free port at each address.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -50,6 +50,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             taken.append(_bound(socket.socket(family, kind, protocol), address))
         except OSError as error:
             refused = error
+            # A name may resolve to addresses that this host lacks (IPv6 off): those are skipped.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 break
     else:
@@ -61,7 +62,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """The system's refusal, in words."""
+    """Make the error for an address that the system refused to bind."""
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"port {port} of {host} is in use: end the server there, or choose another with --port")
     why = os.strerror(error.errno) if error.errno is not None else str(error)
@@ -69,13 +70,13 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def url(host: str, bound: socket.socket) -> str:
-    """Where a bound socket is reached by those who call this machine so."""
+    """Return the URL of a bound socket under the name or address `host`."""
     port = bound.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def release(sockets: Sequence[socket.socket]) -> None:
-    """Close them. Harmless when repeated."""
+    """Close the sockets. Idempotent."""
     for each in sockets:
         each.close()
 
@@ -84,6 +85,7 @@ def _bound(made: socket.socket, address: object) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if made.family == socket.AF_INET6:
+            # Otherwise the IPv6 wildcard takes the port on IPv4 too, and the second bind fails.
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)  # type: ignore[arg-type]
     except BaseException:

@@ -1,4 +1,4 @@
-"""Getting a request's bytes in: bounded in size, in time, and in total over all requests at once."""
+"""Reading request bodies, bounded in size, in time, and in total over all concurrent requests."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ INLINE_BYTES = 8 << 10
 """Bodies up to this size are parsed on the event loop: a thread would cost more than it saves."""
 
 SHORT_BYTES = 256 << 10
-"""Bodies above this size have threads of their own: a chat does not queue behind a document's tokenisation."""
+"""Bodies above this size are parsed in a second pool: a chat does not queue behind a document's tokenisation."""
 
 
 class BodyReader:
-    """Reads and parses bodies. One per server; it owns the threads that parse and tokenise the large ones."""
+    """Reader and parser of bodies, with the threads that parse and tokenise large ones. One per server."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
+        # Bytes of all bodies being read or parsed; changed on the event loop only.
         self._held = 0
         self._short = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-short")
         self._long = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-long")
 
     async def parse(self, request: Request, parse: Callable[[bytearray, float], T]) -> T:
-        """The body, parsed by `parse(body, received_s)`: at once when small, in a worker thread otherwise.
+        """Read the body and return `parse(body, received_s)`: on the event loop when small, else in a worker thread.
 
         Raises ApiError 413 above the size limit (without reading on), 408 when the body does not arrive in time, 415
         for compressed bodies, and OverloadedError when all bodies together are too large.
         """
         with self._reserve() as hold:
             body = await self._read(request, hold)
+            # After the last byte: a client's slow upload is not part of its latency.
             received_s = time.monotonic()
             if len(body) <= INLINE_BYTES:
                 return parse(body, received_s)
@@ -48,12 +50,13 @@ class BodyReader:
             return await asyncio.get_running_loop().run_in_executor(threads, parse, body, received_s)
 
     def close(self) -> None:
-        """End the threads; parses that have begun run to their end."""
+        """Shut down the threads. Parses in progress finish; queued ones are cancelled."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _reserve(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes of one body against the limit of all; release them at the end."""
         mine = 0
 
         def hold(size: int) -> None:
@@ -74,6 +77,7 @@ class BodyReader:
         if encoding not in ("", "identity"):
             raise ApiError(415, f"content-encoding {encoding[:40]!r} is not supported; send the JSON uncompressed")
         announced = request.headers.get("content-length", "")
+        # Refuse by the announced length before reading; the header may lie, so the loop below counts as well.
         if announced.isdecimal() and int(announced[:20]) > limit:
             raise _too_large(limit)
         body = bytearray()
@@ -92,6 +96,7 @@ class BodyReader:
         return body
 
 
+# The rest of the body is not read, so that the connection cannot carry another request.
 _CLOSE = {"Connection": "close"}
 
 

@@ -1,8 +1,7 @@
 """Reading the fields of a request body, one at a time, with errors that name the field and its limit.
 
-A body is decoded only one level deep at first (`dict[str, Raw]`): fields that no endpoint reads are never built, and
-a prompt of
-a million token ids is decoded once, straight into integers. `null` counts as absent, as in the OpenAI API.
+A body is first decoded one level deep only (`dict[str, Raw]`): fields that no endpoint reads are never built, and a
+prompt of a million token ids is decoded once, straight into integers. `null` counts as absent, as in the OpenAI API.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ _ENVELOPE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _FIELD_NAME = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 _POSITION = re.compile(r"\(byte (\d+)\)")
+# A high surrogate that no low one follows; JSON escapes may hold one, UTF-8 text cannot.
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
@@ -30,7 +30,7 @@ class BodyFields:
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> BodyFields:
-        """Raises RequestError when the body is not one JSON object."""
+        """Decode one level of a body. Raises RequestError when it is not one JSON object."""
         try:
             return cls(_ENVELOPE.decode(body))
         except msgspec.ValidationError:
@@ -39,12 +39,12 @@ class BodyFields:
             raise _malformed(bytes(body), error, None) from None
 
     def raw(self, name: str) -> msgspec.Raw | None:
-        """The undecoded bytes of a field; None when it is absent or null."""
+        """Return the undecoded bytes of a field; None when it is absent or null."""
         value = self._raw.get(name)
         return None if value is None or bytes(memoryview(value)[:4]) == b"null" else value
 
     def get(self, name: str) -> Any:
-        """The decoded value, whatever it is; None when absent or null."""
+        """Return the decoded value of any type; None when absent or null. Raises RequestError for invalid JSON."""
         raw = self.raw(name)
         if raw is None:
             return None
@@ -54,21 +54,22 @@ class BodyFields:
             raise _malformed(bytes(raw), error, name) from None
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Return a string field; None when absent or null. Raises RequestError for another type."""
         value = self.get(name)
         if value is None or isinstance(value, str):
             return value
         raise RequestError(f"'{name}' must be a string, not {kind(value)}", name)
 
     def refuse(self, name: str, allowed: Collection[object], why: str) -> None:
-        """Refuse a field whose feature does not exist here, unless its value asks for nothing anyway."""
+        """Raise RequestError for a field of an unsupported feature, unless its value is in `allowed` (no effect)."""
         value = self.get(name)
+        # The type is compared too: in Python True == 1 and 1 == 1.0.
         if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
             raise RequestError(f"'{name}' is not supported: {why}", name)
 
 
 def check_integer(value: object, name: str, low: int, high: int) -> int:
-    """`value` as an integer in low..high, or RequestError that names `name`."""
+    """Return `value` as an integer in low..high. Raises RequestError that names the field `name`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"'{name}' must be an integer, not {kind(value)}", name)
     if not low <= value <= high:
@@ -77,7 +78,7 @@ def check_integer(value: object, name: str, low: int, high: int) -> int:
 
 
 def kind(value: object) -> str:
-    """A JSON value's type in JSON's own words, for messages."""
+    """Return the JSON type of a value, with its article, for error messages."""
     names = {
         bool: "a boolean",
         int: "an integer",
@@ -90,15 +91,20 @@ def kind(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """A value for messages, cut to 40 characters."""
+    """Return a value for error messages, cut to 40 characters."""
+    # str() of a huge integer is quadratic, and raises above 4,300 digits.
     text = str(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _malformed(data: bytes, error: Exception, name: str | None) -> RequestError:
-    """What is wrong with this JSON, near which field, in words that do not quote the prompt."""
+    """Describe invalid JSON and the field near it, without quoting the prompt.
+
+    data: the body, or the value of the field `name`; error: what the decoder raised.
+    """
     if isinstance(error, RecursionError):
         return RequestError("the request body is nested too deeply" + (f" in '{name}'" if name else ""), name)
+    # The decoder reports a lone surrogate at the end of a string as truncated input.
     truncated = "truncated" in str(error)
     surrogate = _LONE_SURROGATE.search(data) if truncated else None
     place = _POSITION.search(str(error))
@@ -117,6 +123,6 @@ def _malformed(data: bytes, error: Exception, name: str | None) -> RequestError:
 
 
 def _field_before(data: bytes, position: int) -> str | None:
-    """The last `"name":` up to `position`. Inside strings quotes are escaped, so text cannot look like a name."""
+    """Return the last `"name":` up to `position`. Quotes inside strings are escaped, so text cannot match."""
     names = _FIELD_NAME.findall(data, 0, position + 1)
     return names[-1].decode() if names else None

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: parsing and wording."""
+"""/v1/chat/completions: request parsing and answer format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.serving.sampling_fields import sampling_params
 
 
 def parse_chat(fields: BodyFields, context: RequestContext, prompts: PromptReader) -> GenerationJob:
-    """Check a body and render its messages. Without an output limit the answer may take what is left.
+    """Validate a body and render its messages. Without an output limit the answer may fill the context.
 
     Raises RequestError or ApiError that names the field at fault.
     """
@@ -46,7 +46,7 @@ def render_prompt(
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str | None]:
-    """The output limit and how it was spelt; None when the client left it open."""
+    """Return the output limit and the field that set it; None for both when there is none."""
     if body.max_completion_tokens is not None:
         return body.max_completion_tokens, "max_completion_tokens"
     return body.max_tokens, None if body.max_tokens is None else "max_tokens"
@@ -61,11 +61,12 @@ class ChatFormat:
         self.job = job
         self._tokenizer = server.tokenizer
         self._header = AnswerHeader.of("chatcmpl", request_id, job.model)
+        # The OpenAI API: with include_usage every chunk but the last has `"usage": null`.
         self._null_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
         self._begun = False
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
-        """One object a piece; before the first, one that names the role."""
+        """Return one object for the piece; before the first piece, one that has the role."""
         first = () if self._begun else (self._chunk(self._opening(index)),)
         self._begun = True
         choice: dict[str, Any] = {
@@ -80,11 +81,11 @@ class ChatFormat:
         return (*first, self._chunk(choice))
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """No choices, only usage."""
+        """Return an object with usage and without choices."""
         return self._header.object("chat.completion.chunk", [], usage=usage)
 
     def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
-        """The one choice."""
+        """Return the complete answer."""
         choices = []
         for index, one in enumerate(answers):
             choice: dict[str, Any] = {

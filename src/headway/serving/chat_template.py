@@ -1,7 +1,7 @@
 """Chat templates: messages to text, in a sandbox, as the Hugging Face libraries render them.
 
-A template comes with the model, so it is half trusted: it runs in Jinja's immutable sandbox and can reach nothing but
-its arguments. Clients cannot send templates.
+A template comes with the model's files, so it is not fully trusted: it runs in Jinja's immutable sandbox, with access
+to its arguments only. Clients cannot send templates.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Raises RequestError with the template's own words when it refuses the messages."""
+        """Return the prompt's text. Raises RequestError with the template's own message when rendering fails."""
         given = {**self._special_tokens, "tools": None, "documents": None, **(variables or {})}
+        # Last, so that a client's variables cannot replace the messages.
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(given)
@@ -69,7 +70,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which no model was trained on."""
+    """Encode plain JSON, in place of Jinja's own filter, which escapes for HTML: models were not trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The settings of each engine of a cluster: the file's, with the pool's own on top, and its share of the host."""
+"""Settings of each engine of a cluster: the file's, overridden by the pool's, with a share of the host's resources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.serving.settings import EndpointSettings
 
 _MEETING = frozenset(("nnodes", "node_rank", "rdzv_endpoint", "rdzv_token", "rdzv_timeout"))
 _CLUSTER_WIDE = _MEETING.union(EndpointSettings.model_fields)
-"""Settings that a cluster has once, not a pool each: how hosts meet, and the endpoint."""
+"""Settings of the whole cluster that a pool cannot override: rendezvous of the hosts, and the endpoint."""
 
 
 def instance_configs(
@@ -24,12 +24,12 @@ def instance_configs(
 ) -> list[EngineConfig]:
     """Return one engine's settings for each instance, in the order of the pools.
 
-    settings: of the whole cluster; cores: of each host, left out: as many as this one has. A host's cores and memory
-    are shared equally by its instances, where the settings do not share them. Raises ConfigError.
+    settings: of the whole cluster; cores: number of cores of each host, by default that of this host. A host's cores
+    and memory are divided equally among its instances, where the settings do not divide them. Raises ConfigError.
     """
     configs: list[EngineConfig] = []
     prefill_sizes: dict[int, int] = {}
-    """By tensor-parallel size, the first pool of that size that prefills."""
+    """First pool that prefills, by tensor-parallel size."""
     for i, pool in enumerate(file.pools):
         engine = _pool_config(file, pool, f"{where}: pools[{i}]", model, settings)
         if pool.role != "decode":
@@ -38,6 +38,7 @@ def instance_configs(
         host_cores = cores[pool.host] if cores else len(CORES)
         threads = engine.threads or max(1, host_cores // (on_host * _workers(engine)))
         for _ in range(pool.count):
+            # One log per instance: FILE.0, FILE.1, ... in the order of the pools.
             log = engine.event_log and f"{engine.event_log}.{len(configs)}"
             configs.append(msgspec.structs.replace(engine, threads=threads, memory_share=1.0 / on_host, event_log=log))
     if len(prefill_sizes) > 1 and not computes_alone(file):
@@ -53,13 +54,13 @@ def instance_configs(
 def _pool_config(
     file: ClusterFile, pool: InstancePool, where: str, model: str, settings: ServeSettings
 ) -> EngineConfig:
-    """The settings of one engine of a pool, before it has its share of a host."""
+    """Return the configuration of one engine of a pool, without its share of the host."""
     own = resolve(ServeSettings, file=pool.serve, origin=f"{where}.serve")
     for name in pool.serve:
         if name.replace("-", "_") in _CLUSTER_WIDE:
             raise ConfigError(f"{where}.serve.{name}: say that for all of the cluster, in its serve:")
     engine = overlay(settings, own).engine_config(model)
-    # An instance is of one host: `nnodes` is the cluster's.
+    # An instance runs on one host: `nnodes` and the rendezvous belong to the cluster.
     engine = msgspec.structs.replace(engine, nnodes=1, rdzv_endpoint=None, rdzv_token=None)
     if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
         raise ConfigError(

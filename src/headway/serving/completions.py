@@ -1,4 +1,4 @@
-"""/v1/completions: parsing and wording. A batch of prompts is answered as choices 0, 1, ..."""
+"""/v1/completions: request parsing and answer format. A batch of prompts is answered as choices 0, 1, ..."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from headway.serving.request_bodies import CompletionBody, read_body
 from headway.serving.sampling_fields import sampling_params
 
 DEFAULT_MAX_TOKENS = 16
+"""Output limit of a request that sets none, as in the OpenAI API."""
 
 
 def parse_completion(fields: BodyFields, context: RequestContext, prompts: PromptReader) -> GenerationJob:
-    """Check a body and read its prompts. Raises RequestError or ApiError that names the field at fault."""
+    """Validate a body and read its prompts. Raises RequestError or ApiError that names the field at fault."""
     read_model(fields, context.models)
     body = read_body(CompletionBody, fields)
     params = sampling_params(
@@ -42,19 +43,20 @@ class CompletionFormat:
         self.job = job
         self._tokenizer = server.tokenizer
         self._header = AnswerHeader.of("cmpl", request_id, job.model)
+        # The OpenAI API: with include_usage every chunk but the last has `"usage": null`.
         self._null_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
-        """One object a piece."""
+        """Return one object for the piece."""
         choice = self._choice(index, piece.text, piece.scored, piece.finish, piece.stop_reason, piece.tokens)
         return (self._header.object("text_completion", [choice], **self._null_usage),)
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """No choices, only usage."""
+        """Return an object with usage and without choices."""
         return self._header.object("text_completion", [], usage=usage)
 
     def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
-        """All choices in order."""
+        """Return the complete answer, one choice per prompt."""
         choices = [
             self._choice(index, "".join(one.text), one.scored, one.finish, one.stop_reason, one.tokens)
             for index, one in enumerate(answers)

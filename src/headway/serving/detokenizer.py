@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time, at a cost that does not grow with the answer. Never emits half a character."""
+"""Incremental detokenization at constant cost per token; incomplete characters are held back."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer(Protocol):
-    """The incremental decoder of one answer. The pieces joined equal the text of all tokens."""
+    """Incremental decoder of one answer. The joined pieces equal the text of all tokens."""
 
     def feed(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is still in parts."""
+        """Return the text that `token` completes; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is left at the end: a character that never became whole shows as U+FFFD."""
+        """Return the rest at the end of the answer: an incomplete character shows as U+FFFD."""
 
 
 class SilentDetokenizer:
-    """For models without a tokenizer: the text is empty."""
+    """Decoder for models without a tokenizer: the text is empty."""
 
     def feed(self, token: int) -> str:
-        """Nothing."""
+        """Return the empty string."""
         return ""
 
     def flush(self) -> str:
-        """Nothing."""
+        """Return the empty string."""
         return ""
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: every token is a fixed byte string, so a streaming UTF-8 decoder is exact and O(1).
+    """Decoder for byte-level BPE: every token is a fixed byte string, so a streaming UTF-8 decoder is exact and O(1).
 
-    `table` maps ids to bytes; unknown ids and those in `skip` show nothing.
+    table: bytes of each token id; unknown ids and those in `skip` show nothing.
     """
 
     def __init__(self, table: Mapping[int, bytes], skip: AbstractSet[int]) -> None:
@@ -47,31 +47,33 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that became whole with this token."""
+        """Return the characters that this token completes."""
         return "" if token in self._skip else self._decoder.decode(self._table.get(token, b""))
 
     def flush(self) -> str:
-        """The last character, if it never became whole."""
+        """Return U+FFFD for an incomplete last character, else the empty string."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For all other tokenizers: decode the newest few tokens with and without the new one, and show the difference.
+    """Decoder for all other tokenizers: decode the newest few tokens with and without the new one; show the difference.
 
-    The tokens shown last give the context (a word's leading space depends on it). Text that ends in U+FFFD may be a
-    character in parts, and waits; a character has at most 4 bytes, so after `PATIENCE` tokens it is not one.
+    The tokens shown last are the context, on which a word's leading space depends. Text that ends in U+FFFD may be an
+    incomplete character and is held back for up to `PATIENCE` tokens.
     """
 
     PATIENCE = 4
+    """A UTF-8 character has at most 4 bytes: after as many tokens U+FFFD is part of the text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skip: AbstractSet[int]) -> None:
         self._backend = backend
         self._skip = skip
+        # Tokens already shown that precede `_pending`, whose text is not shown yet.
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def feed(self, token: int) -> str:
-        """The text that became final with this token."""
+        """Return the text that became final with this token."""
         if token in self._skip or self._backend.id_to_token(token) is None:
             return ""
         self._pending.append(token)
@@ -81,16 +83,18 @@ class WindowDetokenizer:
         return self._accept(text)
 
     def flush(self) -> str:
-        """The text of the tokens still waiting."""
+        """Return the text of the pending tokens."""
         return self._accept(self._difference()) if self._pending else ""
 
     def _difference(self) -> str:
+        """Return the text that the pending tokens add to the context."""
         before = self._decode(self._context)
         whole = self._decode(self._context + self._pending)
+        # A tokenizer may rewrite earlier text when more follows: then the pending tokens are decoded alone.
         return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending)
 
     def _accept(self, text: str) -> str:
-        # Tokens that show nothing keep the old context, else the next one would be taken for the text's first.
+        # Tokens without text keep the old context; without it the next one would lose its leading space.
         self._context = self._pending if text else (self._context + self._pending)[-self.PATIENCE :]
         self._pending = []
         return text
@@ -100,7 +104,7 @@ class WindowDetokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 and on."""
+    """Return byte-level BPE's alphabet (GPT-2): printable Latin-1 bytes as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     shown = {chr(byte): byte for byte in printable}
@@ -111,7 +115,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """The bytes of a vocabulary entry. Added tokens are spelt in plain text: they stand for their own UTF-8."""
+    """Return the bytes of a vocabulary entry. Added tokens are spelt in plain text, not in the byte alphabet."""
     try:
         return bytes([_ALPHABET[char] for char in piece])
     except KeyError:

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI error object, and the one place that maps Headway's errors to HTTP.
+"""Errors as the OpenAI error object, and the only mapping of Headway's errors to HTTP.
 
 Shape: `{"error": {"message", "type", "param", "code"}}`, with `code` the HTTP status as an integer.
 """
@@ -29,7 +29,10 @@ _TYPES = {
 
 
 class ApiError(HeadwayError):
-    """An answer other than 200. `headers` go out with it; `param` names the request's field at fault, if one is."""
+    """An error with its HTTP status.
+
+    param: the request's field at fault, if there is one; headers: sent with the response.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
@@ -41,7 +44,7 @@ class ApiError(HeadwayError):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any exception as what the client may know of it. Unknown ones become a bare 500: their text stays in the log."""
+    """Return the error to show to the client. Unknown exceptions become a bare 500: their text is only logged."""
     match error:
         case ApiError():
             return error
@@ -58,20 +61,21 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
+    # Whole seconds, and at least one: 0 would invite an immediate retry.
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
-    """The JSON object that clients expect, for a whole answer or for one event of a stream."""
+    """Return the OpenAI error object, for a whole response or for one event of a stream."""
     kind = _TYPES.get(error.status, "InternalServerError" if error.status >= 500 else "BadRequestError")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
 
 
 def error_response(error: ApiError) -> Response:
-    """The whole answer for a request that failed before its first byte was sent."""
+    """Make the response to a request that failed before its first byte was sent."""
     return json_response(error_object(error), error.status, error.headers)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON by msgspec: as compact and as fast as it gets."""
+    """Make a response of JSON, encoded by msgspec."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

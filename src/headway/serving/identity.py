@@ -1,4 +1,4 @@
-"""Request ids: the client's own, cleaned, in answers and logs; and one that is unique for the engine."""
+"""Request ids: the client's, sanitised, for answers and logs; a unique one for the engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _counter = itertools.count()
 
 
 def request_id(given: str | None) -> str:
-    """The client's X-Request-Id with everything but letters, digits and `._:-` taken out, or a new random id."""
+    """Return the client's X-Request-Id reduced to letters, digits and `._:-`, or a new random id."""
     cleaned = _UNSAFE.sub("", given)[:_LONGEST] if given else ""
     return cleaned or uuid.uuid4().hex
 
 
 def engine_id(request: str) -> str:
-    """Unique in this server process, even when clients repeat their ids."""
+    """Return an id that is unique in this server process, even when clients repeat theirs."""
     return f"{request}#{next(_counter)}"

@@ -15,7 +15,7 @@ def log_request(
     request_id: str, method: str, path: str, status: int, duration_s: float, records: Sequence[GenerationRecord],
     client: str | None,
 ) -> None:  # fmt: skip
-    """One line for a finished HTTP request. Probes of health and metrics are worth a debug line only."""
+    """Log one line for a finished HTTP request; at debug level for probes of health and metrics."""
     fields: dict[str, Any] = {"request_id": request_id, "method": method, "path": path, "status": status}
     fields["duration_s"] = round(duration_s, 6)
     if client is not None:
@@ -24,6 +24,7 @@ def log_request(
         first = [record.ttft_s for record in records if record.ttft_s is not None]
         fields["prompt_tokens"] = sum(record.prompt_tokens for record in records)
         fields["output_tokens"] = sum(record.output_tokens for record in records)
+        # Of a batch of prompts, the earliest first token.
         fields["ttft_s"] = round(min(first), 6) if first else None
         fields["finish_reason"] = ",".join(str(record.reason) for record in records)
     quiet = path in ("/health", "/ready", "/metrics")

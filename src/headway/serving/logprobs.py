@@ -14,15 +14,16 @@ _LOWEST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """One shown token: its log-probabilities, and where its text begins in the answer (characters)."""
+    """One token of the answer with its log-probabilities."""
 
     token: int
     logprobs: TokenLogprobs
     offset: int
+    """Start of its text in the answer, in characters."""
 
 
 def completion_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Completions: parallel arrays; the alternatives as an object of token text to log-probability."""
+    """Return the format of /v1/completions: parallel arrays; alternatives as an object of text to log-probability."""
     return {
         "tokens": [_label(item.token, tokenizer) for item in scored],
         "token_logprobs": [_finite(item.logprobs.logprob) for item in scored],
@@ -34,7 +35,7 @@ def completion_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer
 
 
 def chat_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Chat: one entry a token with its bytes, alternatives likewise."""
+    """Return the format of /v1/chat/completions: one entry per token with its bytes, alternatives likewise."""
     content = []
     for item in scored:
         entry = _entry(item.token, item.logprobs.logprob, tokenizer)
@@ -52,7 +53,7 @@ def _entry(token: int, logprob: float, tokenizer: ModelTokenizer) -> dict[str, A
 
 
 def _label(token: int, tokenizer: ModelTokenizer) -> str:
-    """The token's text; without a tokenizer its id. Bytes that are no text alone are shown escaped, never lost."""
+    """Return the token's text; without a tokenizer, its id. Bytes that are not UTF-8 by themselves are escaped."""
     if not tokenizer.has_text:
         return f"token_id:{token}"
     data = tokenizer.token_bytes(token)
@@ -63,5 +64,5 @@ def _label(token: int, tokenizer: ModelTokenizer) -> str:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; a token that was impossible shows as -9999."""
+    """Return the value with -9999 as lower bound: JSON has no infinity for an impossible token."""
     return max(_LOWEST, value)

@@ -1,4 +1,4 @@
-"""A prompt as the engine wants it: int32 in one buffer, built once, whatever the client sent."""
+"""Prompts in the engine's format: token ids as int32 in one buffer, built once from text or ids."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ so that a million ids at once would stall every other thread, the event loop's a
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids as little-endian int32. `data` is handed to the engine without another copy."""
+    """Token ids of one prompt."""
 
     data: memoryview
+    """Little-endian int32, sent to the engine without another copy."""
     tokens: int
+    """Number of ids: a quarter of the bytes of `data`."""
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> TokenPrompt:
-        """From ids that have been checked already."""
+        """Make a prompt of ids that are known to be in the vocabulary."""
         buffer = ids if isinstance(ids, array) else array("i", ids)
         if sys.byteorder == "big":
             buffer.byteswap()
@@ -36,7 +38,10 @@ class TokenPrompt:
 
 
 class PromptReader:
-    """Turns the `prompt` field into prompts. `vocab_size` bounds the token ids."""
+    """Reader of prompts: text, token ids or messages. Safe to use from several threads.
+
+    vocab_size: exclusive bound of the token ids; max_prompts: most prompts in one request.
+    """
 
     def __init__(self, tokenizer: ModelTokenizer, vocab_size: int, max_prompts: int) -> None:
         self._tokenizer = tokenizer
@@ -53,6 +58,7 @@ class PromptReader:
         """
         if not _starts(raw, b"["):
             return (self._one(raw, add_special_tokens, name, name),)
+        # An array of neither arrays nor strings: one prompt of token ids (or an empty one).
         if not _starts(raw, b"[", skip=1) and not _starts(raw, b'"', skip=1):
             return (self._token_ids(raw, name, name),)
         items = self._many.decode(raw)
@@ -63,7 +69,10 @@ class PromptReader:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
     ) -> TokenPrompt:
-        """Messages as one prompt, by the model's chat template, which writes special tokens itself."""
+        """Render messages with the model's chat template and tokenize them as one prompt.
+
+        Special tokens are part of the template, so the tokenizer adds none. Raises RequestError.
+        """
         text = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if not ids:
@@ -71,7 +80,7 @@ class PromptReader:
         return TokenPrompt.of(ids)
 
     def token_ids(self, raw: msgspec.Raw, name: str) -> list[int]:
-        """Read an array of token ids. Raises RequestError."""
+        """Read an array of token ids; it may be empty. name: the body's field. Raises RequestError."""
         if not _starts(raw, b"["):
             raise RequestError(f"'{name}' must be an array of token ids", name)
         return self._decode_ids(raw, name, name).tolist()
@@ -104,6 +113,7 @@ class PromptReader:
         if found is not None:
             return found
         try:
+            # Decode again as a whole: only this error has the index of the faulty item.
             return array("i", self._ids.decode(raw))
         except msgspec.ValidationError as error:
             where = str(error).rpartition("$")[2].rstrip("`")
@@ -111,10 +121,11 @@ class PromptReader:
             raise RequestError(message, name) from None
 
     def _in_pieces(self, text: bytes) -> array[int] | None:
-        """The ids of a JSON array that is known to be JSON; None when some item is no token id."""
+        """Decode a syntactically valid JSON array piece by piece; return None when an item is not a token id."""
         ids = array("i")
         at, end = text.index(b"[") + 1, text.rindex(b"]")
         while at < end:
+            # Cut at the first comma after the piece. A comma inside a nested item makes the piece invalid: None.
             cut = text.find(b",", min(at + PIECE_BYTES, end), end)
             cut = end if cut < 0 else cut
             try:

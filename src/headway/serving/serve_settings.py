@@ -1,4 +1,4 @@
-"""All settings of `headway serve`, in vLLM's spelling where vLLM has them, and what is made of them."""
+"""All settings of `headway serve`, named as in vLLM where vLLM has them, and their conversion to configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.serving.settings import EndpointSettings, ServerSettings
 
 
 def _shown_as(metavar: str) -> dict[str, Any]:
-    """What `--help` shows for the value, where the name's last word does not say it."""
+    """Set the placeholder of the value in `--help`, where the last word of the name is not a good one."""
     return {"metavar": metavar}
 
 
@@ -124,19 +124,20 @@ class EngineSettings(SettingsModel):
 
 
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", "t_target_s": "t_target_ms"}
-"""Fields of `SchedulerConfig` that users write in other words."""
+"""Settings whose names differ from those of their `SchedulerConfig` fields."""
 _SCHEDULER_INTERNAL = frozenset(("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"))
 """Fields of `SchedulerConfig` that follow from `EngineSettings`."""
 
 
 def _scheduler_fields() -> dict[str, Any]:
-    """A setting for each field of `SchedulerConfig`, whose metadata has its help; its limits are checked there."""
+    """Return a setting for each field of `SchedulerConfig`; help texts and limits are those of the field."""
     made: dict[str, Any] = {}
     for field in fields(SchedulerConfig):
         if field.name in _SCHEDULER_INTERNAL:
             continue
         default, text = field.default, str(field.metadata["help"])
         if field.name == "t_target_s":
+            # Users write milliseconds; `scheduler` converts to seconds.
             default, text = 55, text.replace("seconds", "milliseconds")
         kind: Any = Text
         if field.name == "t_target_s" or isinstance(default, float):
@@ -165,7 +166,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
 
     @property
     def scheduler(self) -> dict[str, Any]:
-        """The fields of `SchedulerConfig` that were given; the rest is the mode's."""
+        """Return the fields of `SchedulerConfig` that were given; the mode decides the others."""
         given: dict[str, Any] = {}
         for field in fields(SchedulerConfig):
             name = _SCHEDULER_NAMES.get(field.name, field.name)
@@ -175,7 +176,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         return given
 
     def effective(self) -> dict[str, Any]:
-        """All values, with what the mode decides where no scheduler setting was given."""
+        """Return all values, with the mode's defaults for scheduler settings that were not given."""
         scheduler = SchedulerConfig.named(self.mode, **self.scheduler)
         shown = self.model_dump()
         for field in fields(SchedulerConfig):
@@ -186,14 +187,17 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         return shown
 
     def engine_config(self, model: str) -> EngineConfig:
-        """What an engine of the checkpoint in folder `model` is started with. Raises ConfigError on values that do not
-        go together."""
+        """Return the configuration of an engine for the checkpoint in folder `model`.
+
+        Raises ConfigError on values that contradict each other.
+        """
         SchedulerConfig.named(self.mode, **self.scheduler)
         return EngineConfig(
             model=model,
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
+            # Bytes; None: sized to the memory that is free.
             kv_cache_bytes=self.kv_cache_memory,
             block_size=self.block_size,
             threads=self.threads,
@@ -217,5 +221,5 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         )
 
     def server_settings(self) -> ServerSettings:
-        """What the HTTP server is made with."""
+        """Return the HTTP server's settings."""
         return ServerSettings(**{name: getattr(self, name) for name in EndpointSettings.model_fields})

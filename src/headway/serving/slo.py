@@ -1,7 +1,7 @@
-"""The latency a client asks for, by header or body, clamped to what the operator allows.
+"""Latency targets of a request, from headers or body, clamped to the operator's limits.
 
-Headers win over the body; of the headers the canonical spelling wins over its alias. Clients set deadlines for
-themselves, at the cost of others: that is why the limits are the server's.
+Headers win over the body; of the headers the canonical name wins over its alias. A tight target of one client delays
+the requests of others, so the operator limits how tight it may be.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def _from_headers(headers: Mapping[str, str], names: tuple[str, ...]) -> float |
         if value is None:
             continue
         try:
+            # nan fails the range check below, and so does a header that is no number.
             number = float(value[:40])
         except ValueError:
             number = math.nan

@@ -1,7 +1,7 @@
-"""Server-sent events over one connection: keep-alive comments, slow readers, and clients that vanish.
+"""Server-sent events over one connection: keep-alive comments, slow readers, disconnected clients.
 
-Three tasks a stream: the *pump* takes events from the source into a small buffer, the *writer* sends what is there, the
-*watcher* waits for the client to leave. However it ends, the source is closed before the response is.
+Three tasks per stream: the *pump* moves events from the source into a small buffer, the *writer* sends the buffer, the
+*watcher* waits for the client to disconnect. In every case the source is closed before the response ends.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _FIRST_WAIT_S = 1.0
-"""How long the status line waits for a first event: an engine that refuses soon still gets its own status code."""
+"""Seconds that the status line waits for a first event, so that an early refusal still sets the status code."""
 
 
 def event(content: object) -> bytes:
-    """One `data:` event."""
+    """Encode one `data:` event as JSON."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class SseResponse(Response):
-    """Streams `source`, whose items are whole events. `on_end` is called once, after the source is closed.
+    """Response that streams `source`, whose items are whole events. `on_end` is called once, after it is closed.
 
-    An error before the first byte becomes an ordinary error answer; later it becomes an `error` event and the stream
-    ends. A client that leaves `slow_client_timeout_s` seconds' worth of events unread is dropped.
+    An error before the first byte becomes an ordinary error response; a later one becomes a last event of the stream. A
+    client that leaves the stream unread for `slow_client_timeout_s` seconds is disconnected.
     """
 
     def __init__(
@@ -58,15 +58,18 @@ class SseResponse(Response):
         self._settings = settings
         self._ongoing = active
         self._on_end = on_end
+        # Events not yet sent, and their size in bytes.
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._error: ApiError | None = None
         self._ended = False
+        # Wakes the writer: something to send, or the end. `_emptied` wakes the pump: the buffer was sent.
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Called by the framework to send the answer."""
+        """Send the response; called by the framework."""
+        # The pump is registered as active: at shutdown it is cancelled, and the writer sends its error.
         tasks = [self._ongoing.begin(self._pump())]
         try:
             writer = asyncio.create_task(self._write(scope, receive, send))
@@ -78,24 +81,28 @@ class SseResponse(Response):
             elif writer.exception() is not None:
                 scope.setdefault("headway.log", {})["client"] = "too slow or gone"
         finally:
+            # Waits for the pump to close the source, which aborts the request in the engine.
             await cancel_all(tasks)
             self._on_end()
 
     async def _pump(self) -> None:
-        blocked_s = 0.0  # how far the client is behind
+        """Move events from the source to the buffer; wait while the client is too far behind."""
+        # Seconds waited since the buffer was last empty: one budget for all waits of a client that never catches up.
+        blocked_s = 0.0
         try:
             async with aclosing(self._source) as source:
                 async for item in source:
                     self._buffer.append(item)
                     self._buffered += len(item)
                     self._filled.set()
+                    # Let the writer run, so that a fast client counts as having caught up.
                     await asyncio.sleep(0)
                     if self._buffered > self._settings.slow_client_buffer_bytes:
                         blocked_s += await self._room(self._settings.slow_client_timeout_s - blocked_s)
                     elif not self._buffer:
                         blocked_s = 0.0
         except asyncio.CancelledError:
-            self._error = as_api_error(server_ending_error())  # for the client, should it still be there
+            self._error = as_api_error(server_ending_error())  # sent by the writer, if the client is still connected
             raise
         except Exception as error:
             self._error = as_api_error(error)
@@ -106,7 +113,10 @@ class SseResponse(Response):
             self._filled.set()
 
     async def _room(self, patience_s: float) -> float:
-        """Wait until the writer has taken what is there; returns how long that took."""
+        """Wait until the writer has taken the buffer; return the seconds waited.
+
+        Raises ApiError 408 after `patience_s` seconds.
+        """
         began = time.monotonic()
         self._emptied.clear()
         try:
@@ -117,12 +127,14 @@ class SseResponse(Response):
         return time.monotonic() - began
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the status line, then the buffer whenever it is filled, and keep-alive comments in between."""
         await self._wait(min(_FIRST_WAIT_S, self._settings.keep_alive_s))
         if self._error is not None and not self._buffer:
             await error_response(self._error)(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         while True:
+            # `_ended` is read before the buffer is taken: no event can be added after it.
             last = self._ended
             data = self._take()
             if not data and not last:
@@ -136,7 +148,7 @@ class SseResponse(Response):
                 return
 
     async def _wait(self, seconds: float) -> bool:
-        """Wait for something to send or the end; False after that many seconds of nothing."""
+        """Wait for something to send or the end of the source; return False after `seconds` without either."""
         if self._buffer or self._ended:
             return True
         self._filled.clear()
@@ -148,6 +160,7 @@ class SseResponse(Response):
         return True
 
     def _take(self) -> bytes:
+        """Empty the buffer, wake the pump, and return the bytes."""
         data = b"".join(self._buffer)
         self._buffer.clear()
         self._buffered = 0
@@ -156,6 +169,6 @@ class SseResponse(Response):
 
 
 async def client_gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection. The body must have been read."""
+    """Return when the client has closed its connection. The request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

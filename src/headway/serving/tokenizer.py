@@ -1,6 +1,6 @@
-"""A model folder's tokenizer: text to ids, ids to text, messages to text. May be absent: then ids only.
+"""Tokenizer of a checkpoint's folder: text to ids, ids to text, messages to text. Optional: without it, ids only.
 
-Everything here blocks; large texts are encoded in the body reader's threads (the tokenizers library gives up the GIL).
+All functions block; large texts are encoded in the body reader's threads (the tokenizers library releases the GIL).
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class ModelTokenizer:
         self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special = frozenset(ident for ident, token in added.items() if token.special)
+        # Bytes of each token id of a byte-level BPE vocabulary; None for other tokenizers.
         self._bytes = _byte_table(backend) if backend is not None else None
 
     @classmethod
     def load(cls, folder: Path, *, chat_template: Path | None = None) -> ModelTokenizer:
-        """From a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
+        """Load a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
-        `chat_template` overrides the folder's own. Raises CheckpointError for a file that is there but unreadable.
+        chat_template: a file to use instead of the folder's own. Raises CheckpointError for an unreadable file.
         """
         config = _read_json(folder / "tokenizer_config.json") | _special_map(folder / "special_tokens_map.json")
         template = _read_template(chat_template or folder / "chat_template.jinja", config, chat_template is not None)
@@ -54,34 +55,35 @@ class ModelTokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from None
+        # tokenizer.json may hold the padding and truncation of training, which would alter prompts.
         backend.no_padding()
         backend.no_truncation()
         return cls(backend, chat_template=template, special_tokens=_special_tokens(config))
 
     @classmethod
     def none(cls) -> ModelTokenizer:
-        """No tokenizer: prompts must be token ids, and answers' text is empty."""
+        """Make a tokenizer for a model without one: prompts must be token ids, and answers' text is empty."""
         return cls(None)
 
     @property
     def has_text(self) -> bool:
-        """False when only token ids are served."""
+        """Whether there is a tokenizer; without it only token ids are served."""
         return self._backend is not None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises RequestError when there is no tokenizer."""
+        """Return the token ids of a text. Raises RequestError when there is no tokenizer."""
         if self._backend is None:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `ids` as a whole; empty when there is no tokenizer."""
+        """Return the text of all `ids` together; empty when there is no tokenizer."""
         if self._backend is None:
             return ""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def detokeniser(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """A fresh incremental decoder for one answer."""
+        """Make an incremental decoder for one answer."""
         if self._backend is None:
             return SilentDetokenizer()
         skip = self._special if skip_special_tokens else frozenset()
@@ -90,12 +92,13 @@ class ModelTokenizer:
         return WindowDetokenizer(self._backend, skip)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for alone, for log-probability reports; may be a part of a UTF-8 character."""
+        """Return the bytes of one token, for log-probability reports; may be a part of a UTF-8 character."""
         if self._backend is None:
             return b""
         if self._bytes is not None:
             return self._bytes.get(token, b"")
         piece = self._backend.id_to_token(token) or ""
+        # SentencePiece: byte fallback tokens are spelt <0xNN>, and U+2581 stands for a space.
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode() if token not in self._special else piece.encode()
@@ -103,7 +106,7 @@ class ModelTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
     ) -> str:
-        """The chat template applied. Raises RequestError when the model has no template or no tokenizer."""
+        """Apply the chat template. Raises RequestError when the model has no template or no tokenizer."""
         if self._template is None:
             what = "chat template" if self.has_text else "tokenizer"
             raise RequestError(f"'messages' cannot be used: this model has no {what}; use /v1/completions", "messages")
@@ -111,7 +114,7 @@ class ModelTokenizer:
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
-    """Each token's bytes, when the tokenizer is byte-level BPE (decoder: ByteLevel alone); None otherwise."""
+    """Return the bytes of each token id of a byte-level BPE tokenizer (its only decoder is ByteLevel); else None."""
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     stages = decoder.get("decoders", [decoder])
     if [stage.get("type") for stage in stages] != ["ByteLevel"]:
@@ -136,7 +139,7 @@ def _special_map(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its kin, as strings; older files hold objects with `content`."""
+    """Return `bos_token`, `eos_token` and the like as strings; older files hold objects with `content`."""
     found = {}
     for key, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -146,7 +149,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_template(path: Path, config: Mapping[str, Any], required: bool) -> str | None:
-    """A separate file wins over tokenizer_config.json, which holds one template or a list of named ones."""
+    """Return the chat template: the separate file's, else the one in tokenizer_config.json (its "default" of several).
+
+    required: raise CheckpointError when the separate file is missing.
+    """
     if path.is_file():
         return path.read_text("utf-8")
     if required:
