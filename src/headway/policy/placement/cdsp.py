@@ -87,6 +87,7 @@ class _CdspSearch:
     def __init__(self, planner: CdspPlanner, queue_s: Sequence[float], rate: float, single: bool) -> None:
         self.sizes, self._prune = planner.sizes, planner._prune
         self._keep, self._chunks = 1.0 - rate, not single
+        # stable sort: equal queues stay in order of id, as the literal planner breaks ties
         self._order = [sorted(ids, key=queue_s.__getitem__) for ids in planner._members]
         self._free = [[queue_s[i] for i in ids] for ids in self._order]
         self._one_node = len(self._free) == 1
@@ -120,7 +121,9 @@ class _CdspSearch:
         for k, (sp, eq1, _) in enumerate(sizes):
             counts, free_s = self._group(pool, initial, sp, now)
             wait_s = free_s - now if free_s > now else 0.0
+            # Eq. (1): a + b * n + c * past * n + d * n^2 seconds for n tokens after `past` ones
             ttft_s = wait_s + eq1.a + left * (eq1.b + eq1.c * past + eq1.d * left)
+            # a larger size must improve on the best so far by the rate
             if ttft_s < limit * self._keep:
                 limit, group, most = ttft_s, counts, k
         if now + limit < self._best_s:
@@ -132,6 +135,7 @@ class _CdspSearch:
             begin_s = max(now, mine_s)
             for j in range(i + 1, most + 1):
                 other_s = self._group(group, mine, sizes[j].sp, now)[1]
+                # seconds for tokens, after the chunk's constant, until the larger group is free
                 rest_s = other_s - begin_s - eq1.a
                 if rest_s <= 0.0:
                     continue
@@ -141,6 +145,7 @@ class _CdspSearch:
                 if n <= 0:
                     continue
                 chunk_s = eq1.a + n * (eq1.b + eq1.c * past + eq1.d * n)
+                # illegal: no faster than on the next smaller size
                 if smaller is not None and chunk_s >= smaller.a + n * (smaller.b + smaller.c * past + smaller.d * n):
                     continue
                 end_s = begin_s + chunk_s
@@ -148,8 +153,10 @@ class _CdspSearch:
                     if end_s < self._best_s:
                         self._best_s, self._best = end_s, (*chunks, (n, mine))
                     continue
+                # even at the fastest size and without waiting, the rest cannot beat the best plan
                 if self._prune and end_s + self._least(past + n, left - n, sizes, j, most) >= self._best_s:
                     continue
+                # the rest stays inside the single-chunk group, on sizes from the one waited for on
                 self._schedule(left - n, past + n, end_s, mine, (*chunks, (n, mine)), sizes[j : most + 1], group)
 
     @staticmethod
@@ -166,6 +173,7 @@ class _CdspSearch:
     def _group(self, pool: Counts, initial: Counts, size: int, now: float) -> tuple[Counts, float]:
         """GetGroup: return `initial` extended to `size` instances, and the time at which all are free."""
         free = self._free
+        # inside one node a group is the first `size` instances by free time
         if self._one_node:
             return (size,), free[0][size - 1]
         counts = list(initial)
@@ -183,6 +191,7 @@ class _CdspSearch:
             need -= 1
         if need > 0:
             self._spread(pool, counts, need, now)
+        # sorted by free time: the last instance taken of each node is its latest
         return tuple(counts), max([free[n][k - 1] for n, k in enumerate(counts) if k])
 
     def _spread(self, pool: Counts, counts: list[int], need: int, now: float) -> None:

@@ -41,6 +41,7 @@ class LiteralPlanner:
         tokens."""
         group, alone_s = self._single_chunk(left, before, past, sizes, pool)
         best = ChunkAllocation((*before, ChunkPlan(left, group)), elapsed_s + alone_s)
+        # chunks stay inside the group of the single-chunk plan, on its size or smaller ones (lines 5-21)
         smaller = [s for s in sizes if s <= len(group)]
         inside = {i: pool[i] for i in group}
         for i, current in enumerate(smaller):
@@ -54,6 +55,7 @@ class LiteralPlanner:
                     found = ChunkAllocation(chunks, elapsed_s + took_s)
                 else:
                     updated = {k: max(0.0, t - took_s) for k, t in inside.items()}  # Eq. (2)
+                    # sizes never shrink from chunk to chunk: KV stays where it is
                     rest = [s for s in smaller if s >= following]
                     found = self._schedule(left - tokens, chunks, elapsed_s + took_s, past + tokens, rest, updated)
                 if found.ttft_s < best.ttft_s:
@@ -80,6 +82,7 @@ class LiteralPlanner:
         for size in sizes:
             group = self.get_group(pool, initial, size)
             ttft_s = max(pool[i] for i in group) + self._prefill_s(size, past, left)
+            # a larger size must improve on the best so far by the rate
             if ttft_s < best_s * (1.0 - self.rate):
                 best_s, best = ttft_s, group
         return best, best_s
@@ -107,17 +110,20 @@ class LiteralPlanner:
         chosen = list(initial)
         held = {self._nodes[i] for i in initial}
         inside = sorted((i for i in pool if self._nodes[i] in held and i not in chosen), key=lambda i: (pool[i], i))
+        # 1. inside the nodes that the group has already
         chosen += inside[: size - len(chosen)]
         free: dict[int, list[int]] = {}
         for i in sorted(pool, key=lambda i: (pool[i], i)):
             if self._nodes[i] not in held:
                 free.setdefault(self._nodes[i], []).append(i)
+        # 2. whole nodes, of those with most instances, while no single one has enough
         whole = max(map(len, free.values()), default=0)
         while (need := size - len(chosen)) > whole > 0 and (
             full := [n for n, ids in free.items() if len(ids) == whole]
         ):
             node = min(full, key=lambda n: (pool[free[n][-1]], n))
             chosen += free.pop(node)
+        # 3. the remainder inside one node; where none has enough, the shortest queues anywhere
         if need > 0:
             able = [n for n, ids in free.items() if len(ids) >= need]
             if able:

@@ -20,6 +20,7 @@ _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, 
 @functools.cache
 def _library() -> Any:
     source = Path(__file__).with_name("cdsp_search.cpp")
+    # no fused multiply-add: plans must equal the Python search bit by bit
     library = compiled("cdsp", [source], "compiled cluster plans", flags=("-ffp-contract=off",))
     if library is None:
         return None
@@ -42,6 +43,7 @@ class NativeSearch:
             starts.append(starts[-1] + len(ids))
         self._start = array("i", starts)
         self._ids = array("i", [i for node in members for i in node])
+        # five numbers a size, as the C++ source reads them: sp and the coefficients of Eq. (1)
         self._sizes = array("d", [v for sp, at in sizes for v in (float(sp), at.a, at.b, at.c, at.d)])
         self._queue = array("d", [0.0] * count)
         self._ttft = array("d", [0.0])
@@ -54,12 +56,14 @@ class NativeSearch:
                 self._start, self._ids, self._sizes, self._queue, self._ttft, self._tokens, self._group, self._out,
             )
         )  # fmt: skip
+        # addresses are taken once: the arrays above must live as long as `self`, and never be resized
         self._head = (len(members), start, places, len(sizes), table, int(prune), self._queue_at)
         self._tail = (ttft, tokens, group, out)
         self._call = _library()
 
     def plan(self, tokens: int, queue_s: Sequence[float], rate: float, cached: int, single: bool) -> ChunkAllocation:
         """See `CdspPlanner.plan`."""
+        # another length would resize the buffer, and may move it: checked below
         self._queue[:] = array("d", queue_s)
         if self._queue.buffer_info()[0] != self._queue_at:
             raise ValueError(f"{len(queue_s)} queues for a pool of another size")

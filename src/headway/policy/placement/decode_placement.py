@@ -37,6 +37,7 @@ class DecodePlacement:
         for i in view.with_role("decode"):
             freeness = self.freeness(view, i)
             if freeness > most:
+                # ids ascend: a later instance must be freer, not just as free
                 best, most = i, freeness
         return best
 
@@ -55,7 +56,9 @@ class DecodePlacement:
             self._groups[request.id] = groups[-1]
             return []
         self._reserved[request.id] = (target, request.prompt_tokens)
+        # until the KV has arrived the instance's own `used` does not show it
         self._virtual_usage[target] = self._virtual_usage.get(target, 0) + request.prompt_tokens
+        # one transfer a span: KV is sent as each chunk is computed
         return [TransferKv(request.id, target, index) for index in range(len(groups))]
 
     def prefilled(self, request: str) -> list[Action]:
@@ -74,6 +77,7 @@ class DecodePlacement:
     def on_event(self, event: Event) -> list[Action]:
         """Return the actions for an event that concerns decodes; none for others."""
         if isinstance(event, KvReady):
+            # from now on the scheduler's own `used` counts it: not twice
             self.withdraw(event.request)
             return [EnqueueRequest(event.request, (event.instance,), "decode")]
         if isinstance(event, SpanDone) and event.last:

@@ -55,6 +55,7 @@ class FifoPlacement(PlacementPolicy):
         candidates = prefill_instances(view, "fifo")
         if request.prompt_tokens <= self._options.long_tokens:
             return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
+        # committed at once, not when the group is free: arrivals after it wait behind it
         group = first_free_group(view, candidates, min(self._options.long_sp, len(candidates)))
         self._groups[request.id] = group
         return [commit_as_ring(request, group, view)]

@@ -66,6 +66,7 @@ class FixedSp(PlacementPolicy):
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         groups = self._groups or self._make_groups(view)
+        # a group begins when its last instance is free; ties go to the first group
         free_s = [max(view.now_s, *(view.instances[i].free_at_s for i in group)) for group in groups]
         group = groups[min(range(len(groups)), key=free_s.__getitem__)]
         attn = self._attn if len(group) > 1 else "local"

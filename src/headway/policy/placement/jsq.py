@@ -43,5 +43,6 @@ class JoinShortestQueue(PlacementPolicy):
         instance = view.instances[replica]
         if self._queue == "requests":
             return instance.running, instance.queued
+        # idle replicas all count as 0, whenever they became free
         wait_s = max(0.0, instance.free_at_s - view.now_s)
         return wait_s if self._queue == "seconds" else instance.queued, instance.running

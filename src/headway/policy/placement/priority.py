@@ -63,6 +63,7 @@ class PriorityPlacement(PlacementPolicy):
                 return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
             self._long_queue[request.id] = request
         elif isinstance(event, SpanDone) and event.last:
+            # it keeps its group until it ends: these instances do not count as idle for the next long request
             group = self._groups[event.request]
             actions.append(EnqueueRequest(event.request, group, "decode", concurrent=True))
         elif isinstance(event, RequestFinished | RequestDropped):
@@ -77,6 +78,7 @@ class PriorityPlacement(PlacementPolicy):
     def next_wakeup(self, now: float) -> float | None:
         if not self._long_queue:
             return None
+        # kept until it has passed, so that a stream of events cannot postpone it
         if self._wake_s <= now:
             self._wake_s = now + self._options.retry_s
         return self._wake_s
@@ -84,8 +86,10 @@ class PriorityPlacement(PlacementPolicy):
     def _start_first_long(self, view: ClusterSnapshot) -> list[Action]:
         """Commit the first waiting long request if enough instances are without work now."""
         taken = {i for group in self._groups.values() for i in group}
+        # not `prefill_instances`: after losses there may be none left, which is no error here
         candidates = view.with_role("mixed", "prefill")
         idle = [i for i in candidates if i not in taken and self._is_idle(i, view)]
+        # a cluster smaller than `long_sp` serves long requests on all it has
         size = min(self._options.long_sp, len(candidates))
         if not candidates or len(idle) < size:
             return []

@@ -101,6 +101,7 @@ def names() -> list[str]:
 
 def make_placement(name: str, context: PolicyContext, options: Mapping[str, Any] | None = None) -> PlacementPolicy:
     """Make a policy. Raises ConfigError, which names what is allowed."""
+    # modules are imported by name, when asked for: a policy's imports cost nothing to users of another one
     factory, checked = _load(name, 1), _options(name, options or {})
     policy: PlacementPolicy = factory(context, checked)
     return policy
@@ -134,6 +135,7 @@ def _options(name: str, options: Mapping[str, Any]) -> Any:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:
         hint = allowed(kind, error)
+        # no single field to explain: list all options
         if not hint.startswith("allowed"):
             hint = f"its options: {', '.join(kind.__struct_fields__)}"
         raise ConfigError(f"options of {name}: {error} ({hint})") from None

@@ -69,6 +69,7 @@ class ReservationPlacement(PlacementPolicy):
     def _divide(self, view: ClusterSnapshot) -> None:
         instances = prefill_instances(view, "reservation")
         count = self._options.reserved or self._options.long_sp
+        # at the start too few instances are a configuration error; after a loss they are not (`_divide_again`)
         if count >= len(instances):
             raise ConfigError(
                 f"{count} of {len(instances)} instances cannot be reserved: short requests need at least one"
@@ -92,6 +93,7 @@ class ReservationPlacement(PlacementPolicy):
             return commit_as_ring(request, group, view)
         candidates = self._for_short
         if self._options.borrow:
+            # idle: no committed span is left, and no request is resident (decodes do not show in `free_at_s`)
             idle = (i for i in self._for_long if view.instances[i].free_at_s <= view.now_s)
             candidates = (*candidates, *(i for i in idle if not view.instances[i].running))
         return EnqueueRequest(request.id, (least_loaded(view, candidates),))

@@ -114,6 +114,7 @@ class TetrisPlacement(PlacementPolicy):
         now = view.now_s
         planner = self._planner = self._planner or self._make_planner(view)
         if self._options.anchored:
+            # closed loop: `free_at_s` is corrected whenever a span takes longer or shorter than predicted
             queue_s = [max(0.0, view.instances[i].free_at_s - now) for i in self._ids]
         else:
             queue_s = [max(0.0, free - now) for free in self._own_free_s]
@@ -127,6 +128,7 @@ class TetrisPlacement(PlacementPolicy):
         """Open loop: extend the own time line by a plan as if it came true."""
         latency, past, at = _eq1(self._latency, self._sizes()), request.cached_tokens, now
         for tokens, group in plan.chunks:
+            # Eq. (2): a chunk starts after the previous one, when its whole group is free
             at = max(at, *(self._own_free_s[i] for i in group))
             at += latency.sizes[len(group)].prefill_s(past, tokens)
             past += tokens
@@ -134,6 +136,7 @@ class TetrisPlacement(PlacementPolicy):
                 self._own_free_s[i] = at
 
     def _make_planner(self, view: ClusterSnapshot) -> CdspPlanner | LiteralPlanner:
+        # by (node, id): positions of one node are consecutive
         self._ids = view.ordered(prefill_instances(view, "tetris"))
         self._own_free_s = [0.0] * len(self._ids)
         nodes = [view.instances[i].node for i in self._ids]

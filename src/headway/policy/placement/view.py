@@ -77,6 +77,7 @@ class ClusterState:
         self.by_role = {role: tuple(ids) for role, ids in roles.items()}
         self.arrivals: list[float] = []
         self._memory_s = memory_s
+        # bounded: a policy that asks about a version older than these must look at all instances
         self._changes: deque[tuple[int, int]] = deque(maxlen=4 * len(self.instances) + 64)  # (version, instance)
 
     def put(self, instance: ClusterInstance) -> None:
@@ -112,6 +113,7 @@ class ClusterState:
         """Record the arrival of a request. Times must not fall."""
         arrivals = self.arrivals
         arrivals.append(at_s)
+        # trimmed only when half of it is too old: amortised constant time for each arrival
         if len(arrivals) > 1024 and arrivals[len(arrivals) // 2] < at_s - self._memory_s:
             del arrivals[: bisect_left(arrivals, at_s - self._memory_s)]
 
@@ -121,9 +123,11 @@ class ClusterState:
         changes = self._changes
         if version >= self.version:
             return set()
+        # the first change after `version` has been pushed out of the deque
         if not changes or (changes[0][0] > version + 1 and len(changes) == changes.maxlen):
             return None
         found = set()
+        # versions rise by one with each entry: stop at the first old one
         for at, instance in reversed(changes):
             if at <= version:
                 break
@@ -181,6 +185,7 @@ class ClusterSnapshot:
         arrivals = self._state.arrivals
         if not arrivals:
             return 0.0
+        # right after the start, a whole window would underestimate the rate
         since = max(self.now_s - window_s, arrivals[0])
         count = bisect_right(arrivals, self.now_s) - bisect_left(arrivals, since)
         return count / max(self.now_s - since, 1.0)

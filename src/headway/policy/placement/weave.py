@@ -14,9 +14,8 @@ that is paused already delays no other prompt and is preferred. A group that has
 so that nothing starves.
 
 It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is sent
-layer
-by layer while it is computed, also on groups: a transfer that is begun with a group's span would block its sender while
-the group is paused.
+layer by layer while it is computed, also on groups: a transfer that is begun with a group's span would block its sender
+while the group is paused.
 """
 
 from __future__ import annotations
@@ -54,13 +53,11 @@ from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 
 
 class WeaveOptions(tetris.TetrisOptions, frozen=True, kw_only=True):
-    """Settings of `weave`, besides those of `tetris`. Without an SLO, a first token is due after max(deadline_base_s,
-    deadline_factor × the prompt's own time)."""
+    """Settings of `weave`, besides those of `tetris`."""
 
     batch_s: float = 0.5
     """A prompt that the plan gives to one instance goes to its scheduler if it takes at most so long there; a longer
-    one
-    is a group of one."""
+    one is a group of one."""
     yields_to: float = 0.25
     """A group yields to prompts that take, on one instance, at most so many times its own time; 0: to none."""
     rho_min: float = 0.2
@@ -68,7 +65,9 @@ class WeaveOptions(tetris.TetrisOptions, frozen=True, kw_only=True):
     rho_max: float = 0.7
     """Largest share of its time that a group yields."""
     deadline_base_s: float = 1.0
+    """Seconds after arrival at which the first token of a request without an SLO is due, at the earliest."""
     deadline_factor: float = 5.0
+    """The same as a multiple of the prompt's own time; the later of the two counts."""
     lost_s: float = 0.0
     """Seconds to restore a paused group's state."""
 
@@ -116,6 +115,7 @@ class WeavePlacement(PlacementPolicy):
             return self._place(event.request, view)
         if isinstance(event, SpanPaused):
             self._set_pausing(event.request, False)
+            # at once: its exclusive span waits anyway until the prompts let in have left the schedulers
             return [ResumeRequest(event.request, self._options.lost_s)]
         if isinstance(event, RequestPrefilled):
             self._left_scheduler(event.request, view)
@@ -140,9 +140,11 @@ class WeavePlacement(PlacementPolicy):
         alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
         gap = self._best_gap(alone_s, plan.ttft_s, view) if self._options.yields_to else None
         if gap is not None:
+            # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
                 placed.delay(seconds)
             actions = self._enqueue(request, gap.instance, alone_s, view, concurrent=True)
+            # one pause serves all prompts that enter during it
             if gap.to_pause is not None and not gap.to_pause.pausing:
                 gap.to_pause.pausing = True
                 actions.append(PreemptRequest(gap.to_pause.request))
@@ -161,8 +163,10 @@ class WeavePlacement(PlacementPolicy):
         """Give a prompt to an instance's scheduler; not concurrent: behind the groups that were committed there."""
         self._decodes.place(request, [(instance,)], view)  # one transfer, when the prompt is complete
         self._scheduler_of[request.id] = instance
+        # behind groups, the prompt is not yet part of the scheduler's work
         if concurrent or not self.groups.on(instance):
             self._prefills_end_s[instance] = self._scheduler_idle_s(instance, view) + alone_s
+        # with a single output token there is nothing to decode elsewhere
         phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"
         return [EnqueueRequest(request.id, (instance,), phase, concurrent)]
 
@@ -172,6 +176,7 @@ class WeavePlacement(PlacementPolicy):
         """Return a committed prompt with its plan's time line, chunk by chunk."""
         starts_s, pause_intervals_s, work_s, now = [], [], 0.0, view.now_s
         for span in spans:
+            # a chunk starts after the previous one, when the last instance of its group is free
             start_s = max(now, *(view.instances[i].free_at_s for i in span.group))
             shape = GroupShape(len(span.group), view.nodes_of(span.group), span.strategy)
             seconds = self._latency.prefill_s(span.start, span.end - span.start, shape)
@@ -201,9 +206,12 @@ class WeavePlacement(PlacementPolicy):
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[str, tuple[float, float]] = {}
         for placed in self.groups.all():
+            # below any charge, 0 included, unless the prompt is much shorter than the group's work
             left_s = -1.0  # too short to yield to this prompt
             if alone_s <= options.yields_to * placed.work_s:
                 left_s = placed.yieldable_s(now, options.rho_min, options.rho_max)
+            # without the prompt, a running or pausing group would go on now, a waiting one as planned; neither
+            # before the schedulers of its instances are empty
             begins_s = now if self._can_stop(placed, view) else max(now, placed.starts_s[placed.index])
             yields[placed.request] = max(begins_s, *(idle_s[i] for i in placed.group)), left_s
         best: QueueGap | None = None
@@ -227,6 +235,7 @@ class WeavePlacement(PlacementPolicy):
         that it may still yield."""
         groups = self.groups.on(instance)
         first = groups[0]
+        # groups of one prompt are nested: the instance may belong to a later, larger chunk only, and need no pause
         to_pause = first if instance in first.group and self._can_stop(first, view) else None
         if to_pause is not None:
             idle_s += first.pause_interval_s  # until it has paused, at most
@@ -234,10 +243,12 @@ class WeavePlacement(PlacementPolicy):
         charges = []
         for placed in groups:
             goes_on_s, left_s = yields[placed.request]
+            # the prompt delays every group of the instance until its first token
             charge = max(0.0, first_token_s - goes_on_s)
             if charge > left_s:
                 return None
             charges.append((placed, charge))
+        # a group that is pausing already stops no further instances
         stopped = len(to_pause.group) if to_pause is not None and not to_pause.pausing else 0
         return QueueGap(first_token_s, stopped, instance, tuple(charges), to_pause)
 
@@ -262,6 +273,7 @@ class WeavePlacement(PlacementPolicy):
         placed = self.groups.get(event.request)
         if placed is None:
             return
+        # a span that completes before its pause takes effect is not paused
         placed.pausing = False
         if event.last:
             self.groups.remove(event.request)

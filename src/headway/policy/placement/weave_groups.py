@@ -56,6 +56,7 @@ class PlacedGroup:
     def yieldable_s(self, now: float, least: float, most: float) -> float:
         """Return the seconds that it may still be delayed by; its share of yielding lies between `least` and `most`."""
         share = min(most, max(least, self.slack(now)))
+        # a share r of all its time: yielded = r * (work + yielded), so yielded = work * r / (1 - r)
         return self.work_s * share / (1.0 - share) - self.yielded_s
 
     def delay(self, seconds: float) -> None:
@@ -93,6 +94,7 @@ class PlacedGroups:
 
     def add(self, placed: PlacedGroup) -> None:
         self._by_request[placed.request] = placed
+        # groups are nested: the last one has all instances
         for i in placed.groups[-1]:
             self._on.setdefault(i, []).append(placed)
 

@@ -45,14 +45,17 @@ def partition(
     if not n or not count:
         return [] if not n else None
     widest = min(max_sp or count, count)
+    # predictions depend on an interval's (instances, nodes) only: far fewer shapes than intervals
     shapes = sorted(
         {_shape(nodes, stop - wide, stop) for wide in range(1, widest + 1) for stop in range(wide, count + 1)}
     )
     shape_row = {shape: at for at, shape in enumerate(shapes)}
     alone = np.array([[seconds(t, *shape) for t in tokens] for shape in shapes])
     fixed = np.array([seconds(1, *shape) for shape in shapes])
+    # prefix sums, so that any batch [j, i) costs one subtraction
     sums = np.concatenate([np.zeros((len(shapes), 1)), np.cumsum(alone, axis=1)], axis=1)
     inverse = np.concatenate([[0.0], np.cumsum(1.0 / np.asarray(tokens, dtype=np.float64))])
+    # the same for tokens and for free KV
     held = np.concatenate([[0.0], np.cumsum(np.asarray(tokens, dtype=np.float64))])
     left = np.concatenate([[0.0], np.cumsum(np.asarray(room, dtype=np.float64))])
     # best[i, k]: least cost of the first i prompts on the first k instances
@@ -63,14 +66,17 @@ def partition(
         wide = np.arange(1, min(widest, k) + 1)
         rows = np.array([shape_row[_shape(nodes, k - int(w), k)] for w in wide])
         space = left[k] - left[k - wide]
+        # instance k - 1 may stay unused
         best[1:, k] = best[1:, k - 1]
         chosen.update({(i, k): chosen[i, k - 1] for i in range(1, n + 1) if (i, k - 1) in chosen})
         for i in range(1, n + 1):
             low = max(0, i - most) if most else 0
             j = np.arange(low, i)
             # rows: the prompts of the batch begin at j; columns: it has so many instances
+            # a batch takes the sum of its prompts alone, with the time of a single token counted once
             times = sums[rows, i][None, :] - sums[rows][:, j].T - (i - j - 1)[:, None] * fixed[rows][None, :]
             costs = times * (inverse[i] - inverse[j])[:, None] + best[j][:, k - wide]
+            # KV of the batch must fit its instances
             costs[(held[i] - held[j])[:, None] > space[None, :]] = np.inf
             at = int(np.argmin(costs))
             value = costs.flat[at]

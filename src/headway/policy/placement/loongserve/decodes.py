@@ -24,6 +24,7 @@ class DecodeBatch:
     def generated(self, name: str, now: float, step_s: float) -> int:
         """Return the output tokens that a member is assumed to have: one each `step_s`."""
         request, since_s = self.members[name]
+        # the first token comes with the prefill
         return min(request.max_output_tokens, 1 + int((now - since_s) / step_s))
 
     def tokens(self, now: float, step_s: float, ahead: int = 0) -> int:

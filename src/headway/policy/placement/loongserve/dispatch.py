@@ -33,9 +33,12 @@ def dispatch(
     capacity: KV tokens of one instance. used: KV tokens of decoding requests; reserved: the same with all of their
     output. decodes: output tokens that each decoding request has. mean_output: output tokens of finished requests.
     """
+    # steps until the last decode ends: at least 10; one that is past the mean needs a tenth of its output more
     left_steps = max([10.0, *(max(mean_output - done, 0.1 * done) for done in decodes)])
     wait_s = left_steps * options.decode_step_s
+    # seconds of delay weigh by the tokens that a request has: 1 / output for decodes, 1 / length for prompts
     lost = sum(1.0 / max(1, done) for done in decodes)
+    # instances left when the decodes' KV is packed
     free = instances - -(-used // capacity)
     single = options.prefill == "single"
     chosen: list[Request] = []
@@ -44,6 +47,7 @@ def dispatch(
     tokens, reserved_after, gained, accepted = 0, reserved, 0.0, 0
     for request in pending:
         prompt_tokens = length(request)
+        # in order of arrival: a prompt that does not fit ends the round, even if a later one would
         if reserved_after + final_tokens_of([request]) > capacity * instances or (
             tokens and tokens + prompt_tokens > options.round_tokens
         ):
@@ -53,11 +57,13 @@ def dispatch(
         if not preempting and tokens + prompt_tokens <= free * capacity and not (single and len(chosen) == free):
             now_s = on_free.with_one(prompt_tokens)
             in_time = now_s <= options.round_s
+            # what it loses on fewer instances is at most what it would lose by waiting for decodes
             if now_s - on_all.with_one(prompt_tokens) <= wait_s and (in_time or not chosen):
                 chosen.append(request)
                 for total in (on_free, on_all, with_paused):
                     total.add(prompt_tokens)
                 tokens, reserved_after = tokens + prompt_tokens, reserved_after + final_tokens_of([request])
+                # a first prompt longer than the round begins alone
                 if not in_time:
                     break
                 continue
@@ -71,6 +77,7 @@ def dispatch(
             gained + 1.0 / prompt_tokens,
         )
         in_time = with_paused.seconds <= options.round_s
+        # only the longest prefix of these prompts whose gain covers the decodes' loss is accepted
         if with_paused.seconds * lost <= wait_s * gained and (in_time or len(chosen) + len(preempting) == 1):
             accepted = len(preempting)
         if not in_time:

@@ -1,8 +1,7 @@
 """LoongServe's single-request scheduling as Tetris §2.4 describes and §7.1 compares with: it ignores the load.
 
 Each request, when it arrives, gets the size and group that end its own prefill first, queues included; of equal ends
-the
-larger group. Prefill instances only; decodes are placed as in Tetris.
+the larger group. Prefill instances only; decodes are placed as in Tetris.
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ class GreedyDispatch(PlacementPolicy):
                 raise ConfigError("loongserve: `prefill: greedy` needs a cluster of prefill (and decode) instances")
         past, tokens = request.cached_tokens, request.prompt_tokens - request.cached_tokens
         most = min(self._options.max_sp or len(self._instances), len(self._instances))
+        # powers of two, and the largest group even if it is none
         sizes = sorted({1 << k for k in range(most.bit_length()) if 1 << k <= most} | {most})
         best, earliest_s = self._instances[:1], float("inf")
         nodes = by_free_time(view, self._instances)
@@ -64,6 +64,7 @@ class GreedyDispatch(PlacementPolicy):
             group = first_free_of(view, nodes, size)
             start_s = max(view.now_s, *(view.instances[i].free_at_s for i in group))
             end_s = start_s + self._latency.prefill_s(past, tokens, GroupShape(size, view.nodes_of(group)))
+            # sizes ascend: of equal ends the larger group
             if end_s <= earliest_s:
                 best, earliest_s = group, end_s
         return best

@@ -9,8 +9,7 @@ from headway.policy.placement.registry import PolicyOptions
 
 class LoongServeOptions(PolicyOptions, frozen=True, kw_only=True):
     """Settings of `loongserve`. Without decode instances in the cluster, requests decode where they were prefilled
-    (§4).
-    The defaults of `round_s` to `decode_batch` are the published artifact's.
+    (§4). The defaults of `round_s` to `decode_batch` are the published artifact's.
 
     mode `paper` fills a round only with instances whose batch has ended as a whole, and keeps room for the prompt's own
     KV when it scales down, as the published code does; `default` also fills instances that scale-down frees, and keeps
@@ -19,8 +18,8 @@ class LoongServeOptions(PolicyOptions, frozen=True, kw_only=True):
 
     prefill: Literal["batched", "single", "greedy"] = "batched"
     """`batched`: by dynamic programming (§5.3); `single`: the same with one request in a batch; `greedy`: as Tetris
-    §2.4
-    describes it, each request on arrival, on the group that ends it first, queues included (needs decode instances)."""
+    §2.4 describes it, each request on arrival, on the group that ends it first, queues included (needs decode
+    instances)."""
     round_s: float = 5.0
     """A request that would make a round longer is not added to it, unless it is the first."""
     round_tokens: int = 500_000

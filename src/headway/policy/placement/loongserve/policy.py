@@ -62,13 +62,15 @@ class LoongServe(PlacementPolicy):
             return pool.remove(event.request, view, isinstance(event, RequestFinished))
         if isinstance(event, ActionRefused) and event.action == "commit" and event.request in self._pool_of:
             pool = self._pool_of[event.request]
+            # the whole batch was refused: its requests wait again, and are planned with the new snapshot
             return [*pool.withdraw(event.request, view), *pool.plan(view)]
         if isinstance(event, WakeupDue):
             return [action for pool in pools for action in pool.plan(view)]
         return self._decode_placement.on_event(event) if self._decode_placement is not None else []
 
     def next_wakeup(self, now: float) -> float | None:
-        """While decodes run, the loss by pausing them falls and their KV grows: look again."""
+        """Return the time of the next look at the queue: while decodes run, the loss by pausing them falls and their KV
+        grows. None while no pool depends on time."""
         if not any(pool.needs_wakeup for pool in self.pools):
             return None
         if self._wake_s <= now:
@@ -83,6 +85,7 @@ class LoongServe(PlacementPolicy):
             raise ConfigError("loongserve needs prefill or mixed instances")
         if self._options.reserved >= len(instances):
             raise ConfigError(f"loongserve: `reserved` must leave one of {len(instances)} instances")
+        # by (node, id): both pools keep to as few nodes as possible
         cut = len(instances) - self._options.reserved
         latency, shape = self._context.latency, self._context.shape
         parts = [instances[:cut], instances[cut:]] if self._options.reserved else [instances]

@@ -70,6 +70,7 @@ class ElasticPool:
         self._migrating_from: dict[str, int] = {}  # instance that each migrating request leaves
         self._spare: set[int] = set()  # instances that the round left idle, or whose batch has ended
         self._round_end_s = 0.0
+        # sum and number of outputs, for their mean, begun with an assumed one
         self._finished_output, self._finished_count = float(FIRST_OUTPUT), 1
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class ElasticPool:
         return self.plan(view)
 
     def span_done(self, name: str, view: ClusterSnapshot) -> list[Action]:
-        """A prompt is complete; with the last one its batch ends."""
+        """Record that a prompt is complete; with the last one of its batch the batch ends."""
         prefill = self._prefill_of.pop(name, None)
         if prefill is None:
             return []
@@ -90,7 +91,7 @@ class ElasticPool:
         return [] if prefill.unfinished else self._prefilled(prefill, view)
 
     def kv_ready(self, name: str, view: ClusterSnapshot) -> list[Action]:
-        """KV of a request has arrived at the decode batch to which it migrates."""
+        """Let a request decode whose KV has arrived at the batch to which it migrates."""
         self._migrating_from.pop(name, None)
         batch = self._decode_batch_of.get(name)
         if batch is None:
@@ -178,6 +179,7 @@ class ElasticPool:
         if not chosen:
             return []
         lengths = [length(request) for request in chosen]
+        # the round begins when the KV has arrived: nothing is planned while requests migrate
         if self._options.migrate and (moves := self._migrate_decodes(lengths, idle, used, view)):
             return moves
         taken = self._decodes_to_pause(lengths, idle, view) if self._options.preempt else []
@@ -191,6 +193,7 @@ class ElasticPool:
             return []
         room, total, tokens = self._capacity_of(idle), BatchSum(self.times, len(idle)), 0
         chosen: list[Request] = []
+        # out of order: short prompts fill the gaps that longer ones before them leave
         for request in self.pending:
             if self._options.prefill == "single" and len(chosen) == len(idle):
                 break
@@ -209,7 +212,9 @@ class ElasticPool:
         room = {i: float(self._capacity[i] or UNLIMITED) for i in idle}
         for batch in taken:
             for i in batch.group:
+                # paused decodes keep their KV, spread evenly, and need space for the rest of their output
                 room[i] = float(self._capacity_of([i]) - batch.final_tokens / len(batch.group))
+        # instances without KV first (§5.3)
         order = [*idle, *(i for batch in taken for i in batch.group)]
         most = 1 if self._options.prefill == "single" else 0
         while chosen:
@@ -222,6 +227,7 @@ class ElasticPool:
             )  # fmt: skip
             if found is not None:
                 break
+            # no split has space for all: leave out the latest arrival
             chosen = chosen[:-1]
         if not chosen:
             return []
@@ -235,6 +241,7 @@ class ElasticPool:
             longest_s = max(longest_s, self.times.batch_s([length(r) for r in members], len(group)))
             actions += self._commit(members, group, [b for b in taken if set(b.group) & set(group)], view)
         if new:
+            # only a new round sets the end: prompts that fill gaps must not extend it
             self._round_end_s = view.now_s + longest_s
             self._spare = set(self.idle())
         return actions
@@ -252,6 +259,7 @@ class ElasticPool:
         self._prefill_of.update(dict.fromkeys(prefill.requests, prefill))
         actions: list[Action] = []
         for batch in paused:
+            # decodes stop before the batch that takes their instances is committed
             batch.paused = True
             actions += [PreemptRequest(name) for name in batch.members]
         actions.append(CommitSpans(requests[0].id, (spans[0],), view.version, batched_with=tuple(spans[1:])))
@@ -269,6 +277,7 @@ class ElasticPool:
         if begin or any(batch.members for batch in prefill.paused_decodes):
             batch = DecodeBatch(self._keep(prefill, begin, view))
             for old in prefill.paused_decodes:
+                # decodes that were paused for the prefill go on in the new batch
                 batch.members.update(old.members)
             batch.members.update({r.id: (r, view.now_s) for r in begin})
             self._decode_batch_of.update(dict.fromkeys(batch.members, batch))
@@ -280,10 +289,12 @@ class ElasticPool:
         return actions + self.plan(view)
 
     def _keep(self, prefill: RunningPrefill, begin: list[Request], view: ClusterSnapshot) -> tuple[int, ...]:
-        """Where paused decodes have KV, and as few more as hold the new one."""
+        """Return the instances on which a complete batch decodes: those with KV of the decodes that were paused for it,
+        and as few more as hold its own KV. begin: requests of the batch that decode here."""
         group = [i for batch in prefill.paused_decodes for i in batch.group]
         need = final_tokens_of(begin)
         if self._options.mode == "paper":  # but each request by itself must fit
+            # the published code keeps space for the prompts and one token of each
             need = max(sum(r.prompt_tokens + 1 for r in begin), *(final_tokens_of([r]) for r in begin), 0)
         room = self._capacity_of(group) - sum(batch.final_tokens for batch in prefill.paused_decodes)
         for i in prefill.group:
@@ -306,6 +317,7 @@ class ElasticPool:
         """Scale up decode batches that lack KV or compute (§4.2): add an idle instance, else merge."""
         now, options = view.now_s, self._options
         actions: list[Action] = []
+        # a copy: a merge removes batches from the list
         for batch in list(self.decodes):
             if batch not in self.decodes or batch.paused or batch.migrating:
                 continue
@@ -318,6 +330,7 @@ class ElasticPool:
                 continue
             idle = self.idle()
             if idle:
+                # on the batch's node if possible
                 near = [i for i in idle if self._node[i] == self._node[before[0]]]
                 batch.group = view.ordered([*before, (near or idle)[0]])
             elif full:
@@ -340,8 +353,10 @@ class ElasticPool:
         """Migrate the smallest decode batches to the fullest, while one more instance saves more than the migration
         takes."""
         now, step_s, actions, free = view.now_s, self._options.decode_step_s, list[Action](), len(idle)
+        # instances that can be free when all decodes' KV is packed
         most = len(self.ids) - self._instances_for(used)
         small = [b for b in self.decodes if len(b.group) == 1 and not b.paused]
+        # the smallest first: each frees an instance for the least KV moved
         small.sort(key=lambda b: (b.tokens(now, step_s), b.group))
         while small and free < most:
             source = small.pop(0)
@@ -385,6 +400,7 @@ class ElasticPool:
                 more_s = self.times.batch_s(lengths, count + 1)
                 gain = (self.times.batch_s(lengths, count) - more_s) * sum(1 / tokens for tokens in lengths)
                 generated = sum(batch.generated(name, now, step_s) for name in batch.members)
+                # loss (Eq. 3): more_s * sum of 1 / output, with the batch's mean output: members * members / generated
                 if gain < more_s * len(batch.members) ** 2 / generated:
                     continue
             taken.append(batch)

@@ -58,6 +58,7 @@ class BatchSum:
         """Return the seconds with one more prompt."""
         if not self._shape[0]:
             return float("inf")
+        # the time of a single token counts once for the whole batch
         return self.seconds + self._times.alone_s(tokens, *self._shape) - (self._fixed_s if self._count else 0.0)
 
     def add(self, tokens: int) -> None:

@@ -37,11 +37,13 @@ class HeapArgMin:
 
     def update(self, replica: int, weight: int) -> None:
         """See `ArgMin`."""
+        # one number orders by (weight, replica)
         key = weight * self._count + replica
         self._key[replica] = key
         heap = self._heap
+        # the replica's older entries stay in the heap; `_key` tells which one is valid
         heappush(heap, key)
-        if len(heap) > self._limit:  # mostly stale entries: build it anew
+        if len(heap) > self._limit:  # mostly stale entries: rebuild it
             heap[:] = {key for key in self._key if key >= 0}
             heapify(heap)
 

@@ -9,6 +9,7 @@ from headway.core.span import Strategy
 from headway.perf.latency.groups import LOCAL, GroupShape
 from headway.policy.placement.registry import PolicyContext
 
+# tokens; prompts are rounded up to it, so that a trace of many lengths needs few predictions
 _LENGTH_STEP = 1024
 
 
@@ -50,6 +51,7 @@ class StrategyChooser:
             if self._fast:
                 yield Strategy(attn="ulysses")
         else:
+            # tensor-parallel replicas: strategies of attention and MLP are chosen separately (§5.3)
             yield Strategy(attn="megatron", mlp="megatron")
             if self._fast:
                 yield Strategy(attn="megatron", mlp="ulysses")
@@ -71,17 +73,17 @@ class GroupSizing:
         fixed: int,
     ) -> None:
         """capacity: KV tokens of one replica (0: unlimited). most: replicas in all; per_node: in one node. target_s:
-        for
-        the rule "latency"; fixed: replicas for the rule "fixed"."""
+        for the rule "latency"; fixed: replicas for the rule "fixed"."""
         self._rule, self._chooser = rule, chooser
         self._capacity, self._most, self._per_node = capacity, most, max(1, per_node)
         self._target_s, self._fixed = target_s, fixed
+        # replicas that keep the target, by steps of the prompt's length
         self._fitting: dict[int, int] = {}
 
     def replicas(self, prompt: int, whole: int) -> int:
         """Return the number for a request of `prompt` tokens, `whole` with its output; 0 if all replicas together
-        cannot
-        hold it."""
+        cannot hold it."""
+        # rounded up; the output's KV counts too, as it stays on the group
         least = -(-whole // self._capacity) if self._capacity else 1
         if least > self._most:
             return 0
@@ -97,6 +99,7 @@ class GroupSizing:
             low, high = 1, self._most
             while low < high:
                 middle = (low + high) // 2
+                # the fewest nodes that have so many replicas
                 nodes = -(-middle // self._per_node)
                 fits = self._chooser.choose(steps * _LENGTH_STEP, middle, nodes).prefill_s <= self._target_s
                 low, high = (low, middle) if fits else (middle + 1, high)

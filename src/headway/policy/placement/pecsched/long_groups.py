@@ -58,14 +58,17 @@ class AgeingPolicy:
         """Return when a computing group may be preempted again."""
         if self._ageing is None or not group.suspended_s:
             return group.began_s
+        # ageing 0: any suspension is more than allowed, so that it is the last one
         if not self._ageing:
             return float("inf")
+        # the time t at which suspended = ageing * (computed + t - began)
         return max(group.began_s, group.began_s + group.suspended_s / self._ageing - group.computed_s)
 
     def resume_by_s(self, group: SequenceParallelGroup) -> float:
         """Return until when a paused group lets short requests in."""
         if self._ageing is None:
             return float("inf")
+        # the time t at which suspended + t - paused_at = ageing * (computed + slice)
         return group.paused_at_s + self._ageing * (group.computed_s + self._slice_s) - group.suspended_s
 
 
@@ -88,9 +91,11 @@ class PreemptionCandidates:
         later, ready = self._later, self._ready
         while later and later[0][0] < now:
             _, order, began_s, group = heappop(later)
+            # negated: the heap's top is the group committed last
             heappush(ready, (-order, -began_s, group))
         while ready:
             _, began_s, group = ready[0]
+            # else stale: it was paused, or has begun again under a newer entry
             if group.computes and group.began_s == -began_s:
                 return group
             heappop(ready)
@@ -109,6 +114,7 @@ class PreemptionCandidates:
         while later:
             at_s, _, began_s, group = later[0]
             if group.computes and group.began_s == began_s:
+                # heap order: if the first time is infinite, all are
                 return at_s if at_s < float("inf") else None
             heappop(later)
         return None

@@ -68,6 +68,7 @@ class ScanNodes:
             return None
         chosen: list[tuple[int, int]] = []
         while len(chosen) < size:
+            # all that is missing from one node if any has so many, else as many as the largest has
             want = min(size - len(chosen), max(map(len, nodes.values())))
             sums = [(sum(w for w, _ in sorted(has)[:want]), node) for node, has in nodes.items() if len(has) >= want]
             node = min(sums)[1]
@@ -91,13 +92,16 @@ class IndexedNodes:
             self._members[row].append(replica)
         width = self._width = max(map(len, self._members), default=1)
         slot = {replica: i for members in self._members for i, replica in enumerate(members)}
+        # index of each replica in the flat tables below; nodes with fewer replicas have unused slots, always taken
         self._place = [row * width + slot[replica] for replica, row in enumerate(self._row)]
         self._all_taken = [_TAKEN] * width
         self._no_sums = array("q", accumulate(self._all_taken))
         self._weights = self._all_taken * len(names)
         self._sums = self._no_sums * len(names)
         table = np.frombuffer(self._sums, dtype=np.int64).reshape(-1, width)
+        # numpy views of the array's memory: rows are overwritten in place, the array is never resized
         self._columns = [table[:, column] for column in range(width)]
+        # available replicas of each node; number of nodes with each count; available replicas in all
         self._counts = [0] * len(names)
         self._with_count = [len(names)] + [0] * width
         self._total = 0
@@ -129,9 +133,11 @@ class IndexedNodes:
         chosen: list[tuple[int, list[int]]] = []
         most, missing = self._width, size
         while missing:
+            # the largest count only falls while replicas are taken
             while not self._with_count[most]:
                 most -= 1
             want = min(missing, most)
+            # a node with fewer than `want` has `_TAKEN` in its sum: it is never the minimum here
             row = int(self._columns[want - 1].argmin())
             chosen.append((row, self._take_from(row, want)))
             missing -= want
@@ -143,6 +149,7 @@ class IndexedNodes:
         low, high, members = row * self._width, (row + 1) * self._width, self._members[row]
         weights = self._weights[low:high]
         self._change_count(row, -want)
+        # the whole node was taken: its row needs no sorting
         if not self._counts[row]:
             self._weights[low:high] = self._all_taken
             self._sums[low:high] = self._no_sums

@@ -2,19 +2,16 @@
 
 A short request goes, in this order, to an idle replica; to a replica where a long request decodes; to a replica of a
 paused long prefill; or a running one is paused for it: all replicas of its group at once, at the next layer edge (the
-paper pauses between any two kernels). That takes half a layer on average, a second or more for half a million
-tokens: in
-`default` mode a short request rather joins a queue that ends before. Else it joins the shortest queue of a replica
+paper pauses between any two kernels). That takes half a layer on average, a second or more for half a million tokens:
+in `default` mode a short request rather joins a queue that ends before. Else it joins the shortest queue of a replica
 without a long request, in `default` mode up to `batch_tokens`, and otherwise waits in the global queue. Of several
 replicas the shortest queue is taken, so that batches are equally long on every replica of a group, and at most
 `batch_tokens` at a time.
 
 A long request waits in its own queue, in order, until enough replicas have no other long one; it takes them all at
-once.
-Its prefill begins when the short requests there have ended (their prefills, if decodes are disaggregated), and resumes
-after a pause when the last short request on its replicas has ended. Ageing, which the paper lacks, bounds how long
-it is
-suspended: without it a steady stream of short requests starves it.
+once. Its prefill begins when the short requests there have ended (their prefills, if decodes are disaggregated), and
+resumes after a pause when the last short request on its replicas has ended. Ageing, which the paper lacks, bounds how
+long it is suspended: without it a steady stream of short requests starves it.
 
 What the paper leaves open and is decided here: the youngest long prefill is preempted first; a replica holds one long
 request at most; the decode replica with the fewest tokens takes the next short.
@@ -65,6 +62,7 @@ from headway.policy.placement.view import ClusterSnapshot
 
 __all__ = ["PecSched", "PecSchedOptions"]
 
+# a wake-up comes so much after a group may be preempted: `PreemptionCandidates.peek` excludes the very moment
 _INSTANT_S = 1e-6
 _UNITS_A_SECOND = 1e6
 """Queues that count seconds are whole microseconds."""
@@ -149,6 +147,7 @@ class PecSched(PlacementPolicy):
         first = view.instances[self._ids[0]]
         per_node = max(map(nodes.count, set(nodes)))
         self._strategies = StrategyChooser(self._context, first.tp, options.fast_sp)
+        # group sizes assume equal replicas: the smallest capacity is safe for all
         capacity = min(view.instances[i].capacity for i in self._ids)
         self._sizes = GroupSizing(
             options.long_replicas,
@@ -171,6 +170,7 @@ class PecSched(PlacementPolicy):
         name = request.id
         self._shorts[name] = ShortRequest(request, self._weight(request.prompt_tokens - request.cached_tokens))
         actions: list[Action] = []
+        # in order of arrival: nothing overtakes the requests that wait already
         if self._global_queue or not self._dispatch(name, now, actions):
             self._global_queue[name] = None
             self._dispatch_all(now, actions)
@@ -183,11 +183,13 @@ class PecSched(PlacementPolicy):
         del self._shorts[event.request]
         actions: list[Action] = []
         if not self._options.disaggregate:
+            # /Dis: the request occupies its replica until it ends, not only while it prefills
             self._decoding_in_place[event.request] = short
             self._replicas().add_decodes(short.replica, 1)
             actions.append(EnqueueRequest(event.request, event.group, "decode", concurrent=True))
         elif short.request.max_output_tokens > 1:
             at = self._decode_queues.argmin()
+            # the KV that it will have at most
             tokens = short.request.prompt_tokens + short.request.max_output_tokens
             self._add_decode_load(at, tokens)
             self._decoding[event.request] = (at, tokens)
@@ -207,6 +209,7 @@ class PecSched(PlacementPolicy):
         if group.request.max_output_tokens > 1:
             actions.append(EnqueueRequest(event.request, self._group_of(group), "decode", concurrent=True))
         replicas = self._replicas()
+        # co-located, its replicas take short prefills while it decodes; else (/CoL) it is preempted like a prefill
         if self._options.colocate:
             replicas.move_to(group, replicas.colocated)
         else:
@@ -221,6 +224,7 @@ class PecSched(PlacementPolicy):
             return []
         group.state = "paused"
         group.paused_at_s = now
+        # ageing compares suspension with the time that it really computed
         group.computed_s += now - group.began_s
         self._paused.add(group)
         return [] if group.busy else self._resume(group, now)
@@ -246,6 +250,7 @@ class PecSched(PlacementPolicy):
             return []
         group.state = "ended"
         self._replicas().release(group)
+        # the next long request takes its replicas before short ones are sent there
         return self._dispatch_all(now, self._commit_longs(view))
 
     def _refused(self, event: ActionRefused, view: ClusterSnapshot) -> list[Action]:
@@ -263,6 +268,7 @@ class PecSched(PlacementPolicy):
             del self._groups[event.request]
             group.state = "ended"
             self._replicas().release(group)
+            # made from a stale snapshot: it keeps its place, and is tried again
             self._long_queue.appendleft(group.request)
             return self._commit_longs(view)
         return []
@@ -272,6 +278,7 @@ class PecSched(PlacementPolicy):
         actions: list[Action] = []
         self._dispatch_all(now, actions)
         for group in self._paused.due(now):
+            # it takes no more short requests, so that those there are the last before it resumes
             group.state = "closing"
             self._replicas().move_to(group, None)
             if not group.busy:
@@ -287,12 +294,16 @@ class PecSched(PlacementPolicy):
         short = self._shorts[name]
         tokens, most, concurrent = short.request.prompt_tokens, options.batch_tokens, False
         free = replicas.free.argmin()
+        # 1. an idle replica: if the shortest queue is not empty, none is
         at = free if free >= 0 and not replicas.weight[free] else -1
         if at < 0:
+            # 2. together with a long decode
             at = replicas.colocated.argmin()
             concurrent = at >= 0 and replicas.fits(at, tokens, most)
             if not concurrent:
+                # 3. in place of a long prefill
                 at = self._preempt_for(short, free, now, actions) if options.preempt else -1
+        # 4. the shortest queue of a replica without a long request
         if at < 0 and free >= 0 and (not self._bounds_queues or replicas.fits(free, tokens, most)):
             at = free
         if at < 0:
@@ -313,6 +324,7 @@ class PecSched(PlacementPolicy):
         if group is None:
             return -1
         if self._compares_waits and free >= 0 and replicas.fits(free, tokens, most):
+            # a pause takes effect half an interval after it is asked for, on average
             wait_s = 0.0 if group.state == "paused" else group.pause_interval_s / 2
             if replicas.weight[free] < wait_s * _UNITS_A_SECOND + (replicas.weight[at] if at >= 0 else 0):
                 return free
@@ -321,6 +333,7 @@ class PecSched(PlacementPolicy):
         self._preemptible.pop(now)
         group.state = "pausing"
         self.suspensions += 1
+        # now, not at SpanPaused: prompts sent there meanwhile wait for the pause in the instances' queues
         replicas.move_to(group, replicas.paused)
         actions.append(PreemptRequest(group.request.id))
         return replicas.paused.argmin()
@@ -361,6 +374,7 @@ class PecSched(PlacementPolicy):
         weight = self._weights.get(tokens)
         if weight is None:
             seconds = self._context.latency.prefill_s(0, tokens, GroupShape(1))
+            # at least 1: a queue of weight 0 counts as idle
             weight = self._weights[tokens] = max(1, round(seconds * _UNITS_A_SECOND))
         return weight
 
@@ -382,6 +396,7 @@ class PecSched(PlacementPolicy):
                 actions.append(RejectRequest(request.id, "all replicas together cannot hold it"))
                 continue
             taken = replicas.take(size)
+            # strictly in order: smaller requests that overtook it could delay it for ever
             if taken is None:
                 break
             self._long_queue.popleft()

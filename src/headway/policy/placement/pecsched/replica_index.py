@@ -26,11 +26,13 @@ class ReplicaIndex:
         self.weight = [0] * count  # queue of short prefills, in the policy's unit
         self.tokens = [0] * count  # the same in tokens
         self.decodes = [0] * count  # short requests that decode
+        # the long request of each replica
         self.group: list[SequenceParallelGroup | None] = [None] * count
         self.free: ArgMin = make(count)
         self.colocated: ArgMin = make(count)
         self.paused: ArgMin = make(count)
         self._nodes: NodeIndex = ScanNodes(node_of) if literal else IndexedNodes(node_of)
+        # the set that each replica is in: `free`, `colocated`, `paused` or none
         self._set_of: list[ArgMin | None] = [None] * count
         for replica in range(count):
             self._move(replica, self.free)
@@ -41,6 +43,7 @@ class ReplicaIndex:
     def add_prefill(self, replica: int, weight: int, tokens: int) -> None:
         """Add a short prefill to a replica's queue."""
         group = self.group[replica]
+        # before the counters change: `busy` rises with the replica's first short request only
         if group is None:
             self._nodes.update(replica, self.weight[replica] + weight)
         elif not self.occupied(replica):
@@ -59,6 +62,7 @@ class ReplicaIndex:
         if members is not None:
             members.update(replica, self.weight[replica])
         group = self.group[replica]
+        # after the counters have changed: `busy` falls with the replica's last short request only
         if group is None:
             self._nodes.update(replica, self.weight[replica])
         elif not self.occupied(replica):
@@ -66,6 +70,7 @@ class ReplicaIndex:
 
     def add_decodes(self, replica: int, more: int) -> None:
         """Change the number of short requests that decode on a replica. They only delay long requests."""
+        # `busy` counts replicas with short requests: it changes with the first and the last one
         group, before = self.group[replica], self.occupied(replica)
         self.decodes[replica] += more
         if group is not None:
@@ -91,6 +96,7 @@ class ReplicaIndex:
         """Give a group the replicas selected for it; they take no short requests."""
         groups, sets, free, tokens, decodes = self.group, self._set_of, self.free, self.tokens, self.decodes
         for replica in group.replicas:
+            # `_move(replica, None)` inlined: a group may have hundreds of replicas, all from `free`
             groups[replica] = group
             sets[replica] = None
             free.discard(replica)
