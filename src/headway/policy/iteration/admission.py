@@ -1,4 +1,4 @@
-"""Which waiting requests get KV, and how much: what an entering request reserves, and what long ones leave free."""
+"""Admission of waiting requests to KV: how many blocks a request reserves, and how many a long one must leave free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def refuse_unservable(request: Request, total_tokens: int) -> None:
             "shorten the prompt or start the server with more KV memory",
             "prompt",
         )
-    if need - 2 + request.max_output_tokens > total_tokens:  # alone it would run dry and wait for ever
+    # The last output token needs no KV (need - 1 + max_output - 1): even alone it would run out of blocks.
+    if need - 2 + request.max_output_tokens > total_tokens:
         raise RequestError(
             f"{request.prompt_tokens} prompt and {request.max_output_tokens} output tokens do not fit the KV cache "
             f"of {total_tokens} tokens: ask for less output or give the server more KV memory",
@@ -27,21 +28,22 @@ def refuse_unservable(request: Request, total_tokens: int) -> None:
 
 
 class KvBlockAdmission:
-    """Admission to one KV pool. Nothing is admitted in part: a request enters with all of its prompt pledged."""
+    """Admission to one KV pool. A request enters with blocks for its whole prompt pledged, or not at all."""
 
     def __init__(self, config: SchedulerConfig, pool: KvPool) -> None:
         self._config = config
         self._pool = pool
         self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
-        self.holders: dict[str, PrefillState] = {}  # requests that hold KV: prefills that have begun, and decodes
+        # Requests that hold KV: prefills that have begun, and decodes.
+        self.holders: dict[str, PrefillState] = {}
 
     def fits(self, state: PrefillState) -> bool:
-        """Whether a request could enter now."""
+        """Whether the pool has the blocks of a request, with the headroom it must leave."""
         blocks = self.blocks(state)
         return blocks + self.headroom(state, blocks) <= self._pool.free_blocks
 
     def blocks(self, state: PrefillState) -> int:
-        """Free blocks that a request would take to enter."""
+        """Return how many free blocks a request would take to enter."""
         return self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
 
     def enter(self, state: PrefillState) -> bool:
@@ -57,25 +59,29 @@ class KvBlockAdmission:
         return True
 
     def spare_blocks(self, state: PrefillState) -> int:
-        """Blocks that short requests may still enter with past this one, which has been skipped for too long: while
-        they hold no more than the headroom together, it gets in as soon as it would without them. 0: none may pass."""
+        """Return how many blocks short requests may still take ahead of `state`, which was skipped for too long.
+
+        0: none may pass. While shorts hold no more than the headroom together, the long request enters no later than
+        without them, since it leaves that headroom free anyway."""
         headroom = self._headroom_blocks
+        # If the request and the headroom exceed the whole pool, shorts beside it would delay it.
         concurrent = self.blocks(state) + headroom <= self._pool.n_blocks
         return max(0, headroom - self._short_blocks()) if state.is_long and concurrent else 0
 
     def headroom(self, state: PrefillState, blocks: int) -> int:
-        """Blocks that must stay free beside `blocks` new ones of this request. Once a long one has been skipped, what
-        shorts hold counts towards the headroom that it leaves them."""
+        """Return how many blocks must stay free if this request takes `blocks` more; 0 for a short one."""
+        # In an empty pool there is nothing to leave headroom for: a prompt as large as the pool must fit.
         if not (state.is_long and self.holders):
             return 0
         headroom = self._headroom_blocks
         left = self._pool.free_blocks - blocks
+        # Once skipped, blocks that shorts hold count towards the headroom: a stream of shorts must not keep it out.
         if state.skipped_since is not None and 0 <= left < headroom:
             return max(0, headroom - self._short_blocks())
         return headroom
 
     def _entry_tokens(self, state: PrefillState) -> int:
-        """Tokens that a request enters with room for: what is known, and some output, within its limits."""
+        """Return the tokens to reserve on entry: all known tokens, and `reserve_tokens` of output, within limits."""
         most = state.prompt + state.request.max_output_tokens
         return max(1, min(state.known + self._config.reserve_tokens, most, self._pool.total_tokens, state.limit))
 

@@ -1,4 +1,4 @@
-"""Make the next batch of one group: KV for its decodes, chunks for its prefills, and what of both is in flight."""
+"""Build the next batch of one group: grow KV of its decodes, size chunks of its prefills, mark both as in flight."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 class BatchBuilder:
-    """Of one group. A group alone is asked to `build`; of several in lockstep, for each step by itself."""
+    """Batch builder of one group. `Scheduler` calls `build`; `LockstepBatch` calls the steps one by one."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
-        self._epochs = 0  # of the decode groups in batches
+        # Number of the last decode group that was put into a batch (`DecodeGroup.epoch`).
+        self._epochs = 0
 
     def build(self, now: float, ahead: int, number: int) -> Batch | None:
-        """A batch of this group alone; None: there is nothing to compute."""
+        """Return a batch of this group alone, or None if there is nothing to compute. `number` is its id."""
         state = self._state
+        # Decodes first: growing one may evict a prefill's KV, which changes the candidates.
         self.grow_decodes(now)
         decodes, latency = state.ready, state.latency
         load = decode_load(latency, len(decodes), decodes.kv_sum)
         chunks, load = self.pick_chunks(load, now) if len(state.policy.queue) else ([], load)
         if not decodes.members and not chunks:
             return None
+        # Fast-forward only to the step at which a lease fills: growth may evict, which changes the batch.
         repeat = max(1, min(ahead, decodes.room())) if ahead > 1 and not chunks and state.only_decodes else 1
         part = self.commit(number, chunks, load, repeat)
         return Batch(id=number, parts=(part,), predicted_s=load_s(latency, load), repeat=repeat)
@@ -35,22 +38,27 @@ class BatchBuilder:
     def pick_chunks(
         self, load: BatchLoad, now: float, shorts_elsewhere: bool = False, budget_s: float | None = None
     ) -> tuple[list[Chunk], BatchLoad]:
-        """Chunks of waiting prefills beside what is in `load`, and the load that they make together. In lockstep:
-        whether short ones wait in other groups, and the shortest TBT target of all groups."""
+        """Choose chunks of waiting prefills on top of `load`. Return them with the load of everything together.
+
+        For lockstep only: `shorts_elsewhere`, short prefills wait in other groups of the batch; `budget_s`, the
+        shortest TBT target of all its groups, seconds."""
         state = self._state
         policy, config = state.policy, state.config
+        # `microbatch`: a prompt's next chunk enters after the previous one has left the last stage.
         skip = self._prefills_in_flight() if config.pipeline_schedule == "microbatch" else ()
-        # KV that is to come from elsewhere and has waited too long for room goes before new requests.
+        # A transfer that has waited too long for blocks goes before new requests, which would take those blocks.
         admits_new = not state.custody.blocked(now, config.admission_age_s)
         decision = policy.pick(load, now, budget_s, skip, admits_new, shorts_elsewhere)
         chunks = []
         for quota in decision.quotas:
             name, tokens = quota.request, quota.tokens
             sequence = state.sequences[name]
-            if sequence.lease is None:  # the policy has had its KV pledged
+            # `pick` has made the policy pledge KV, which here is a lease in the block manager.
+            if sequence.lease is None:
                 sequence.lease = state.ledger.lease(name)
             start = sequence.scheduled
             sequence.in_flight += 1
+            # Move the cursor now: with several stages the next chunk is scheduled before this one returns.
             policy.moved(name, start + tokens)
             chunks.append(Chunk(name, start, tokens, sequence.remaining == 0, sequence.base))
         return chunks, decision.load
@@ -63,10 +71,12 @@ class BatchBuilder:
         repeat: int = 1,
         assists: tuple[RemoteAttention, ...] = (),
     ) -> GroupBatch:
-        """All decodes that are ready and these chunks are in flight, as this group's part of batch `number`."""
+        """Put all ready decodes and these chunks in flight. Return them as this group's part of batch `number`."""
         state = self._state
+        # The set travels whole and comes back by `rejoin`: no work per member, and its epoch survives.
         decodes, state.ready = state.ready, DecodeSet()
         self._epochs += 1
+        # Drain here: leases and evictions made while packing must reach executors with the rows that use these blocks.
         part = GroupBatch(state.group, decodes.group(self._epochs), tuple(chunks), state.ledger.drain_ops(), assists)
         state.count_iterations()
         sequences = [state.sequences[chunk.request] for chunk in chunks]
@@ -74,23 +84,26 @@ class BatchBuilder:
         return part
 
     def grow_decodes(self, now: float) -> None:
-        """Give KV to decodes that have filled their lease. Before every batch."""
+        """Grow the leases of decodes that have filled theirs. Called before every batch."""
         if self._state.waiting_for_kv or self._state.ready.needs_blocks:
             self._grow_decodes(now)
 
     def _grow_decodes(self, now: float) -> None:
         state = self._state
         ready = state.ready
-        # Oldest first: each may take the KV of younger ones.
+        # Oldest first, since each may evict younger ones.
         needy = sorted({*ready.take_full(), *state.waiting_for_kv.values()}, key=lambda s: s.order)
         state.waiting_for_kv = {}
         for sequence in needy:
-            if sequence.lease is None:  # preempted for an older one, just now
+            # Preempted for an older one earlier in this loop.
+            if sequence.lease is None:
                 continue
             self._allocate(sequence, now)
             name = sequence.request.id
-            if name not in state.sequences:  # another group has taken over
+            # `extend_shards` has transferred it to another group.
+            if name not in state.sequences:
                 continue
+            # True if the lease has a slot for the next token, whose index in this shard is `computed - base`.
             if sequence.lease.tokens > sequence.computed - sequence.base:
                 if name in ready.members:
                     ready.watch(sequence)
@@ -102,12 +115,15 @@ class BatchBuilder:
                 state.waiting_for_kv[name] = sequence
 
     def _allocate(self, sequence: SequenceState, now: float) -> None:
-        """KV for one decode: free blocks, else a shard in another group, else that of the youngest request."""
+        """Find KV for one decode: free blocks, else a shard in another group, else blocks of the youngest request.
+
+        Return without it if there is none: the request then waits in `waiting_for_kv`."""
         state = self._state
         while not state.growth.grow(sequence):
             others = state.neighbours
             if others is not None and sequence.limit != WHOLE and others.extend_shards(sequence, now):
                 return
+            # A full shard cannot grow here whatever is evicted; else retry after each victim.
             if sequence.computed - sequence.base >= sequence.limit or not state.evict_behind(sequence, now):
                 return
 

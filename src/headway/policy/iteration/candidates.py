@@ -1,4 +1,4 @@
-"""Which waiting prefills could take tokens now: those that have begun, and those that may begin, most urgent first."""
+"""Prefills that could take tokens now, most urgent first: those that hold KV, and those whose KV fits."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from headway.policy.iteration.prefill import WHOLE, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
 
 MAX_BLOCKED = 32
-"""How many waiting requests one decision tries to find KV for in vain: a bound on its time."""
+"""Most requests without enough KV that one decision looks at: a bound on its time."""
 
 
 class RemoteCost(NamedTuple):
     """What other KV groups add to a chunk of a request whose earlier shards they hold."""
 
-    past: int  # tokens of the largest of these shards
-    reserved_s: float  # what the busiest of these groups leaves less of the iteration
+    past: int
+    """Tokens of the largest of these shards."""
+    reserved_s: float
+    """Seconds by which the busiest of these groups is ahead of the owner group, and the fixed exchange cost."""
     exchange_s_per_row: float
+    """Seconds to exchange one row with all of these groups."""
 
 
 class PrefillCandidates:
-    """Of one group.
+    """Candidates of one group.
 
-    A request whose KV does not fit is skipped, not waited for, until it has been skipped for `admission_age_s`: then
-    only short ones enter before it does, within the headroom that it leaves them. After `MAX_BLOCKED` such requests
-    none enters in this iteration.
+    A request whose KV does not fit is skipped, and later ones enter before it. Once it has been skipped for
+    `admission_age_s`, only short ones do, within the headroom that it leaves them. After `MAX_BLOCKED` skipped requests
+    no further one enters in this iteration.
     """
 
     def __init__(
@@ -38,7 +41,8 @@ class PrefillCandidates:
         admission: KvBlockAdmission,
         remote_cost: Callable[[str], RemoteCost] | None,
     ) -> None:
-        self.reserved_for: PrefillState | None = None  # a long request of another group, skipped here for too long
+        # A long request of another group whose next shard has not fitted here for too long (`GroupedScheduler`).
+        self.reserved_for: PrefillState | None = None
         self._config = config
         self._queue = queue
         self._admission = admission
@@ -47,18 +51,23 @@ class PrefillCandidates:
     def at(
         self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
     ) -> Iterator[PackCandidate]:
-        """Candidates in order, to be consumed lazily while requests are admitted. `advanced`: the iteration, of so
-        many, in which any prefill got tokens last."""
+        """Yield candidates in order, lazily: the caller admits requests while it iterates.
+
+        `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
+        requests without KV may begin."""
         admission = self._admission
+        # `begun` counts down the KV holders still ahead; `closed`: no request without KV enters any more.
         begun, blocked = self._queue.begun, 0
         closed = not admits_new or len(admission.holders) >= self._config.max_num_seqs
+        # Blocks that shorts may take while a long request has waited too long; None: no such limit.
         spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
         for state in self._queue.ordered(now):
             if state.holds_kv:
                 begun -= 1
             elif closed:
+                # Neither may another request begin, nor does a KV holder follow.
                 if not begun:
-                    return  # neither can anything else begin, nor does anything that has begun follow
+                    return
                 continue
             if skip and state.request.id in skip:
                 continue
@@ -75,26 +84,34 @@ class PrefillCandidates:
                     continue
                 if spare is not None:
                     spare -= admission.blocks(state)
+            # A request that has not begun counts from the last progress of any prefill: it is not stalled while others
+            # advance.
             stalled = iterations - (state.last_progress if state.holds_kv else advanced)
             candidate = self._candidate(state, now, stalled)
-            if candidate.remaining > 0:  # else its shard is full, and no group has taken over
+            # 0: its shard is full and no group has taken over yet.
+            if candidate.remaining > 0:
                 yield candidate
+            # Re-read after the yield: the caller may have admitted this candidate.
             closed = closed or len(admission.holders) >= self._config.max_num_seqs
 
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
+        """Return the packer's view of one prefill."""
         name, remaining, past = state.request.id, state.remaining, state.scheduled
+        # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)
         if state.limit == WHOLE:
             return PackCandidate(name, past, remaining, state.is_long, slack, stalled)
         room = state.room
         completes = remaining <= room
+        # Within the shard: a chunk never crosses its edge, and attends from its first token on.
         remaining, past = min(remaining, room), past - state.base
         if not state.base or remaining <= 0 or self._remote_cost is None:
             return PackCandidate(name, past, remaining, state.is_long, slack, stalled, completes)
         remote = self._remote_cost(name)
         return PackCandidate(
             name,
-            max(past, remote.past),  # attention takes as long as over the largest shard
+            # Shards are attended concurrently: attention takes as long as over the largest.
+            max(past, remote.past),
             remaining,
             state.is_long,
             slack,
@@ -105,7 +122,7 @@ class PrefillCandidates:
         )
 
     def _skipped_too_long(self, state: PrefillState, now: float) -> bool:
-        """Note that a request has been passed over for want of KV, and tell whether that has gone on for too long."""
+        """Note that a request was skipped for lack of KV. Return whether that has gone on for `admission_age_s`."""
         if state.skipped_since is None:
             state.skipped_since = now
         return now - state.skipped_since >= self._config.admission_age_s

@@ -1,4 +1,4 @@
-"""What a batch's completion, an abort or a loss of KV makes of the requests of one group."""
+"""Apply a batch's completion, an abort, a staging or a loss of KV to the requests of one group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 class BatchCompletion:
-    """Of one group. Every method returns what has become true of its requests."""
+    """State changes of one group after a batch. Methods return events, in the order in which they became true."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
@@ -31,16 +31,19 @@ class BatchCompletion:
         if elapsed_s is not None:
             state.policy.observed(batch.load, elapsed_s)
         if repeats > 1:
+            # `commit` has counted the first.
             state.count_iterations(repeats - 1)
         events = state.drain_events()
         decodes = batch.decodes
         if decodes.members:
+            # Step the set before any member leaves it: those that end or leave have computed this token too.
             decodes.step(repeats)
         prefilled = self._advance_prefills(batch, now, events)
         ended = self._ended(results, batch, prefilled) if results or state.aborting else {}
         for name, sequence in ended.items():
             if name in decodes.members:
                 decodes.remove(sequence)
+        # Ended requests are out of `decodes` by now: a request that ended leaves nothing staged.
         staging = [s for name, s in state.staging.items() if name in decodes.members] if state.staging else []
         for sequence in staging:
             decodes.remove(sequence)
@@ -49,6 +52,7 @@ class BatchCompletion:
         for name, sequence in prefilled.items():
             if name in ended:
                 continue
+            # A prefill-only request has its first token: keep its KV for the transfer, drop the request.
             if sequence.hands_over:
                 events.append(state.leave_staged(sequence, now))
                 continue
@@ -60,7 +64,9 @@ class BatchCompletion:
     def _advance_prefills(
         self, batch: BatchInFlight, now: float, events: list[RequestEvent]
     ) -> dict[str, SequenceState]:
-        """Move the cursors of the chunks' requests. Returns those whose prompt is done: each has its next token."""
+        """Move the cursors of the chunks' requests.
+
+        Return, by id, those whose last chunk this was: each has its next token."""
         prefilled: dict[str, SequenceState] = {}
         for chunk, sequence in zip(batch.chunks, batch.sequences, strict=True):
             sequence.computed += chunk.tokens
@@ -76,7 +82,7 @@ class BatchCompletion:
     def _ended(
         self, results: Seq[RequestProgress], batch: BatchInFlight, prefilled: dict[str, SequenceState]
     ) -> dict[str, SequenceState]:
-        """Requests in no later batch: reported as finished, or aborted and no longer in flight."""
+        """Return the requests in no later batch: reported as finished, or aborted and no longer in flight."""
         state = self._state
         ended: dict[str, SequenceState] = {}
         for result in results:
@@ -85,6 +91,7 @@ class BatchCompletion:
             elif result.accepted != 1 and not state.sequences[result.request].aborted:
                 raise InvariantError(f"{result.request} goes on with {result.accepted} tokens of one iteration")
         if state.aborting:
+            # An aborted prefill ends with its last chunk in flight, whether or not its prompt is complete.
             completed = (sequence.request.id for sequence in batch.sequences if not sequence.in_flight)
             here = {*batch.decodes.members, *prefilled, *completed}
             ended.update((name, sequence) for name, sequence in state.aborting.items() if name in here)
@@ -97,6 +104,7 @@ class BatchCompletion:
         if sequence is None or sequence.aborted:
             return []
         sequence.aborted = True
+        # Executors still write to its blocks: free them when the batch completes, not now.
         if state.is_in_flight(sequence):
             state.policy.withdraw(request_id)
             state.aborting[request_id] = sequence
@@ -106,7 +114,7 @@ class BatchCompletion:
         return [state.end(sequence, now)]
 
     def end_aborted(self, now: float) -> list[RequestEvent]:
-        """End aborted requests whose last chunk was in flight in another group."""
+        """End aborted requests of which no chunk or decode is in flight any more, in any group. Return their events."""
         state = self._state
         return [state.end(s, now) for s in list(state.aborting.values()) if not state.is_in_flight(s)]
 
@@ -121,7 +129,8 @@ class BatchCompletion:
             return [state.leave_staged(sequence, now)]
         if request_id in state.waiting_for_kv:
             return [state.leave_staged(sequence, now)]
-        sequence.hands_over = True  # where its KV is not all here, it goes with its next token
+        # A request that is in flight, or computes lost KV again, leaves with its next token.
+        sequence.hands_over = True
         if any(request_id in batch.decodes.members for batch in state.in_flight.values()):
             state.staging[request_id] = sequence
         return []
@@ -130,6 +139,7 @@ class BatchCompletion:
         """See `InstanceScheduler`."""
         state = self._state
         for batch in state.in_flight.values():
+            # Settle before sets are dropped: members' own cursors are stale while they are in a set.
             batch.decodes.settle_all()
         state.in_flight.clear()
         state.ready.settle_all()
@@ -143,5 +153,6 @@ class BatchCompletion:
             elif sequence.lease is not None:
                 events.append(state.preempt(sequence, now))
         state.custody.lost()
+        # Executors start from empty tables: operations that freed the lost KV must not be replayed.
         state.ledger.drain_ops()
         return events

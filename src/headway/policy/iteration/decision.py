@@ -1,7 +1,7 @@
-"""What one engine instance computes next: which prefills get how many tokens beside the decodes that run.
+"""Decide what one engine instance computes next: which prefills get how many tokens, next to the running decodes.
 
-The policy sees requests as counts and promises, and KV as numbers of blocks. It knows no block tables, batches or
-executors, reads no clock and never waits: Headway's own scheduler and plug-ins for other engines decide with it.
+The policy sees requests as token counts and latency targets, and KV as numbers of blocks. It has no block tables,
+batches, executors or clock, and never waits. Used by Headway's own scheduler and by plug-ins for other engines.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class IterationDecision(msgspec.Struct, frozen=True, gc=False):
     """The prefill part of one iteration."""
 
     quotas: list[ChunkQuota]
-    """Tokens to compute, most urgent request first. A request that is not named gets none."""
+    """Tokens to compute, most urgent request first. A request without a quota gets none."""
     load: BatchLoad
-    """The decodes with these chunks: pass it to `observed` with the time that the iteration took."""
+    """Load of the decodes with these chunks: pass it to `observed` with the seconds that the iteration took."""
 
 
 class IterationPolicy:
     """Deterministic: the same calls with the same times give the same quotas.
 
-    Of each request, in order: `enter`; `pick` until it has a quota; `moved` once the quota is scheduled; `decoding`
-    with its first output token; `lost` whenever its KV is taken; `ended`. Of each iteration: `pick`, `began`,
-    `observed`.
+    Calls for each request, in order: `enter`; `pick` until it has a quota; `moved` once the quota is scheduled;
+    `decoding` with its first output token; `lost` whenever its KV is evicted; `ended`. For each iteration: `pick`,
+    `began`, `observed`.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class IterationPolicy:
         prefill_times: PrefillCache | None = None,
         remote_cost: Callable[[str], RemoteCost] | None = None,
     ) -> None:
-        """`prefill_times`: a cache shared by the groups of one instance. `remote_cost`: what other KV groups add to a
-        chunk of a request whose earlier KV they hold; None: the instance is one group."""
+        """`prefill_times`: cache of isolated times, shared by the groups of one instance. `remote_cost`: returns what
+        other KV groups add to a chunk of a request whose earlier shards they hold; None: the instance is one group."""
         self.config = config
         self.latency = latency
         self.chunking = make_chunking(config.chunking, config.subtract_times)
@@ -69,12 +69,15 @@ class IterationPolicy:
         self._states: dict[str, PrefillState] = {}
         self._entered = 0
         self._iterations = 0
-        self._advanced = 0  # the iteration in which any prefill got tokens last
+        # The last iteration in which any prefill got tokens.
+        self._advanced = 0
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def enter(self, request: Request, holds_kv: bool = False) -> PrefillState:
-        """A request has come; `request.cached_tokens` need no work. `holds_kv`: it has its blocks already."""
+        """Add a new request and return its state.
+
+        `request.cached_tokens` need no work; `holds_kv`: it has its blocks."""
         state = PrefillState(request, self._entered)
         state.holds_kv = holds_kv
         self._entered += 1
@@ -82,21 +85,26 @@ class IterationPolicy:
         return state
 
     def add(self, state: PrefillState) -> None:
-        """`enter` for an owner that makes the states itself, in order of arrival. With KV and one token to compute it
-        decodes at once."""
+        """Add a request whose state the caller has made, in order of arrival.
+
+        With KV and one token left to compute it decodes at once."""
         state.is_long = self.urgency.is_long(state.request)
+        # `assess` sets the deadline, which a request that decodes at once reports too.
         line = self.urgency.assess(state)
         state.decoding = state.holds_kv and state.remaining == 1
         self._insert(state, line)
 
     def transfer_in(self, state: PrefillState) -> None:
-        """Take over a request from another group's policy, in which it has `ended`. It keeps its deadline."""
+        """Add a request that has `ended` in another group's policy. It keeps its deadline and isolated time."""
         self._insert(state, None if state.decoding else self.urgency.line(state))
 
     def moved(self, request_id: str, scheduled: int) -> None:
-        """A prefill's tokens up to `scheduled` are computed or in flight. It stops waiting when these are all."""
+        """Set the cursor of a prefill: tokens up to `scheduled` are computed or in flight.
+
+        At its end it leaves the queue."""
         state = self._states[request_id]
         state.scheduled = scheduled
+        # +1: `began` has not yet counted the iteration that is being built.
         state.last_progress = self._advanced = self._iterations + 1
         if state.is_long:
             self.urgency.mark_active(state, self.queue)
@@ -106,19 +114,21 @@ class IterationPolicy:
             self.queue.update(state, self.urgency.line(state))
 
     def decoding(self, request_id: str) -> None:
-        """A request has its first output token: iterations keep to its TBT from now on."""
+        """Count a request that has its first output token: iterations keep to its TBT target from now on."""
         self.targets.begin(self._states[request_id])
 
     def lost(self, request_id: str, known_tokens: int) -> None:
-        """The KV of a request is gone: all its `known_tokens`, generated ones included, are to be computed again."""
+        """Queue a request whose KV is gone: all its `known_tokens`, generated ones included, are computed again."""
         state = self._states[request_id]
         state.generated = known_tokens - state.prompt
         state.scheduled = state.base = 0
+        # Its age in the admission queue starts anew: it had its turn.
         state.skipped_since = None
         self.targets.end(state)
         if state.holds_kv:
             del self.holders[request_id]
             if state.slot >= 0:
+                # A half-done prefill is in the queue; a decode (slot < 0) was not counted there.
                 self.queue.note_begun(state, False)
             state.holds_kv = False
         if state.slot >= 0:
@@ -127,13 +137,13 @@ class IterationPolicy:
             self.queue.add(state, self.urgency.line(state))
 
     def withdraw(self, request_id: str) -> None:
-        """A request gets no more tokens. It keeps its KV until it has `ended`."""
+        """Give a request no more tokens: it was aborted in flight. It keeps its KV until `ended`."""
         state = self._states[request_id]
         if state.slot >= 0:
             self.queue.remove(state)
 
     def ended(self, request_id: str) -> None:
-        """A request takes part in no later iteration: finished, aborted, or moved elsewhere with its KV."""
+        """Remove a request: finished, aborted, or moved to another group or instance."""
         state = self._states.pop(request_id)
         if state.slot >= 0:
             self.queue.remove(state)
@@ -154,16 +164,18 @@ class IterationPolicy:
         admits_new: bool = True,
         shorts_elsewhere: bool = False,
     ) -> IterationDecision:
-        """The prefill tokens that go beside `load`, the decodes of the next iteration (`latency.base.decode_load`).
+        """Choose the prefill tokens of the next iteration, whose decodes are `load` (`latency.base.decode_load`).
 
-        Requests that are given their first tokens have had their KV pledged by the pool. `budget_s`: the longest
-        iteration; None: the aim, or the shortest TBT target of a running request. `skip`: requests that can take
-        nothing in this iteration. `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short
-        prefills of other groups wait for the same iteration, so that a long one here yields time."""
+        KV of requests that get their first tokens has been pledged by the pool on return. `budget_s`: longest
+        iteration, seconds; None: the aim, or the shortest TBT target of a running request. `skip`: requests that can
+        take no tokens in this iteration. `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short
+        prefills wait in other groups of the same lockstep batch, so a long one here yields time."""
         if not len(self.queue):
             return IterationDecision([], load)
         config = self.config
         least_s = self.targets.least(config.t_target_s) if budget_s is None else budget_s
+        # Floor: below a few times one token's cost an iteration is overhead only, and one tight TBT target would stop
+        # prefills.
         t_target_s = max(least_s, config.least_gain * self.latency.rows_s(1))
         if t_target_s != self._rules.t_target_s:
             self._rules = replace(self._rules, t_target_s=t_target_s)
@@ -173,47 +185,50 @@ class IterationPolicy:
         return IterationDecision(quotas, load)
 
     def began(self, iterations: int = 1) -> None:
-        """So many iterations have been scheduled, with or without prefills."""
+        """Count scheduled iterations, with or without prefills."""
         self._iterations += iterations
 
     def observed(self, load: BatchLoad, seconds: float) -> None:
-        """An iteration of this load took `seconds`: corrects a latency model that learns."""
+        """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
+        # Cached isolated times follow the corrected model.
         self.urgency.prefill_times.refresh()
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     def order(self, now: float) -> Iterator[PrefillState]:
-        """Waiting and half-done prefills, most urgent first; `skipped_since` tells those that are blocked for want of
-        KV. Consume it before the policy is changed."""
+        """Yield waiting and half-done prefills, most urgent first. Consume it before the policy is changed.
+
+        `skipped_since` is set for those that are blocked for lack of KV."""
         return self.queue.ordered(now)
 
     @property
     def shorts_wait(self) -> bool:
-        """Whether a short prefill waits that could use time: it has begun, or there is room to begin."""
+        """Whether a short prefill waits that could use yielded time: it holds KV, or there is a free block to begin."""
         queue = self.queue
         room = len(self.holders) < self.config.max_num_seqs and self._pool.free_blocks > 0
         return queue.begun_shorts > 0 or (queue.shorts > 0 and room)
 
     @property
     def waiting_s(self) -> float:
-        """Predicted seconds of all prefills that wait or are half done, each alone."""
+        """Sum of the predicted isolated seconds left of all waiting and half-done prefills."""
         return sum(state.work_s for state in self.queue)
 
     def _insert(self, state: PrefillState, line: UrgencyLine | None) -> None:
-        """`line` None: it decodes."""
+        """Register a request, in the queue with its urgency line, or as a decode (`line` None)."""
         name = state.request.id
         self._states[name] = state
         if state.holds_kv:
             self.holders[name] = state
             state.last_progress = self._iterations
-        if state.decoding or line is None:  # nothing in the queue goes before a decode
+        # Decodes take part in every iteration and never queue.
+        if state.decoding or line is None:
             self.targets.begin(state)
         else:
             self.queue.add(state, line)
 
     def _admit(self, request_id: str) -> bool:
-        """Have KV pledged to a request that is about to get its first tokens."""
+        """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
         state = self._states[request_id]
         if state.holds_kv:
             return True

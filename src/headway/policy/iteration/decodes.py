@@ -1,8 +1,7 @@
-"""The requests that decode together, with their aggregates: what keeps a decision independent of how many they are.
+"""Sets of requests that decode together, with aggregates: a step costs O(1), whatever the number of members.
 
-A step of the set is one token of every member. Nothing is written per member: the set counts its steps, a member
-remembers at which step its cursors were last settled, and whoever needs them settles it. So a step of 2,048 decodes
-costs what a step of one does.
+A step of the set is one token of every member. Nothing is written per member: the set counts its steps, each member
+stores the step at which its cursors were last settled, and `settle` brings them up to date before they are read.
 """
 
 from __future__ import annotations
@@ -14,17 +13,21 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 class DecodeSet:
-    """Members in order of joining. The set travels with its batch and comes back whole, so that its epoch (and the
-    tuple of members) stays the same while nobody joins or leaves.
+    """Decoding requests in order of joining.
 
-    Cursors of a member are stale until `settle`; `kv_sum`, what the next step reads together, never is.
+    The set travels with its batch and comes back whole, so that its epoch (and the tuple of members) stays the same
+    while membership does. Cursors of a member are stale until `settle`; `kv_sum` is always up to date.
     """
 
     def __init__(self) -> None:
         self.members: dict[str, SequenceState] = {}
+        # KV tokens that the next step reads, all members together, its own token included.
         self.kv_sum = 0
         self._steps = 0
+        # Heap of (step at which the lease is full, id). Entries may be out of date, but never too late: leases only
+        # grow.
         self._full: list[tuple[int, str]] = []
+        # The group of the last batch, and changes of membership since.
         self._group = DecodeGroup()
         self._joined: dict[str, None] = {}
         self._left: list[str] = []
@@ -35,6 +38,7 @@ class DecodeSet:
     def add(self, member: SequenceState) -> None:
         name = member.request.id
         self.members[name] = member
+        # +1: the row's own token; the shard in this group begins at `base`.
         self.kv_sum += member.computed + 1 - member.base
         self._joined[name] = None
         member.settled = self._steps
@@ -46,6 +50,7 @@ class DecodeSet:
         del self.members[name]
         self.kv_sum -= member.computed + 1 - member.base
         if name in self._joined:
+            # Joined since the last batch: executors have never seen it, so it did not leave either.
             del self._joined[name]
         else:
             self._left.append(name)
@@ -64,37 +69,40 @@ class DecodeSet:
             self.settle(member)
 
     def step(self, times: int = 1) -> None:
-        """Every member has computed a token and been given the next, `times` times."""
+        """Advance every member by `times` tokens."""
         self._steps += times
         self.kv_sum += times * len(self.members)
 
     def watch(self, member: SequenceState) -> None:
-        """Note when a (settled) member will have filled its lease."""
+        """Note the step at which a settled member will have filled its lease."""
         assert member.lease is not None
         room = member.lease.tokens + member.base - member.computed
         heapq.heappush(self._full, (self._steps + room, member.request.id))
 
     @property
     def needs_blocks(self) -> bool:
-        """Whether a member has filled its lease. Mostly one look at the first note, which may be out of date but is
-        never too late."""
+        """Whether a member has filled its lease. O(1) unless the first heap entry is due."""
         return bool(self._full) and self._full[0][0] <= self._steps and self.room() <= 0
 
     def room(self) -> int:
-        """Steps that the members can take before one of them has filled its lease; 0: somebody has."""
+        """Return how many steps the members can take before a lease is full; 0: one is full now."""
         full, steps = self._full, self._steps
         while full:
             at, name = full[0]
             member = self.members.get(name)
             if member is not None and member.lease is not None:
                 left = member.lease.tokens + member.base - member.computed - (steps - member.settled)
+                # Else the lease has grown since the note, or the name is that of a later request: drop the note.
                 if at == steps + left:
                     return left
             heapq.heappop(full)
+        # No notes: the set is empty, so any bound holds.
         return 1 << 30
 
     def take_full(self) -> list[SequenceState]:
-        """Members that need KV before their next step, settled. They stay members; `watch` them again once grown."""
+        """Return the members that need KV before their next step, settled.
+
+        Call `watch` for each once its lease has grown."""
         taken = []
         while self.room() <= 0:
             member = self.members[heapq.heappop(self._full)[1]]
@@ -103,13 +111,17 @@ class DecodeSet:
         return taken
 
     def group(self, epoch: int) -> DecodeGroup:
-        """The group as a batch carries it. `epoch` is the number to take if membership has changed since the last."""
+        """Return the group as a batch carries it.
+
+        `epoch`: number of the group if membership has changed since the last."""
         last = self._group
         if self._joined or self._left:
             joined, left = tuple(self._joined), tuple(self._left)
+            # Without departures the tuple is extended: order of joining is that of the dict.
             members = tuple(self.members) if left else last.members + joined
             self._joined, self._left = {}, []
             self._group = DecodeGroup(members, self.kv_sum, epoch, last.epoch, joined, left)
+        # Same members: same epoch, and a delta of nothing.
         elif last.kv_sum != self.kv_sum or last.joined or last.left:
             self._group = DecodeGroup(last.members, self.kv_sum, last.epoch, last.epoch)
         return self._group

@@ -1,6 +1,6 @@
-"""The state of one group: its requests, what is in flight, and how KV is given and taken.
+"""State of one group: its requests, the batches in flight, and eviction and release of KV.
 
-`batch_builder` makes batches from it, `completion` brings their results back, `scheduler` is the way in.
+`batch_builder` makes batches from it, `completion` applies their results, `scheduler` is the public interface.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ class BatchInFlight:
     ) -> None:
         self.decodes = decodes
         self.chunks = chunks
-        self.sequences = sequences  # those of the chunks, in their order
+        # The request of each chunk: kept here, since it may move to another group while the batch is in flight.
+        self.sequences = sequences
         self.load = load
+        # Most iterations that this batch may stand for.
         self.repeat = repeat
 
 
 class GroupState:
-    """Requests of one group, each in exactly one place: the policy's queue, `ready`, `waiting_for_kv` or in flight."""
+    """Requests of one group, each in exactly one of: the policy's queue, `ready`, `waiting_for_kv`, a batch in flight.
+
+    `audit` checks this."""
 
     def __init__(
         self,
@@ -61,29 +65,37 @@ class GroupState:
         self.growth = KvGrowth(config, ledger, self.policy.admission)
         self.custody = StagedKv(ledger)
         self.sequences: dict[str, SequenceState] = {}
-        self.ready = DecodeSet()  # decodes that the next batch takes
-        self.waiting_for_kv: dict[str, SequenceState] = {}  # decodes without room for their next token
-        self.aborting: dict[str, SequenceState] = {}  # end when the batch that they are in completes
-        self.staging: dict[str, SequenceState] = {}  # leave their KV when the batch that they are in completes
+        # Decodes that the next batch takes, all of them.
+        self.ready = DecodeSet()
+        # Decodes whose lease has no slot for their next token.
+        self.waiting_for_kv: dict[str, SequenceState] = {}
+        # Aborted requests that end when the batch they are in completes.
+        self.aborting: dict[str, SequenceState] = {}
+        # Decodes whose KV is staged when the batch they are in completes.
+        self.staging: dict[str, SequenceState] = {}
         self.in_flight: dict[int, BatchInFlight] = {}
-        self.pending_events: list[RequestEvent] = []  # to be returned by the next call that returns events
-        self.iterations = 0  # also the number of the next batch, where the group has batches of its own
+        # Preemptions while scheduling, returned by the next call that returns events.
+        self.pending_events: list[RequestEvent] = []
+        # Iterations so far; also the id of the next batch, if the instance has this group only.
+        self.iterations = 0
 
     @property
     def only_decodes(self) -> bool:
-        """Whether the decodes that are ready are all that there is."""
+        """Whether the group has ready decodes and nothing else."""
         return not (len(self.policy.queue) or self.waiting_for_kv or self.in_flight or self.aborting)
 
     def drain_events(self) -> list[RequestEvent]:
+        """Return the pending events and clear them."""
         events, self.pending_events = self.pending_events, []
         return events
 
     def count_iterations(self, iterations: int = 1) -> None:
+        """Count scheduled iterations, here and in the policy."""
         self.policy.began(iterations)
         self.iterations += iterations
 
     def is_in_flight(self, sequence: SequenceState) -> bool:
-        """Whether a request whose rows are computed here is in a batch in flight."""
+        """Whether a request of this group has a chunk or a decode in a batch in flight."""
         if sequence.in_flight:
             return True
         return any(sequence.request.id in batch.decodes.members for batch in self.in_flight.values())
@@ -91,7 +103,8 @@ class GroupState:
     # -- decodes ------------------------------------------------------------------------------------------------
 
     def rejoin(self, decodes: DecodeSet) -> None:
-        """Decodes whose batch is done are ready for the next. Where two sets meet, the smaller joins the larger."""
+        """Make the decodes of a completed batch ready again. O(smaller set): the smaller set joins the larger."""
+        # Mostly `ready` is empty, and the set comes back whole with its epoch unchanged.
         if len(decodes) > len(self.ready):
             self.ready, decodes = decodes, self.ready
         for sequence in list(decodes.members.values()):
@@ -99,42 +112,46 @@ class GroupState:
             self.ready.add(sequence)
 
     def evict_behind(self, sequence: SequenceState, now: float) -> bool:
-        """Take the KV of the youngest request that holds some here, came after `sequence` and is in no batch in
-        flight. False: there is none."""
+        """Preempt the youngest request that holds KV here, arrived after `sequence` and is in no batch in flight.
+
+        Return False if there is none."""
         holders = (self.sequences[name] for name in self.policy.holders)
         behind = [s for s in holders if s.order > sequence.order and not self.is_in_flight(s)]
         others = self.neighbours
         if others is not None:
+            # Shards of requests that other groups compute occupy blocks here as well.
             remote = others.remote_holders(self.group)
             behind += [s for s in remote if s.order > sequence.order and not others.is_in_flight(s)]
         victim = max(behind, key=lambda s: s.order, default=None)
         if victim is None:
             return False
+        # The group that computes the victim's rows preempts it: its state is there.
         here = victim.request.id in self.sequences
         self.pending_events.append(self.preempt(victim, now) if here or others is None else others.preempt(victim, now))
         return True
 
     def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """Preempt by recomputation: free the KV, keep the generated count, queue for prefill of all that is known."""
+        """Preempt by recomputation: free the KV, keep the generated count, queue a prefill of all known tokens."""
         name = sequence.request.id
         if name in self.ready.members:
             self.ready.remove(sequence)
         self.waiting_for_kv.pop(name, None)
         computed, sequence.computed = sequence.computed, 0
         self._free(sequence)
+        # `known` is read after `ready.remove` has settled the member: its generated tokens count.
         self.policy.lost(name, sequence.known)
         return RequestEvent("preempted", name, now, computed)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def end(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """A request is finished, or has been aborted: all that it held is free."""
+        """Remove a finished or aborted request and free its KV."""
         self._remove(sequence)
         self._free(sequence)
         return RequestEvent("aborted" if sequence.aborted else "finished", sequence.request.id, now)
 
     def leave_staged(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """A request ends here and its KV stays, for a transfer or for its next phase."""
+        """Remove a request and keep its KV staged, for a transfer or for its next phase."""
         lease = sequence.lease
         assert lease is not None
         self._remove(sequence)
@@ -143,13 +160,13 @@ class GroupState:
         return RequestEvent("staged", sequence.request.id, now, sequence.computed)
 
     def transfer_out(self, sequence: SequenceState) -> None:
-        """Another group takes over a request that is not decoding in flight. Its lease here stays."""
+        """Remove a request that another group takes over; its lease becomes a shard. It must not decode in flight."""
         if sequence.request.id in self.ready.members:
             self.ready.remove(sequence)
         self._remove(sequence)
 
     def transfer_in(self, sequence: SequenceState) -> None:
-        """Compute the rows of a request from now on. It holds a lease here."""
+        """Take over a request: compute its rows from now on. Its lease for the new shard is in this group."""
         self.sequences[sequence.request.id] = sequence
         self.policy.transfer_in(sequence)
         if sequence.decoding:
@@ -164,7 +181,7 @@ class GroupState:
         del self.sequences[name]
 
     def _free(self, sequence: SequenceState) -> None:
-        """Give the lease and all shards back."""
+        """Free the lease and all shards."""
         if sequence.lease is None:
             return
         self.ledger.free(sequence.lease)

@@ -41,7 +41,9 @@ def make_scheduler(
     ledgers: Seq[BlockManager],
     exchange: ShardExchangeCost = ShardExchangeCost(),  # noqa: B008
 ) -> InstanceScheduler:
-    """The scheduler of an instance with a ledger for each of its `config.kv_parallel` groups."""
+    """Make the scheduler of an instance; `ledgers` has one block manager for each of its `config.kv_parallel` groups.
+
+    Raises ConfigError when the numbers differ."""
     if len(ledgers) != config.kv_parallel:
         raise ConfigError(f"kv_parallel is {config.kv_parallel} and there are {len(ledgers)} KV pools")
     return (
@@ -52,11 +54,11 @@ def make_scheduler(
 
 
 class GroupedScheduler:
-    """Implements `InstanceScheduler` over one `Scheduler` a group, to which it is the `NeighbourGroups`.
+    """Implement `InstanceScheduler` over one `Scheduler` a group, and `NeighbourGroups` for each of these.
 
-    Nothing waits for ever: an older long request that cannot join anywhere for `admission_age_s` keeps others (but for
-    short ones, within the headroom) from entering the groups it waits for, and takes the KV of the youngest long one
-    that waits as well; and when nothing runs, the youngest long one gives up its KV.
+    Nothing waits for ever. The oldest long request that has found no next shard for `admission_age_s` keeps others (but
+    for short ones, within the headroom) from entering the groups it waits for, and the youngest long request that waits
+    as well is evicted. When nothing runs, the youngest long request that holds KV is evicted.
     """
 
     def __init__(
@@ -71,20 +73,26 @@ class GroupedScheduler:
         self.ledgers = tuple(ledgers)
         self.exchange = exchange
         self.shard_tokens = shard_tokens(config, latency, ledgers[0])
+        # One cache for all groups. Isolated times count attention over one shard: shards are attended concurrently.
         times = PrefillCache(ShardedModel(latency, self.shard_tokens), config.t_target_s, max(config.min_chunk, 16))
         self.groups = [
             Scheduler(config, latency, ledger, index, self, times) for index, ledger in enumerate(self.ledgers)
         ]
+        # Requests that may need several shards, by id, until they end.
         self._longs: dict[str, SequenceState] = {}
+        # Groups with a part in each batch in flight, by batch id.
         self._in_flight: dict[int, tuple[Scheduler, ...]] = {}
         self._lockstep_groups = connected(len(self.groups), ())
+        # The batch that is being packed, for `remote_cost`.
         self._making: LockstepBatch | None = None
+        # Whether shards were added or freed since `_lockstep_groups` was computed.
         self._stale = False
+        # Preemptions while scheduling, returned by the next `complete` or `lost`.
         self._pending_events: list[RequestEvent] = []
         self._arrivals = 0
         self._batches = 0
 
-    # -- what surroundings may ask ------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
@@ -104,7 +112,7 @@ class GroupedScheduler:
         return any(request_id in group for group in self.groups)
 
     def deadline_s(self, request_id: str) -> float:
-        """When the first token of a request that is here is due."""
+        """See `InstanceScheduler`."""
         return self._owner_group(request_id).deadline_s(request_id)
 
     def progress(self, request_id: str) -> int:
@@ -112,7 +120,7 @@ class GroupedScheduler:
         return self._owner_group(request_id).progress(request_id)
 
     def lockstep_groups(self) -> list[tuple[int, ...]]:
-        """Groups that compute in lockstep, each group in one of them."""
+        """Return the partition of the groups into sets that compute in lockstep."""
         if self._stale:
             self._lockstep_groups = connected(
                 len(self.groups), (self._groups_of(s) for s in self._longs.values() if s.shards)
@@ -125,8 +133,10 @@ class GroupedScheduler:
     custody = None
 
     def add(self, span: Span, now: float, phase: Phase = "all") -> None:
-        """Take on a request, in the group with the least predicted work. Raises RequestError when all groups together
-        could never serve it, and for part of a request: KV does not move between instances of several groups."""
+        """Queue a request in the group with the least predicted work.
+
+        Raises RequestError when all groups together could never serve it, and for a phase other than "all": KV does not
+        move between instances of several groups."""
         request = span.request
         if phase != "all":
             raise RequestError(f"phase '{phase}': an instance of several KV groups serves whole requests only", "phase")
@@ -147,6 +157,7 @@ class GroupedScheduler:
             and not self._in_flight
             and (free is None or all(group.group in free for group in self.groups))
         ):
+            # Nothing is in flight and nothing was packed: without an eviction this would be a deadlock.
             while batch is None and self._unblock(now):
                 batch = self._schedule(now, ahead, free)
         return batch
@@ -155,6 +166,7 @@ class GroupedScheduler:
         able = {group.group for group in self.groups if group.open and (free is None or group.group in free)}
         if not able:
             return None
+        # Shards first: a join changes which groups are in lockstep, and the owner of the next chunk.
         self._grow_prefills(
             now, {group for together in self.lockstep_groups() if able.issuperset(together) for group in together}
         )
@@ -162,6 +174,7 @@ class GroupedScheduler:
             if group.group in able:
                 group.builder.grow_decodes(now)
         for together in self.lockstep_groups():
+            # A lockstep batch needs the first stage of all its groups at once.
             if not able.issuperset(together):
                 continue
             batch = self._launch(together, now, ahead if ahead > 1 and self._quiet(together) else 1)
@@ -174,6 +187,7 @@ class GroupedScheduler:
     def _launch(self, together: tuple[int, ...], now: float, ahead: int) -> Batch | None:
         if len(together) == 1:
             return self.groups[together[0]].builder.build(now, ahead, self._batches)
+        # Requests with shards in several groups, each with the group that computes its rows.
         spanning = [(s, self._owner_group(name).group) for name, s in self._longs.items() if s.shards]
         members = [self.groups[index] for index in together]
         making = LockstepBatch(
@@ -185,8 +199,8 @@ class GroupedScheduler:
         return making.commit(self._batches, ahead)
 
     def _quiet(self, together: tuple[int, ...]) -> bool:
-        """Whether nothing that this instance does could reach the decodes of these groups: they are all that is there,
-        and no long request elsewhere may come to need its groups."""
+        """Whether a batch of these groups may stand for several iterations: decodes are all they have, and no long
+        request of another group may join them meanwhile."""
         if not all(self.groups[index].state.only_decodes for index in together):
             return False
         return not self._longs or all(group.idle for group in self.groups if group.group not in together)
@@ -194,7 +208,7 @@ class GroupedScheduler:
     def complete(
         self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None = None, repeats: int = 1
     ) -> list[RequestEvent]:
-        """See `InstanceScheduler`. What a batch took is taken to be the time of its slowest part."""
+        """See `InstanceScheduler`. `elapsed_s` is attributed to the part that was predicted to be the slowest."""
         groups = self._in_flight.pop(batch_id, None)
         if groups is None:
             raise InvariantError(f"batch {batch_id} is not in flight")
@@ -207,9 +221,11 @@ class GroupedScheduler:
         slowest = max(groups, key=lambda group: group.expected_s(batch_id))
         events, self._pending_events = self._pending_events, []
         for group in groups:
+            # One measurement, one observation: the other parts finished earlier, at an unknown time.
             took_s = elapsed_s if group is slowest else None
             events += group.complete(batch_id, mine[group.group], now, took_s, repeats)
         for group in self.groups:
+            # A transferred request may be aborted in one group while its last chunk is in flight in another.
             events += group.completion.end_aborted(now)
         return self._forget_ended(events)
 
@@ -218,7 +234,7 @@ class GroupedScheduler:
         return self._forget_ended(self._owner_group(request_id).abort(request_id, now)) if request_id in self else []
 
     def stage(self, request_id: str, now: float) -> list[RequestEvent]:
-        """See `InstanceScheduler`: KV of several groups is given to nobody."""
+        """See `InstanceScheduler`. Does nothing: KV of several groups cannot be staged."""
         return []
 
     def lost(self, instance: int, now: float) -> list[RequestEvent]:
@@ -232,6 +248,7 @@ class GroupedScheduler:
         return self._forget_ended(events)
 
     def _forget_ended(self, events: list[RequestEvent]) -> list[RequestEvent]:
+        """Drop requests that these events end from `_longs`. Return the events."""
         for event in events:
             if event.kind in ("finished", "aborted"):
                 self._longs.pop(event.request, None)
@@ -252,12 +269,13 @@ class GroupedScheduler:
             if len(set(self._groups_of(sequence))) != 1 + len(sequence.shards):
                 raise InvariantError(f"a group holds two shards of {name}")
 
-    # -- Neighbours ---------------------------------------------------------------------------------------------
+    # -- NeighbourGroups ----------------------------------------------------------------------------------------
 
     def extend_shards(self, sequence: SequenceState, now: float) -> bool:
-        """See `NeighbourGroups`. Before the shard is full another group joins only if shards of full length, one in
-        each of the groups that are then left, would hold the rest."""
+        """See `NeighbourGroups`. Before the shard is full, another group joins only if the groups without a shard of
+        this request, at full shard length, would hold the rest."""
         if sequence.computed - sequence.base < sequence.limit:
+            # An early join wastes the tail of this shard: check that the remaining groups still suffice.
             left = len(self.groups) - 1 - len(sequence.shards)
             need = sequence.prompt + sequence.request.max_output_tokens - sequence.computed
             if left * sequence.limit < need:
@@ -285,27 +303,34 @@ class GroupedScheduler:
         assert self._making is not None
         return self._making.remote_cost(request_id)
 
-    # -- growing ------------------------------------------------------------------------------------------------
+    # -- shards -------------------------------------------------------------------------------------------------
 
     def _grow_prefills(self, now: float, able: Container[int]) -> None:
-        """Prefills whose shard is full and whose groups are `able` to compute go on in another group, not before: until
-        then that runs freely. Whoever has waited for one too long gets its way."""
+        """Transfer prefills whose shard is full to another group, and make way for the one that has waited too long.
+
+        `able`: groups that could compute now. A transfer before its groups can compute would only put the new group
+        into lockstep early."""
         for sequence in list(self._longs.values()):
             full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
             if full and sequence.slot >= 0 and self._owner_group(sequence.request.id).group in able:
                 self._join(sequence, now)
+        # `skipped_since` of a request that holds KV: no group had blocks for its next shard (`_join`).
         stuck = [s for s in self._longs.values() if s.lease is not None and s.skipped_since is not None]
         oldest = min(stuck, key=lambda s: s.order, default=None)
         since = now if oldest is None or oldest.skipped_since is None else oldest.skipped_since
         late = oldest is not None and now - since >= self.config.admission_age_s
         held = set(self._groups_of(oldest)) if oldest is not None else set()
         for group in self.groups:
+            # Groups that hold a shard of it already cannot take the next one: no reason to close them.
             group.policy.candidates.reserved_for = oldest if late and group.group not in held else None
+        # Two long requests may wait for each other's blocks: evict the youngest, never the oldest.
         if late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)
 
     def _join(self, sequence: SequenceState, now: float) -> bool:
-        """Another group takes over, if one has room for the next shard; False: the request waits."""
+        """Transfer the request to the least loaded group with blocks for its next shard.
+
+        False: there is none, it waits."""
         home = self._owner_group(sequence.request.id)
         held = set(self._groups_of(sequence))
         start = sequence.scheduled
@@ -316,6 +341,7 @@ class GroupedScheduler:
             if lease is None:
                 continue
             assert sequence.lease is not None
+            # The old shard ends at `scheduled`: chunks in flight still write below it, none writes beyond.
             shard = KvShardLease(home.group, home.ledger, sequence.lease, sequence.base, start - sequence.base)
             home.state.transfer_out(sequence)
             sequence.shards += (shard,)
@@ -328,35 +354,45 @@ class GroupedScheduler:
         return False
 
     def _room(self, group: Scheduler, sequence: SequenceState, start: int, now: float) -> KvLease | None:
-        """A lease for the next shard. For a decode, younger requests give way as they would in its own group."""
+        """Reserve the next shard in `group`, or return None.
+
+        For a decode, younger requests are evicted as in its own group."""
         lease = group.state.growth.next_shard(sequence, start)
         while lease is None and sequence.decoding and group.state.evict_behind(sequence, now):
             lease = group.state.growth.next_shard(sequence, start)
         return lease
 
     def _unblock(self, now: float) -> bool:
-        """Nothing runs and nothing could: the youngest long request that holds KV gives it up. False: none does."""
+        """Evict the youngest long request that holds KV. False: none does.
+
+        Called when nothing is in flight and nothing fits."""
         holding = [s for s in self._longs.values() if s.lease is not None]
         if holding:
             self._evict(max(holding, key=lambda s: s.order), now)
         return bool(holding)
 
     def _evict(self, sequence: SequenceState, now: float) -> None:
+        """Preempt a request unless it is in a batch in flight."""
         if not self.is_in_flight(sequence):
             self._pending_events.append(self.preempt(sequence, now))
 
     def _by_load(self) -> list[Scheduler]:
-        """Groups, the one with the least predicted work first. A request weighs on all groups that hold it."""
+        """Return the groups, the one with the least predicted work first.
+
+        A request counts in all groups that hold it."""
         seconds = [group.outstanding_s() for group in self.groups]
         for sequence in self._longs.values():
             if sequence.slot >= 0:
                 for shard in sequence.shards:
                     seconds[shard.group] += sequence.work_s
+        # The group number breaks ties, so that decisions are reproducible.
         return sorted(self.groups, key=lambda group: (seconds[group.group], group.group))
 
     def _groups_of(self, sequence: SequenceState) -> Iterable[int]:
+        """Yield the groups that hold a shard of the request; the owner group last."""
         yield from (shard.group for shard in sequence.shards)
         yield self._owner_group(sequence.request.id).group
 
     def _owner_group(self, request_id: str) -> Scheduler:
+        """Return the group that computes a request's rows. Raises StopIteration for an unknown request."""
         return next(group for group in self.groups if request_id in group)

@@ -1,4 +1,4 @@
-"""One batch of groups in lockstep: they are connected by requests whose KV they share.
+"""One batch of several groups in lockstep, which are connected by requests with shards in several of them.
 
 Within one batch the rows of such a request are computed by the group that holds its last shard; every other group of
 the request attends these rows over its own shard (`RemoteAttention`). Owners of waiting long prefills pack first, the
@@ -21,9 +21,11 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """Partition so many groups into those that compute in lockstep, given the groups of each request that is spread
-    over several. In order."""
-    label = list(range(groups))  # groups with the same label are connected
+    """Partition groups 0..groups-1 into sets that compute in lockstep, in order: the connected components.
+
+    `spread`: for each request with shards in several groups, these groups."""
+    # Groups with the same label are connected; the label is the smallest group number of the set.
+    label = list(range(groups))
     for holders in spread:
         joined = {label[group] for group in holders}
         least = min(joined)
@@ -32,7 +34,9 @@ def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, .
 
 
 class LockstepBatch:
-    """One batch of these groups while it is made. `spanning`: requests that connect them, with their owner's group."""
+    """One batch of several groups while it is packed.
+
+    `spanning`: the requests with shards in several of the groups, each with the number of its owner group."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class LockstepBatch:
         self.latency = latency
         self.exchange = exchange
         self._owner = {sequence.request.id: (sequence, owner) for sequence, owner in spanning}
+        # By group: remote attention over its shards, its load so far, and its chunks.
         self._assists: dict[int, list[RemoteAttention]] = {group.group: [] for group in groups}
         self._loads: dict[int, BatchLoad] = {}
         self._chunks: dict[int, list[Chunk]] = {}
@@ -52,15 +57,19 @@ class LockstepBatch:
             count = len(group.state.ready)
             self._loads[group.group] = BatchLoad(count, count, group.state.ready.kv_sum)
         for name, (sequence, owner) in self._owner.items():
+            # A decode that waits for KV or is in flight computes no row in this batch.
             if sequence.decoding and name in self._ready(owner):
                 self._assist(sequence, owner, 1, decode=True)
+        # Charge the fixed exchange cost to all groups: which ones take part is known only when all are packed.
         if any(self._assists.values()):
             for index, load in self._loads.items():
                 self._loads[index] = load.with_chunk(0, exchange.fixed_s)
 
     def remote_cost(self, request_id: str) -> RemoteCost:
-        """Cost of a chunk beside the busiest of its groups, over the largest shard: it then fits beside each of them,
-        since no group attends more than the owner counts."""
+        """Return what the shard holders add to a chunk of this request (called while its owner packs).
+
+        The chunk is sized against the busiest holder and the largest shard: it then fits every group's iteration, since
+        none attends more tokens than that."""
         sequence, owner = self._owner[request_id]
         past = max(shard.tokens for shard in sequence.shards)
         own_s = load_s(self.latency, self._loads[owner])
@@ -69,15 +78,19 @@ class LockstepBatch:
         return RemoteCost(past, reserved_s, self.exchange.row_s * len(sequence.shards))
 
     def pack(self, now: float) -> None:
-        """Give tokens to waiting prefills of all groups."""
+        """Pack chunks of waiting prefills, group by group."""
+        # Spanning requests that wait for prefill (slot < 0: not in the queue).
         waits = {sequence.request.id: sequence for sequence, _ in self._owner.values() if sequence.slot >= 0}
+        # By owner group of such a request: the iteration in which its least recently served one got tokens.
         last = {
             group.group: min(s.last_progress for s in waits.values() if self._owner[s.request.id][1] == group.group)
             for group in self.groups
             if any(self._owner[name][1] == group.group for name in waits)
         }
         shorts = any(group.policy.shorts_wait for group in self.groups)
+        # Lockstep groups end together: the shortest TBT target of any bounds all.
         least_s = min(group.policy.targets.least(group.config.t_target_s) for group in self.groups)
+        # Owners of spanning prefills first (their chunks load all holders), the least recently served one leading.
         for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
             chunks, load = group.builder.pick_chunks(
                 self._loads[group.group], now, shorts and group.group in last, least_s
@@ -85,15 +98,17 @@ class LockstepBatch:
             self._loads[group.group], self._chunks[group.group] = load, chunks
             for chunk in chunks:
                 if chunk.request in self._owner:
+                    # Charge the holders at once: groups that pack later see what is left of their time.
                     self._assist(self._owner[chunk.request][0], group.group, chunk.tokens)
 
     def commit(self, number: int, ahead: int) -> Batch | None:
-        """The batch, handed out; None when there is nothing to compute. `ahead` as in `schedule`, where allowed."""
+        """Put the batch in flight and return it; None if there is nothing to compute. `ahead` as in `schedule`."""
         working = [g for g in self.groups if g.state.ready.members or self._chunks[g.group] or self._assists[g.group]]
         if not working:
             return None
         repeat = 1
         if ahead > 1 and not any(self._chunks.values()):
+            # All groups repeat equally often: until the first lease of any of them fills.
             repeat = max(1, min(ahead, *(group.state.ready.room() for group in working)))
         parts = [
             group.builder.commit(
@@ -101,6 +116,7 @@ class LockstepBatch:
             )
             for group in working
         ]
+        # Exact loads: while packing, the fixed exchange cost was charged to all groups, now to those that take part.
         loads = batch_loads(self.latency, parts, self.exchange)
         for group, load in zip(working, loads, strict=True):
             group.expect(number, load)
@@ -108,9 +124,11 @@ class LockstepBatch:
         return Batch(id=number, parts=tuple(parts), predicted_s=seconds, repeat=repeat)
 
     def _ready(self, owner: int) -> dict[str, SequenceState]:
+        """Return the ready decodes of a group, by request id."""
         return next(group.state.ready.members for group in self.groups if group.group == owner)
 
     def _assist(self, sequence: SequenceState, owner: int, rows: int, decode: bool = False) -> None:
+        """Add remote attention of `rows` rows over each shard of a request, and its time to the holders' loads."""
         row_s = self.exchange.row_s * rows
         for shard in sequence.shards:
             self._assists[shard.group].append(
@@ -118,6 +136,7 @@ class LockstepBatch:
             )
             load = self._loads[shard.group]
             if decode:
+                # The holder attends one row but runs no linear layer for it: `decodes` grows, `tokens` does not.
                 load = BatchLoad(
                     load.tokens, load.decodes + 1, load.decode_kv + shard.tokens, load.chunk_s, load.chunk_past
                 )

@@ -23,13 +23,13 @@ MAX_UNSCHEDULABLE = 2
 
 
 class PackCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A prefill as the packer sees it, most urgent first."""
+    """A waiting prefill as input of `pack`; candidates come most urgent first. Tokens and seconds."""
 
     request: str
     past: int
-    """Cached tokens that its attention reads; of a request in several groups, those of its largest shard."""
+    """Cached tokens that the chunk attends; for a request in several groups, the tokens of its largest shard."""
     remaining: int
-    """Tokens to compute; of a request in several groups, those that still fit its last shard."""
+    """Tokens to compute; for a request in several groups, those that still fit its last shard."""
     is_long: bool
     slack: float
     """The relative slack rho, with its sign."""
@@ -38,16 +38,18 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     completes: bool = True
     """Whether `remaining` ends the prompt."""
     reserved_s: float = 0.0
-    """What busier groups leave less of the time."""
+    """Seconds of the budget that the busiest group holding its shards has already used beyond the owner group."""
     exchange_s_per_row: float = 0.0
     """Seconds that each row costs to exchange with other groups."""
 
 
 class PackRules(msgspec.Struct, frozen=True, gc=False):
-    """What of `SchedulerConfig` the packer needs, and t_target as tightened by the SLOs of running requests."""
+    """Settings of `SchedulerConfig` that the packer reads; the config explains each field."""
 
     t_target_s: float
+    """Longest iteration, seconds: the configured aim, lowered to the shortest TBT target of a running request."""
     max_tokens: int
+    """Rows of one iteration, decodes included."""
     min_chunk: int
     progress_every: int
     rho_min: float
@@ -57,7 +59,7 @@ class PackRules(msgspec.Struct, frozen=True, gc=False):
 
 
 def rules_of(config: SchedulerConfig) -> PackRules:
-    """As an instance has them while nobody was promised less than its aim."""
+    """Return the rules before any running request has a TBT target below `t_target_s`."""
     return PackRules(
         t_target_s=config.t_target_s,
         max_tokens=config.max_num_batched_tokens,
@@ -71,6 +73,8 @@ def rules_of(config: SchedulerConfig) -> PackRules:
 
 
 class ChunkQuota(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of one prefill in this iteration."""
+
     request: str
     tokens: int
 
@@ -84,31 +88,37 @@ def pack(
     latency: LatencyModel,
     admit: Callable[[str], bool] = lambda _: True,
 ) -> tuple[list[ChunkQuota], BatchLoad]:
-    """Quotas in order of urgency, and the load that they make together with the decodes in `load`.
+    """Return chunk quotas in order of urgency, and the load of these chunks together with `load`, the decodes.
 
-    `admit(request)` is asked right before a request is given its first tokens; False skips it (no KV). Candidates are
-    consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
+    `admit(request)` reserves KV and is called right before a request gets its first tokens; False skips the request.
+    Candidates are consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
+    Called by `IterationPolicy.pick`, once an iteration and group.
     """
     filling = _Filling(load, shorts_wait, rules, chunking, latency)
     for candidate in candidates:
+        # `whole` may exceed the token limit by one prompt: its first candidate is sized even where decodes fill the
+        # limit.
         if filling.full and (filling.bounded or filling.quotas):
             break
+        # The more urgent long request has this iteration; others wait, shorts behind them do not.
         if candidate.is_long and filling.has_long:
             continue
         tokens, attention_s = filling.size(candidate)
         if tokens <= 0:
             if filling.exhausted(candidate):
                 break
+        # Reserve KV last: a candidate that gets no time must not hold blocks.
         elif admit(candidate.request):
             filling.add(candidate, tokens, attention_s)
+            # Stop before the generator is advanced: finding the next candidate may cost a KV look-up.
             if filling.bounded and filling.full:
-                break  # before the next candidate is looked at
+                break
     filling.use_yielded_time(admit)
     return filling.quotas, filling.load
 
 
 class _Filling:
-    """One iteration while it is filled."""
+    """Running state of one `pack` call."""
 
     __slots__ = (
         "bounded",
@@ -135,18 +145,22 @@ class _Filling:
         self.latency = latency
         self.quotas: list[ChunkQuota] = []
         self.has_long = False
-        self.first = True  # no candidate has been passed over for want of time
+        # True until a candidate has got tokens or has found no time: the most urgent one has privileges.
+        self.first = True
+        # Candidates with the full budget that found no time, up to MAX_UNSCHEDULABLE.
         self.unschedulable = 0
-        self.skipped: PackCandidate | None = None  # the first that found no time
+        # The most urgent candidate that found no time.
+        self.skipped: PackCandidate | None = None
         self.max_tokens = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
-        self.bounded = chunking.timed or chunking.most is not None  # `whole` may exceed the tokens by one prompt
+        # False for `whole` only, which may exceed `max_tokens` by one prompt.
+        self.bounded = chunking.timed or chunking.most is not None
 
     @property
     def full(self) -> bool:
         return self.load.tokens >= self.max_tokens
 
     def size(self, candidate: PackCandidate) -> tuple[int, float]:
-        """(tokens, seconds of their attention) for a candidate beside what is in the iteration; no tokens: skip it."""
+        """Return (tokens, seconds of their attention) for a candidate on top of `load`; 0 tokens: skip it."""
         budget_s = self._budget_s(candidate)
         model = self.latency
         if candidate.exchange_s_per_row or candidate.reserved_s:
@@ -155,13 +169,15 @@ class _Filling:
         ask = PrefillDemand(candidate.past, candidate.remaining, room)
         if not self.chunking.timed:
             return self.chunking.quota(ask, self.load, budget_s, model)
-        floor = min(max(self.rules.min_chunk, 1), candidate.remaining, max(room, 1))  # smallest chunk worth a place
-        # Where the smallest exceeds the time no larger one is looked for: measured time may fall a little where a
-        # chunk grows, which is not worth a search.
+        # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
+        floor = min(max(self.rules.min_chunk, 1), candidate.remaining, max(room, 1))
+        # If the smallest chunk exceeds the time, search no larger one: measured tables are not monotonic, and the
+        # little time that a larger chunk may save is not worth a search.
         if not self.first and _exceeds(model, self.load, candidate.past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
             tokens, attention_s = self.chunking.quota(ask, self.load, budget_s, model)
+        # Stretch only a short prompt that time cut: one that exceeds the token limit cannot complete anyway.
         if self.rules.stretch and tokens < candidate.remaining <= room and not candidate.is_long:
             tokens, attention_s = self._stretch(candidate, budget_s, tokens, attention_s)
         if tokens < floor:
@@ -169,20 +185,25 @@ class _Filling:
         return tokens, attention_s
 
     def _yields(self, candidate: PackCandidate) -> bool:
-        """Whether a long request leaves time to the short ones that wait."""
+        """Whether a candidate leaves part of the time to shorts: it is long, and shorts wait (space sharing)."""
         return self.shorts_wait and self.rules.shares_space and candidate.is_long
 
     def _budget_s(self, candidate: PackCandidate) -> float:
-        """Longest iteration that a candidate may make: a long one yields the share that its slack allows, and one in
-        several groups keeps to the busiest of them."""
+        """Return the longest iteration, in seconds, that adding a candidate may make.
+
+        A long request yields the share that its slack allows; one in several groups keeps to the busiest of them."""
         rules = self.rules
         budget_s = rules.t_target_s
         if self._yields(candidate):
+            # Yielded share = slack clamped to [rho_min, rho_max]: a late request (negative slack) still yields rho_min.
             budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
         return budget_s - candidate.reserved_s
 
     def _stretch(self, candidate: PackCandidate, budget_s: float, tokens: int, attention_s: float) -> tuple[int, float]:
-        """All of a short prompt, where that exceeds the time by a little only: else it would wait for an iteration."""
+        """Return the whole rest of a short prompt if it exceeds the budget by at most the share `stretch`.
+
+        Else return the given size. A prompt that is cut a few tokens before its end waits a whole iteration for its
+        first token."""
         past, rest = candidate.past, candidate.remaining
         longer_s = budget_s * (1.0 + self.rules.stretch)
         if not candidate.completes or _exceeds(self.latency, self.load, past, rest, longer_s):
@@ -192,38 +213,46 @@ class _Filling:
     def _progress(
         self, candidate: PackCandidate, model: LatencyModel, floor: int, tokens: int, attention_s: float
     ) -> tuple[int, float]:
-        """A chunk below the floor: raised to it where the most urgent request must advance, else dropped."""
+        """Raise a chunk below the floor to the floor if the most urgent request must advance, else drop it."""
         empty = is_empty(self.load)
+        # In an empty iteration an oversized chunk delays no decode; but shorts that wait may yet use the time.
         idle = empty and not self._yields(candidate)
         must = self.first and (idle or candidate.stalled >= self.rules.progress_every)
-        if must and (self.rules.min_chunk or empty):  # paper mode too: else nothing would ever go on
+        # min_chunk 0 (paper mode) raises a chunk in an empty iteration only: else nothing would ever advance.
+        if must and (self.rules.min_chunk or empty):
             return floor, one_chunk_s(model, candidate.past, floor)
+        # The most urgent request takes what fits, even below the floor; it does not wait for a larger gap.
         if self.first and tokens:
             return tokens, attention_s
         self.skipped = self.skipped or candidate
         return 0, 0.0
 
     def exhausted(self, candidate: PackCandidate) -> bool:
-        """Note a candidate that found no time, and tell whether no other needs to be tried."""
+        """Count a candidate that found no time. Return whether the search can stop."""
         if not self.chunking.timed:
             self.first = False
             return False
+        # The time is used up: every later chunk costs more than nothing.
         if self.load.tokens and load_s(self.latency, self.load) >= self.rules.t_target_s:
             return True
         self.first = False
-        # A candidate that had less time than others get says nothing about them.
+        # A candidate with a reduced budget (yielding, or in a busy group) says nothing about candidates with the full
+        # one.
         self.unschedulable += self._budget_s(candidate) == self.rules.t_target_s
         return self.unschedulable >= MAX_UNSCHEDULABLE
 
     def add(self, candidate: PackCandidate, tokens: int, attention_s: float) -> None:
+        """Add a chunk to the iteration."""
         self.first = False
         self.quotas.append(ChunkQuota(candidate.request, tokens))
         self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
         self.has_long = self.has_long or candidate.is_long
 
     def use_yielded_time(self, admit: Callable[[str], bool]) -> None:
-        """Give the smallest chunk to the first that was skipped where nothing could use the time that it yielded: an
-        iteration must not be empty."""
+        """Give the smallest chunk to the first skipped candidate if the iteration would otherwise be empty.
+
+        A long request yields time to shorts; where no short could use it (no KV, for instance), the instance would
+        idle although work waits."""
         skipped = self.skipped
         if skipped is None or self.quotas or not is_empty(self.load) or not admit(skipped.request):
             return

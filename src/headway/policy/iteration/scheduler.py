@@ -1,7 +1,7 @@
-"""The scheduler of one group, which is mostly all of an instance: add → schedule → complete, live and simulated alike.
+"""Scheduler of one KV group (most instances have one): add → schedule → complete, live and simulated alike.
 
-It decides; it never waits, reads a clock, or sees a token. Prefills are the iteration policy's to choose, KV is the
-ledger's; `batch_builder` and `completion` move requests between them, and `group_state` is where they are.
+It never waits, reads a clock, or sees a token. `IterationPolicy` chooses the prefills and `BlockManager` accounts for
+KV; `batch_builder` and `completion` move requests between states, which `group_state` holds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from headway.policy.iteration.sequence import SequenceState
 class Scheduler:
     """Deterministic: the same calls with the same times give the same batches. Implements `InstanceScheduler`.
 
-    At most `config.stages` batches are in flight. Preemption of a prefill happens at chunk edges and keeps its KV;
-    KV is given up (and computed again later) only when decodes cannot grow, youngest request first. Staged KV is never
-    taken.
+    At most `config.stages` batches are in flight. A prefill is preempted at chunk edges and keeps its KV. KV is evicted
+    (and computed again later) only when decodes cannot grow, youngest request first. Staged KV is never evicted.
 
     As one of several groups (`grouped_scheduler.GroupedScheduler`) it has `neighbours` and is driven a step at a time,
     through `state` and `builder`.
@@ -96,15 +95,17 @@ class Scheduler:
         return self.state.sequences[request_id].computed
 
     def outstanding_s(self) -> float:
-        """Predicted seconds of what is ahead of a newcomer: waiting prefills, and one iteration of the decodes over all
-        KV that is leased (which is the same however many steps of theirs are taken at once)."""
+        """Return the predicted seconds of work ahead of a new request: waiting prefills, and one decode iteration."""
         state = self.state
         count = len(state.ready) + sum(len(batch.decodes) for batch in state.in_flight.values())
+        # All leased KV, not the decodes' exact sum: it is the same however many steps a repeated batch takes at once.
         decodes_s = load_s(self.latency, BatchLoad(count, count, self.ledger.used_tokens)) if count else 0.0
         return self.policy.waiting_s + decodes_s
 
     def check(self) -> None:
-        """Raise InvariantError unless cursors, sets and the ledger agree. Called when idle, and by tests each step."""
+        """Raise InvariantError unless cursors, sets and the block manager agree.
+
+        Called when idle, and by tests each step."""
         audit(self.state)
 
     # -- the three verbs ----------------------------------------------------------------------------------------
@@ -114,11 +115,14 @@ class Scheduler:
         request, custody = span.request, self.custody
         if request.id in self.state.sequences or custody.waits(request.id):
             raise RequestError(f"request id {request.id!r} is in use", "id")
+        # All checks come before `claim`: a refused request changes nothing.
         refuse_unservable(request, self.ledger.total_tokens)
         lease = custody.lease(request.id)
+        # A decode-only request needs the KV of all its tokens but the last, whose row yields the next token.
         if phase == "decode" and (lease is None or request.cached_tokens < request.prompt_tokens - 1):
             raise RequestError(f"KV of {request.id!r} is not here", "id")
-        decodes = request.cached_tokens == request.prompt_tokens - 1  # its lease may grow
+        # With one token left the request decodes at once, and its lease may grow by a block then.
+        decodes = request.cached_tokens == request.prompt_tokens - 1
         if lease is not None and lease.tokens < request.prompt_tokens - decodes:
             raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
         sequence = self.enter(request, self._arrivals, lease=custody.claim(request.id) if lease is not None else None)
@@ -126,11 +130,13 @@ class Scheduler:
         self._arrivals += 1
 
     def enter(self, request: Request, order: int, limit: int = WHOLE, lease: KvLease | None = None) -> SequenceState:
-        """A new request waits here, or decodes at once when its last token alone is left to compute. `order` is the
-        instance's count of arrivals; `limit`: tokens of a shard; `lease`: where what is cached lies. What is cached
-        beyond the first shard is computed again: it would belong to other groups."""
+        """Create the state of a new request and queue it, or let it decode at once if one token is left to compute.
+
+        `order`: count of arrivals on the instance. `limit`: tokens of a shard, WHOLE for a request in one group.
+        `lease`: blocks of the cached tokens."""
         sequence = SequenceState(request, order)
         sequence.limit, sequence.lease, sequence.holds_kv = limit, lease, lease is not None
+        # Cached tokens beyond the first shard are computed again: their KV belongs in other groups.
         sequence.scheduled = sequence.computed = min(request.cached_tokens, limit - 1)
         self.state.sequences[request.id] = sequence
         self.policy.add(sequence)
@@ -139,8 +145,10 @@ class Scheduler:
         return sequence
 
     def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
-        """See `InstanceScheduler`. A batch may stand for several iterations while no request waits, nothing else is in
-        flight and no decode needs KV."""
+        """See `InstanceScheduler`.
+
+        A batch may stand for several iterations if no request waits, nothing else is in flight and no decode needs
+        KV."""
         if not self.open or (free is not None and self.group not in free):
             return None
         return self.builder.build(now, ahead, self.state.iterations)
@@ -166,7 +174,9 @@ class Scheduler:
     # -- a part of a lockstep batch -----------------------------------------------------------------------------
 
     def expect(self, batch_id: int, load: BatchLoad) -> None:
-        """Set the load of a part that other groups assist, or that assists, as the whole batch gives it."""
+        """Set the load of a part in flight, remote attention included.
+
+        `LockstepBatch` knows it once all parts are packed."""
         self.state.in_flight[batch_id].load = load
 
     def expected_s(self, batch_id: int) -> float:
