@@ -1,4 +1,4 @@
-"""The controller's backend in virtual time: spans take predicted times (and noise), schedulers are the real ones."""
+"""The controller's backend in virtual time: spans take predicted times with noise; instance schedulers are real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOREVER = float("inf")
 
 
 class SimulatedBackend(InstanceBackend):
-    """The backend of one `ClusterSimulation`; whatever begins here schedules its end there."""
+    """The backend of one `ClusterSimulation`: starting a span, batch or transfer schedules its end in the event loop."""
 
     def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation, self.spec = simulation, simulation.spec
@@ -35,13 +35,16 @@ class SimulatedBackend(InstanceBackend):
         self.spans = self.chunked = 0
         self.busy_s_of = [0.0] * count
         self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
-        self._due: dict[int, SimulatedInstance] = {}  # engines that may start a batch at the end of this instant
-        self._active = [0] * count  # spans and batches that run, by instance
-        self._since = [0.0] * count  # since when any does
+        # engines, by index, that may start a batch at the end of this instant
+        self._due: dict[int, SimulatedInstance] = {}
+        # spans and batches that run, by instance, and the time since which there is at least one
+        self._active = [0] * count
+        self._since = [0.0] * count
+        # start of the current hold of an instance, and of the current pause of a request's span; for Gantt bars
         self._held_s: dict[int, float] = {}
         self._paused_s: dict[str, float] = {}
 
-    # -- what it expects ----------------------------------------------------------------------------------------------
+    # -- predictions ----------------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         return predicted_s(self.spec, spans, nodes, before)
@@ -63,12 +66,14 @@ class SimulatedBackend(InstanceBackend):
             return IDLE
         free_s, queued, used, running = 0.0, 0.0, 0, 0
         for engine in engines:
+            # an engine on a group of n instances counts 1/n for each of them
             share = len(engine.group)
             if engine.free_at_s > free_s:
                 free_s = engine.free_at_s
             queued += engine.queued_tokens / share
             used += engine.replica.block_manager.used_tokens // share
             running += len(engine.resident)
+        # no span occupies the instance, so a scheduler that was stopped for one may go on
         if not self.simulation.controller.lanes.running[instance]:
             for engine in engines:
                 self._due.setdefault(engine.index, engine)
@@ -77,7 +82,9 @@ class SimulatedBackend(InstanceBackend):
     # -- spans --------------------------------------------------------------------------------------------------------
 
     def committed(self, entry: SpanEntry, now: float) -> None:
+        # the second span of a request (index 1) makes it a chunked one
         self.chunked += entry.index == 1
+        # one factor for the span; requests that are batched with it take as long
         factor = self.noise.factor()
         for member in (entry, *entry.along):
             member.driver = SimulatedSpan(factor)
@@ -85,14 +92,18 @@ class SimulatedBackend(InstanceBackend):
     def begin(self, entry: SpanEntry, now: float) -> None:
         run: SimulatedSpan = entry.driver
         since = self._paused_s.pop(entry.owner, now)
+        # a span that resumes closes the bar of its pause
         for i in entry.group:
             self.simulation.bar("pause", i, since, entry.owner)
         self.occupy(entry.group, 1)
+        # a new serial number makes an end that was scheduled before a pause stale
         run.serial += 1
+        # only the layers that are left count; `extra_s` is a fixed cost, without noise
         due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
         for member in (entry, *entry.along):
             member.driver.began_s, member.driver.due_s = now, due_s
             request: SimRequest = member.journey.driver
+            # a request is scheduled with its first span; resuming does not change that
             if request.scheduled_s is None:
                 request.scheduled_s = now
         self.spans += 1
@@ -103,6 +114,7 @@ class SimulatedBackend(InstanceBackend):
         nodes = len({self.spec.instances[i].node for i in entry.group})
         points = pause_points(self.spec, entry.span, nodes)
         at_s, tokens, layer = run.next_pause(entry, now, points)
+        # the next pause point is the end: there is nothing left to preempt
         if at_s >= run.due_s:
             raise ActionImpossible(f"{entry.owner} is in its last layer")
         run.serial += 1
@@ -114,7 +126,7 @@ class SimulatedBackend(InstanceBackend):
         self.occupy(entry.group, -1)
 
     def paused(self, entry: SpanEntry, now: float) -> None:
-        """A span has stopped at a layer edge."""
+        """Record the start of a pause: a span has stopped at the edge of a layer."""
         self._paused_s[entry.owner] = now
 
     # -- schedulers ---------------------------------------------------------------------------------------------------
@@ -125,6 +137,7 @@ class SimulatedBackend(InstanceBackend):
             simulation, index = self.simulation, len(self.engines)
             spec = self.spec.engine([simulation.state.instances[i] for i in group])
             noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} {group}")
+            # repeated decodes are cut short by `end_repeats`, which handles engines of one stage only
             fast = simulation.run_spec.fast_forward and spec.config.stages == 1
             engine = self.engines[group] = SimulatedInstance(
                 index, group, SimulatedEngine(index, spec, noise, fast, None)
@@ -141,6 +154,7 @@ class SimulatedBackend(InstanceBackend):
 
     def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         engine, request = self._engine(group), journey.driver
+        # the scheduler may take the new request into the next iteration: it must not be one of merged ones
         self._end_repeats(engine, now)
         track = request.track_for(phase)
         engine.add(track, now)
@@ -160,10 +174,11 @@ class SimulatedBackend(InstanceBackend):
         self._due[engine.index] = engine
 
     def pump(self, now: float) -> None:
-        """Start batches on all engines that something happened to."""
+        """Start batches on all engines with an event at this instant, in order of creation."""
         for index in sorted(self._due):
             engine = self._due[index]
             if self._may_start_batch(engine):
+                # decodes repeat up to the window's end: `_end_repeats` cuts them short at any arrival
                 for at_s, batch in engine.replica.start_batches(now, self.simulation.end_s):
                     if batch >= 0:
                         self.occupy(engine.group, 1)
@@ -171,24 +186,26 @@ class SimulatedBackend(InstanceBackend):
         self._due.clear()
 
     def _may_start_batch(self, engine: SimulatedInstance) -> bool:
-        """Whether no span runs alone on an instance of the engine; one that does stops its scheduler."""
+        """Return whether the engine's scheduler may run: no instance of its group runs a span that excludes batches."""
         running = self.simulation.controller.lanes.running
         return all((run := running[i]) is None or run.beside for i in engine.group)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def send(self, piece: KvSlice, now: float) -> None:
-        """Schedule the arrival of a slice; one sent while it is computed arrives after its last layer is.
+        """Schedule the arrival of a KV slice; one sent while its span computes arrives after the span's last layer.
 
         The network cards of an instance's accelerators send together.
         """
         shape, instances = self.spec.shape, self.simulation.state.instances
         link = self.spec.links.between(instances[piece.source], instances[piece.target])
         count = (piece.end - piece.start) * shape.kv_bytes_per_token
+        # all layers but the last were sent while the span computed
         if piece.overlapped:
             count //= shape.layers
         send_s = piece.driver = link.transfer_s(int(count / piece.share / instances[piece.source].tp))
         entry, computed_s = piece.entry, now
+        # the last layer (1 / layers of the slice) can be sent only when its span ends
         if entry is not None and entry.state != "done" and entry.driver.due_s < FOREVER:
             computed_s = entry.driver.due_s
         self.simulation.schedule(
@@ -196,7 +213,7 @@ class SimulatedBackend(InstanceBackend):
         )
 
     def defer_transfer(self, piece: KvSlice) -> bool:
-        """Return whether a slice must wait for the end of the span that computes it (which was paused).
+        """Return whether a slice must wait for the end of the span that computes it, which was paused meanwhile.
 
         It is then sent on by `send_deferred`.
         """
@@ -207,7 +224,7 @@ class SimulatedBackend(InstanceBackend):
         return True
 
     def send_deferred(self, entry: SpanEntry, now: float) -> None:
-        """Send the slices that waited for the end of a span: of each, the last layer is left."""
+        """Schedule the arrival of slices that waited for the end of their span: only the last layer is still to be sent."""
         run: SimulatedSpan = entry.driver
         for piece in run.deferred:
             self.simulation.schedule(now + piece.driver / self.spec.shape.layers, EventKind.KV_SENT, piece)
@@ -231,7 +248,7 @@ class SimulatedBackend(InstanceBackend):
             self.simulation.bar("hold", i, self._held_s.pop(i, now), holder)
 
     def occupy(self, group: Iterable[int], change: int) -> None:
-        """Count a span or batch that begins (+1) or ends (-1); an instance is busy while it has any."""
+        """Count a span or batch that begins (`change` +1) or ends (-1); an instance is busy while it has at least one."""
         now = self.simulation.now
         for i in group:
             was, self._active[i] = self._active[i], self._active[i] + change
@@ -241,7 +258,7 @@ class SimulatedBackend(InstanceBackend):
                 self.busy_s_of[i] += now - self._since[i]
 
     def close_busy(self) -> None:
-        """Count the busy time of spans and batches that still run, up to now."""
+        """Add the busy time of spans and batches that still run, up to now; called once, at the end of a run."""
         for i, active in enumerate(self._active):
             if active:
                 self.busy_s_of[i] += self.simulation.now - self._since[i]

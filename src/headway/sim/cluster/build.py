@@ -1,4 +1,4 @@
-"""From a scenario with a placement to a cluster: pools become instances, names become hardware and latencies."""
+"""Compile a scenario with a placement to a `ClusterSpec`: pools to instances, names to hardware and latency models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_cluster(
     on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
 ) -> ClusterResult:
-    """One seed of a scenario with a placement."""
+    """Simulate one seed of a scenario with a placement."""
     requests = requests_of(scenario.workload, scenario.run.window_s, seed)
     spec = cluster_of(scenario, requests)
     placement = placement_of(scenario, spec)
@@ -57,7 +57,7 @@ def run_cluster(
 
 
 def placement_of(scenario: Scenario, spec: ClusterSpec) -> PlacementPolicy:
-    """The policy that the scenario names, told what the simulator itself predicts spans by."""
+    """Return the placement policy that the scenario names. It predicts spans with the simulator's own model."""
     name = scenario.cluster.placement
     if name is None:
         raise ConfigError("cluster.placement is missing: it names the policy")
@@ -65,10 +65,11 @@ def placement_of(scenario: Scenario, spec: ClusterSpec) -> PlacementPolicy:
 
 
 def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterSpec:
-    """The cluster that a scenario describes; InfeasibleError where an instance's memory does not allow it."""
+    """Return the cluster that a scenario describes. Raises InfeasibleError where an instance's memory is too small."""
     device, shape = named(scenario)
     cluster = scenario.cluster
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    # a decode instance prefills only the last token of a transferred prompt: nothing to chunk or reorder
     decoding = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
     configs = {"decode": decoding, "mixed": config_of(scenario), "prefill": config_of(scenario)}
     instances: list[ClusterInstance] = []
@@ -79,6 +80,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         each = pool.per_node or max(1, device.per_node // devices)
         kv_tokens = pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, configs[pool.role], longest)
         for number in range(pool.count):
+            # a node is full; pools never share a node
             if number and number % each == 0:
                 node += 1
             pools.append(pool)
@@ -90,6 +92,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         node += 1
     layouts = {(p.tp, p.stages): ParallelLayout(tp=p.tp, stages=p.stages) for p in cluster.pools}
     models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
+    # spans run on instances that prefill: the first such pool sets the span's layout
     lead = next((p for p in cluster.pools if p.role != "decode"), cluster.pools[0])
     links = ClusterLinks(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
     ring = RingLatency(models[lead.tp, lead.stages], shape, links.inside, links.across, lead.tp)
@@ -101,7 +104,9 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
             config = replace(config, stages=head.stages)
         latency: LatencyModel = models[head.tp, head.stages]
         if len(group) > 1:
+            # a group across nodes exchanges over the slower link
             link = links.inside if len({instance.node for instance in group}) == 1 else links.across
+            # LoongServe's masters compute the layers outside attention; "all" spreads them over the group
             masters = len(group) if cluster.masters == "all" else 1
             latency = ShardedDecode(latency, len(group), shape.layers, link, masters)
         return InstanceSpec(
@@ -148,10 +153,12 @@ def _kv_tokens(
     config: SchedulerConfig,
     longest: int,
 ) -> int:
-    """What memory leaves beside weights and activations of chunks of `max_num_batched_tokens`."""
+    """Return the KV tokens that fit beside the weights and the activations of one chunk."""
     if scenario.memory.kv_tokens is not None:
         return scenario.memory.kv_tokens
     layout = ParallelLayout(tp=pool.tp, stages=pool.stages)
+    # a whole prompt is spread over a group as spans, so no instance holds activations of all its rows
     chunked = replace(config, chunking="static:8192") if config.chunking == "whole" else config
+    # only a decode instance must hold the longest request alone
     needed = longest if pool.role == "decode" else 1
     return plan_memory(device, shape, layout, chunked, (1, needed), scenario.memory.utilisation).kv_tokens

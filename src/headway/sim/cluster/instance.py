@@ -1,4 +1,4 @@
-"""One simulated engine in a cluster, and the load that its resident requests are."""
+"""One simulated engine in a cluster, with the load of its resident requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ FOREVER = float("inf")
 
 
 class SimulatedInstance:
-    """The engine of an instance, or of a group that works as one, with what its prefills have still to compute."""
+    """The engine of an instance, or of a group that works as one, with its prefill backlog in tokens and seconds."""
 
     def __init__(self, index: int, group: tuple[int, ...], replica: SimulatedEngine) -> None:
         self.index, self.group, self.replica = index, group, replica
         self.resident: dict[str, DecodeTrack] = {}
-        """Unfinished requests, in order of arrival here."""
+        """Unfinished requests by id, in order of their arrival at this engine."""
         self.free_at_s = 0.0
-        """When the resident prefills are expected to be done; predicted anew whenever one advances."""
+        """Expected end of the resident prefills, virtual seconds; predicted again whenever one advances."""
         self.queued_tokens = 0
-        """Tokens of resident prefills that are not complete."""
-        self._prefills: dict[str, tuple[int, float]] = {}  # by request: its tokens, and the seconds that are left
+        """Tokens of resident prefills that are not complete, counted whole until the prefill ends."""
+        # by request: tokens of its prefill, and predicted seconds that are left
+        self._prefills: dict[str, tuple[int, float]] = {}
         self._prefill_backlog_s = 0.0
         self._times = PrefillCache(replica.spec.latency, replica.spec.config.t_target_s)
 
@@ -37,8 +38,9 @@ class SimulatedInstance:
         self.free_at_s = max(self.free_at_s, now) + seconds
 
     def work(self, request: Request) -> tuple[int, float]:
-        """Return the tokens to prefill, and the seconds that they take here, alone."""
+        """Return (tokens to prefill, predicted seconds) of a request alone on this engine."""
         tokens = request.prompt_tokens - request.cached_tokens
+        # a request that only decodes here: its one token counts as a decode step
         if tokens <= 1:
             return tokens, 0.0
         return tokens, self._times.remaining_s(request.prompt_tokens, request.cached_tokens)
@@ -53,20 +55,23 @@ class SimulatedInstance:
 
     def complete(self, batch: int, now: float) -> list[DecodeTrack]:
         """Complete a batch. Return the tracks that have ended with it, in order of arrival here."""
+        # read the chunks first: `complete` takes the batch out of flight
         for name, done, last in self.replica.prompt_progress(batch):
             self._remove_prefill(name, now) if last else self._shorten_prefill(name, done, now)
         ended = self.replica.complete(batch, now)
         if len(ended) > 1:
+            # the replica returns them by token count; events must come in a fixed order
             ended = [track for track in self.resident.values() if track.ended_s is not None]
         for track in ended:
             del self.resident[track.request.id]
         return ended
 
     def _shorten_prefill(self, name: str, done: int, now: float) -> None:
-        """Count a prefill whose first `done` tokens are computed."""
+        """Reduce the backlog after a prefill's first `done` tokens have been computed."""
         if name not in self._prefills:
             return
         tokens, seconds = self._prefills[name]
+        # never longer than before, also after a preemption that starts the prompt again
         left_s = min(seconds, self._times.remaining_s(self.resident[name].request.prompt_tokens, done))
         self._prefills[name] = (tokens, left_s)
         self._prefill_backlog_s = max(0.0, self._prefill_backlog_s - seconds + left_s)
@@ -76,5 +81,6 @@ class SimulatedInstance:
         tokens, seconds = self._prefills.pop(name, (0, 0.0))
         if tokens:
             self.queued_tokens -= tokens
+            # reset to exactly 0 without prefills, so that rounding errors do not add up
             self._prefill_backlog_s = max(0.0, self._prefill_backlog_s - seconds) if self._prefills else 0.0
             self.free_at_s = now + self._prefill_backlog_s

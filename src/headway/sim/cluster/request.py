@@ -1,4 +1,4 @@
-"""One request of a cluster simulation: its source, its track in a scheduler, and when its tokens came."""
+"""One request of a cluster simulation: its source, its track in a scheduler, and the times of its tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from headway.sim.workload import TraceRequest
 
 
 class SimRequest:
-    """A request across the schedulers that it visits."""
+    """A request across the spans and the schedulers that serve it."""
 
     __slots__ = ("ended_s", "error", "rejected", "request", "scheduled_s", "source", "times", "track")
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request, self.source = request, source
         self.track: DecodeTrack | None = None
-        """The request in the scheduler where it is resident, if any."""
+        """Its track in the scheduler where it is resident, if any."""
         self.times: list[float] = []
+        """Times of output tokens, virtual seconds, without those still in `track`."""
         self.scheduled_s: float | None = None
         self.ended_s: float | None = None
         self.error: str | None = None
@@ -29,23 +30,26 @@ class SimRequest:
 
     @property
     def missing_tokens(self) -> int:
-        """Output tokens that are missing, as of when it last left a scheduler."""
+        """Output tokens still to come, as of the request's last exit from a scheduler."""
         return max(1, self.source.output_tokens) - len(self.times)
 
     def track_for(self, phase: Phase) -> DecodeTrack:
-        """Return the request as a scheduler is to see it in a phase.
+        """Return a new track with the request as a scheduler sees it in a phase.
 
         Where it only decodes, all KV but that of the last token is cached: its first iteration is a chunk of one token,
         a decode step in all but name.
         """
         request, left = self.request, self.missing_tokens
+        # a prefill-only request ends with its first token; the decode instance serves the rest
         if phase == "prefill":
             request, left = msgspec.structs.replace(request, max_output_tokens=1), 1
         elif phase == "decode" or self.times:
+            # tokens that were generated elsewhere are part of the prompt here
             known = request.prompt_tokens + len(self.times)
             request = msgspec.structs.replace(
                 request,
                 prompt_tokens=known,
+                # the KV has been transferred; otherwise it is computed again from the start
                 cached_tokens=known - 1 if phase == "decode" else 0,
                 max_output_tokens=max(1, request.max_output_tokens - len(self.times)),
             )
@@ -53,7 +57,7 @@ class SimRequest:
         return DecodeTrack(request, source)
 
     def take_tokens(self, track: DecodeTrack) -> None:
-        """Take over the token times of a track that has left its scheduler."""
+        """Copy the token times of a track that has left its scheduler."""
         track.settle()
         self.times += track.times
         if self.scheduled_s is None:

@@ -1,4 +1,4 @@
-"""The result of a cluster run: the simulator's usual result, and bars for a Gantt chart."""
+"""The result of a cluster run: a `SimResult`, counters of the controller, and bars for a Gantt chart."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class GanttBar(NamedTuple):
     """One bar of a Gantt chart."""
 
     kind: BarKind
-    """batch: the scheduler computed without a break."""
+    """"batch": a stretch of scheduler iterations without a break."""
     instance: int
-    """Of a transfer, its sender."""
+    """Instance id; of a transfer, the sender."""
     start_s: float
     end_s: float
     request: str

@@ -1,8 +1,8 @@
-"""A cluster in virtual time: `simulate_cluster`.
+"""Simulation of a cluster: `simulate_cluster`.
 
 The real controller and placement policy decide; spans and schedulers take predicted times (`SimulatedBackend`). The
-policy receives each event in turn and its actions are carried out at once; at the end of an instant whatever can begin
-begins: spans, holds, requests whose turn it is, transfers, batches.
+policy receives each event in turn and its actions are carried out at once. At the end of an instant the controller
+starts spans, grants holds, admits queued requests and starts transfers; then the engines start batches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def simulate_cluster(
 ) -> ClusterResult:
     """Run a workload to its end, or to the end of the window. Deterministic.
 
-    stopwatch: read around every call of the policy. record: takes a log of all that happens (`control.decision_log`).
+    stopwatch: read around every call of the policy. record: receives a log of all events (`control.decision_log`).
     """
     simulation = ClusterSimulation(spec, placement, workload, run, keep_bars, stopwatch, record)
     simulation.run_events(on_progress)
@@ -53,7 +53,7 @@ def simulate_cluster(
 
 
 class ClusterSimulation(EventLoop):
-    """One run: the events of a controller whose backend is simulated."""
+    """One run: the event loop of a controller whose backend is simulated."""
 
     def __init__(
         self,
@@ -72,8 +72,10 @@ class ClusterSimulation(EventLoop):
         self.bars: list[GanttBar] | None = [] if keep_bars else None
         self.paused = 0
         """Preemptions of spans so far."""
-        self._last_batch: dict[int, tuple[float, int]] = {}  # by engine: its start, and the bar that it may continue
-        self._timer_s = NEVER  # when the policy is to be woken next; timers of other times are stale
+        # by engine: start of its last batch, and the index of the bar that the batch may continue
+        self._last_batch: dict[int, tuple[float, int]] = {}
+        # time of the policy's next wakeup; timer events of other times are stale
+        self._timer_s = NEVER
         self.backend = SimulatedBackend(self)
         self.controller = (ClusterController if record is None else partial(RecordingController, sink=record))(
             self.state,
@@ -92,6 +94,7 @@ class ClusterSimulation(EventLoop):
     def on_event(self, kind: EventKind, what: Any) -> None:
         if kind == EventKind.SPAN_END:
             outcome, entry, *rest = what
+            # stale: the span was paused or stopped after this end was scheduled
             if entry.driver.serial == rest[0] and entry.state == "running":
                 self._span_done(entry) if outcome == "done" else self._span_paused(entry, *rest[1:])
         elif kind == EventKind.BATCH_END:
@@ -117,22 +120,25 @@ class ClusterSimulation(EventLoop):
     def on_instant_end(self) -> None:
         wake_s = self.controller.settle(self.now)
         if wake_s is not None and wake_s != self._timer_s and wake_s < NEVER:
+            # a wakeup in the past is due now; a heap entry is not removed but becomes stale
             self._timer_s = max(wake_s, self.now)
             self.schedule(self._timer_s, EventKind.TIMER, self._timer_s)
 
     def batch_begun(self, engine: SimulatedInstance, at_s: float, batch: int) -> None:
-        """Schedule the end of a batch that begins now (-1: stage 0 becoming free)."""
+        """Schedule the end of a batch that begins now. `batch` -1: `at_s` is when stage 0 becomes free."""
         if self.bars is not None and batch >= 0:
             self._last_batch[engine.index] = (self.now, self._last_batch.get(engine.index, (0.0, -1))[1])
         self.schedule(at_s, EventKind.BATCH_END, (engine, batch))
 
-    # -- what happens -----------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------
 
     def _span_done(self, entry: SpanEntry) -> None:
         self._count(entry, "span")
         over = set()
+        # all requests of a batch end together
         for member in (*entry.along, entry):
             self.backend.send_deferred(member, self.now)
+            # the last span of a prompt yields the first output token
             if member.last and not member.journey.ended:
                 request: SimRequest = member.journey.driver
                 request.times.append(self.now)
@@ -144,19 +150,21 @@ class ClusterSimulation(EventLoop):
         self._count(entry, "span")
         self.paused += 1
         self.backend.paused(entry, self.now)
+        # computed in one piece: whole layers are done, for all tokens of the span
         if len(edges.pieces) == 1:
             self.controller.span_paused(entry, layer, self.now)
         else:
             self.controller.span_paused(entry, layer, self.now, tokens, edges.elapsed_share(tokens, layer))
 
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
-        """A span runs no longer."""
+        """Account for a span that has ended or paused: busy time and Gantt bar."""
         run: SimulatedSpan = entry.driver
         self.backend.occupy(entry.group, -1)
         for i in entry.group:
             self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
 
     def _batch_end(self, engine: SimulatedInstance, batch: int) -> None:
+        # -1 is the release of stage 0; a batch whose repetitions were cut short completed before this event
         if batch >= 0 and engine.replica.is_in_flight(batch):
             self._batch_bar(engine)
             self.backend.occupy(engine.group, -1)
@@ -174,12 +182,13 @@ class ClusterSimulation(EventLoop):
             self.controller.sent(piece, self.now)
 
     def _batch_bar(self, engine: SimulatedInstance) -> None:
-        """A batch ends; batches without a break between them are one bar."""
+        """Keep the bar of a batch that ends; batches without a break between them share one bar."""
         if self.bars is None:
             return
         since, last = self._last_batch.get(engine.index, (self.now, -1))
         group = engine.group
         if last >= 0 and self.bars[last].end_s == since:
+            # one bar for each instance of the group, next to each other in the list
             first = self.bars[last].start_s
             self.bars[last : last + len(group)] = [GanttBar("batch", i, first, self.now, "") for i in group]
         else:
@@ -188,16 +197,17 @@ class ClusterSimulation(EventLoop):
         self._last_batch[engine.index] = (self.now, last)
 
     def bar(self, kind: BarKind, instance: int, start_s: float, request: str, note: str = "") -> None:
-        """Keep a bar that ends now."""
+        """Keep a Gantt bar that ends now; empty ones are left out."""
         if self.bars is not None and self.now > start_s:
             self.bars.append(GanttBar(kind, instance, start_s, self.now, request, note))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def result(self) -> ClusterResult:
-        """Return what the run leaves."""
+        """Return the result of the run, up to the window's end or the last event."""
         end_s, duration_s = self.observed_s(self.now)
         self.now = end_s
+        # spans cut off by the window: an entry runs on every instance of its group, count it once
         for entry in {id(e): e for e in self.controller.lanes.running if isinstance(e, SpanEntry)}.values():
             self._count(entry, "span")
         self.backend.close_busy()
@@ -218,7 +228,7 @@ class ClusterSimulation(EventLoop):
         )
 
     def _use(self, instance: int, end_s: float) -> ReplicaUse:
-        """What one instance did: its share of spans and its schedulers' work."""
+        """Return the counters of one instance: its busy time and the work of the schedulers on it."""
         total = ReplicaUse(
             iterations=0, batches=0, busy_s=self.backend.busy_s_of[instance], prefill_tokens=0, decode_tokens=0,
             kv_read_tokens=0, attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
@@ -226,6 +236,7 @@ class ClusterSimulation(EventLoop):
         for engine in self.backend.engines.values():
             if instance not in engine.group:
                 continue
+            # a group's work counts on its first instance only, so that sums over instances are right
             use, first = engine.replica.use(end_s), engine.group[0] == instance
             total = replace(
                 total,

@@ -1,4 +1,4 @@
-"""Spans in virtual time: how long they take, when they are due, where they can be paused."""
+"""Spans in virtual time: predicted duration, due time and pause points."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from headway.sim.cluster.spec import ClusterSpec
 
 
 class SimulatedSpan:
-    """The simulator's part of a queue entry."""
+    """The simulator's state of a queue entry."""
 
     __slots__ = ("began_s", "deferred", "due_s", "factor", "serial")
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
-        """Real time over predicted time (noise)."""
+        """Simulated time over predicted time (noise)."""
         self.began_s = -1.0
+        """Start of its current stretch, virtual seconds; a pause ends a stretch."""
         self.due_s = math.inf
-        """When it ends or pauses."""
+        """Virtual seconds at which it ends or pauses."""
         self.serial = 0
-        """Counts starts and pauses: scheduled ends with another number are stale."""
+        """Number of starts, pauses and stops so far: scheduled ends that carry another number are stale."""
         self.deferred: list[KvSlice] = []
-        """KV slices that wait for the end of this span to be sent."""
+        """KV slices that are sent at the end of this span."""
 
     def next_pause(self, entry: SpanEntry, now: float, points: PausePoints) -> tuple[float, int, int]:
         """Return (time, first token of the piece, layer) of the next pause point after `now`."""
         whole_s, begun = entry.predicted_s * self.factor, self.began_s + entry.extra_s
+        # nothing is computed yet in this stretch: pause where it would begin
         if whole_s <= 0 or now <= begun:
             return max(now, begun), entry.tokens, entry.layer
         after_s, tokens, layer = points.next_point(entry.tokens, entry.layer, now - begun, whole_s)
@@ -40,7 +42,7 @@ class SimulatedSpan:
 
 
 def pause_points(spec: ClusterSpec, span: Span, nodes: int) -> PausePoints:
-    """Return where a span can be paused."""
+    """Return the pause points of a span on a group that spreads over `nodes` nodes."""
     shape = GroupShape(len(span.group), nodes, span.strategy)
     return pause_points_of(spec.spans, span.start, span.end, shape, spec.rows, spec.shape.layers)
 
@@ -57,5 +59,6 @@ def predicted_s(spec: ClusterSpec, spans: Sequence[Span], nodes: int, before: tu
     alone_s = spec.spans.prefill_s(first.start, first.end - first.start, shape)
     if not spec.balance or not before:
         return alone_s
+    # the slowest link of the group carries the balancing
     link = spec.links.inside if nodes == 1 else spec.links.across
     return alone_s + exposed_s(spec.shape, link, first.start, len(before), len(first.group), alone_s)

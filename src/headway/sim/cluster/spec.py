@@ -1,4 +1,4 @@
-"""What a cluster simulation depends on, as objects. (Scenario files are compiled to these.)"""
+"""`ClusterSpec`: the inputs of a cluster simulation as objects, compiled from a scenario file by `build`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from headway.sim.spec import InstanceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """A cluster as it starts."""
+    """The cluster at the start of a simulation."""
 
     instances: tuple[ClusterInstance, ...]
+    """In order of id."""
     engine: Callable[[Sequence[ClusterInstance]], InstanceSpec]
-    """Returns what the scheduler of an instance, or of a group that works as one, runs on."""
+    """Returns the specification of the engine on an instance, or on a group that works as one."""
     spans: GroupLatency
     """Predicts the time of a span; noise comes on top. Policies may be given another model."""
     shape: ModelShape
+    """The model that all instances serve."""
     links: ClusterLinks
+    """Network links inside a node and between nodes."""
     backends: int = 16
-    """KV transfers that an instance receives at a time."""
+    """KV transfers that an instance receives at the same time."""
     rows: int = 0
     """Most rows of a span that an instance computes at once (0: all): where it can be paused, see
     `perf.latency.pause_points`."""
     handshake: str = "handshake"
-    """How transfers take turns at a receiver."""
+    """Order in which transfers are admitted at a receiver."""
     balance: bool = True
     """Whether spreading earlier KV over a larger group costs what does not overlap with compute (Tetris §4.1)."""
 
     @property
     def policy_context(self) -> PolicyContext:
-        """What policies predict by, unless they are given another: the simulator's own model."""
+        """The context of placement policies: they predict spans with the simulator's own model."""
         return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows)
 
     def __post_init__(self) -> None:
