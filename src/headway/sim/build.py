@@ -1,4 +1,4 @@
-"""From a validated scenario to what `simulate` takes: names become hardware, shapes, latencies, memory and requests."""
+"""Compile a validated scenario to the arguments of `simulate`: hardware, model shape, latencies, memory, requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class RunDetail(NamedTuple):
-    """What a run keeps beside its figures, for traces and pictures."""
+    """Optional outputs of a run, for traces and pictures."""
 
     iterations: bool = False
     """One row an iteration (not of clusters)."""
@@ -77,7 +77,7 @@ def run_scenario(
 
 
 def config_of(scenario: Scenario) -> SchedulerConfig:
-    """The scheduler's settings. Raises ConfigError on an impossible value."""
+    """Return the scheduler's settings. Raises ConfigError on an impossible value."""
     given: dict[str, Any] = scenario.policy.model_dump(exclude_none=True)
     mode = given.pop("mode", "default")
     try:
@@ -90,7 +90,7 @@ def config_of(scenario: Scenario) -> SchedulerConfig:
 
 
 def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
-    """One instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
+    """Return one instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
     config = config_of(scenario)
     device, shape = named(scenario)
     layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
@@ -107,8 +107,10 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         block_tokens=scenario.memory.block_tokens,
         link=StageLink(
             between.latency_s,
+            # each rank sends 1 / tp of a row's activations over its own link
             shape.hidden * shape.dtype_bytes / layout.tp / (between.bytes_per_s * between.efficiency),
         ),
+        # one KV group exchanges nothing
         exchange=between_groups(device, shape, layout) if layout.kvp > 1 else ShardExchangeCost(),
         learns=scenario.latency.learns,
         utilisation_base=UtilisationBase(
@@ -138,7 +140,7 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
 def latency_of(
     section: LatencySection, device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout
 ) -> LatencyModel:
-    """The latency model of one stage."""
+    """Return the latency model of one pipeline stage: a table, a fit, or a roofline."""
     if section.source == "table":
         return TableLatency(store.load(Path(str(section.file)), None))
     if section.source == "fitted":
@@ -151,8 +153,11 @@ def latency_of(
 def stage_roofline(
     section: LatencySection, device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout
 ) -> TableLatency:
-    """The roofline of the slowest stage's rank, with two all-reduces a layer where tensors are cut (ring: each rank
-    sends and receives 2 (tp - 1) / tp of the activations)."""
+    """Return the roofline of the slowest stage's rank, with two all-reduces a layer under tensor parallelism.
+
+    All-reduce as a ring: each rank sends and receives 2 (tp - 1) / tp of the activations.
+    """
+    # the last stage has the LM head
     rank, rates = cut(shape, layout, layout.stages - 1), section.roofline
     share = ModelShape(
         layers=rank.layers,
@@ -178,6 +183,7 @@ def stage_roofline(
         inside = layout.inside_link(device)
         size = 2.0 * (layout.tp - 1) / layout.tp * rank.hidden * rank.dtype_bytes
         row_s = 2 * rank.layers * size / (inside.bytes_per_s * inside.efficiency)
+        # an iteration without rows has no all-reduce, and none of its latency either
         once_s = 2 * rank.layers * inside.latency_s
         rows = np.array([r for r, _ in source.tokens])
         seconds = np.array([s for _, s in source.tokens]) + np.where(rows > 0, once_s + row_s * rows, 0.0)

@@ -1,4 +1,4 @@
-"""How well does the simulator predict a live run? Iteration times, and the latencies that requests saw."""
+"""Comparison of the simulator with a live run: iteration times, and latencies of requests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ SCHEMA = "headway.calibration/1"
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """Errors are |predicted / measured - 1|: `running` of the scheduler as it corrected itself, `profile` of the
-    profile that it started from."""
+    """Prediction errors of iterations, |predicted / measured - 1|, and latencies as measured and as simulated."""
 
     iterations: int
     running: dict[str, float | None]
+    """Errors of the running scheduler's predictions, which it corrected meanwhile: mean, p50 and p90."""
     profile: dict[str, float | None]
+    """Errors of the profile that the scheduler started from: mean, p50 and p90."""
     host_s: float
+    """Median time of the engine's own between two batches."""
     measured: RunSummary
     simulated: RunSummary
 
@@ -43,7 +45,7 @@ class CalibrationReport:
 
 
 class _WithHost(LatencyModel):
-    """A model whose iterations also take the engine's own time."""
+    """A latency model whose iterations also take the engine's own time (`host_s` each)."""
 
     def __init__(self, table: LatencyModel, host_s: float) -> None:
         self.table, self.host_s = table, host_s
@@ -58,7 +60,7 @@ class _WithHost(LatencyModel):
         return self.table.decode_s(decodes, kv_sum)
 
     def observe(self, load: Any, measured_s: float) -> None:
-        """Never learns: it is the truth."""
+        """Ignore measurements: this model stands for reality."""
 
 
 def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
@@ -69,6 +71,7 @@ def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
     `corrected`: take iteration times from the profile as the run had corrected it at its end, not at its start.
     """
     host_s = float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
+    # aborted requests would run to their end in the simulation
     live = sorted((r for r in run.records if r.ok), key=lambda record: record.arrival_s)
     zero_s = live[0].arrival_s if live else 0.0
     workload = [TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, klass=r.klass) for r in live]

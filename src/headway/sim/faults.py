@@ -1,9 +1,9 @@
 """The fault explorer: a scheduler under random faults from a seed, checked after every step.
 
-Scheduler, manager and simulated executor run through random arrivals, aborts, losses of the instance, KV pools that are
-too small, clocks that jump forward, and iterations that take 0.5 to 1.5 times what was predicted. An audit
+Scheduler, block manager and simulated executor run through random arrivals, aborts, losses of the instance, KV pools
+that are too small, clocks that jump forward, and iterations that take 0.5 to 1.5 times the predicted time. An audit
 follows the batches alone: which tokens of each request have been computed since its KV was last lost, and how many
-blocks it holds. A seed that fails is named, and fails again.
+blocks it holds. A seed that fails is reported, and fails again when it is run again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def explore(seeds: Iterable[int], report: Callable[[str], None]) -> int:
         tried += 1
         try:
             steps += FaultWorld(seed).run()
-        except Exception as error:  # any error is a finding
+        # no invariant may be violated in any way: an AssertionError counts as much as an InvariantError
+        except Exception as error:
             failed += 1
             report(f"seed {seed}: {type(error).__name__}: {error}  (again: headway simulate --faults seed={seed})")
     report(f"{tried} seeds, {steps} steps, {failed} failed")
@@ -89,13 +90,14 @@ def random_spec(rng: random.Random) -> InstanceSpec:
 
 
 class _RequestAudit:
-    """Tokens of one request that batches have computed since its KV was last lost."""
+    """Tokens of one request that batches have computed since its KV was last lost: [0, cursor)."""
 
     __slots__ = ("base", "cursor")
 
     def __init__(self) -> None:
         self.cursor = 0
-        self.base = 0  # first token of its last KV shard
+        # first token of its last KV shard: that shard's group holds [base, cursor)
+        self.base = 0
 
 
 class _AuditedReplica(SimulatedEngine):
@@ -103,6 +105,7 @@ class _AuditedReplica(SimulatedEngine):
 
     def _start(self, batch: Batch, now: float, quiet_s: float) -> RunningBatch:
         self.scheduler.check()
+        # all KV operations first: a part may read what another part's operations have reserved
         for part in batch.parts:
             self.replay(part)
         for part in batch.parts:
@@ -111,6 +114,7 @@ class _AuditedReplica(SimulatedEngine):
         run = super()._start(batch, now, quiet_s)
         for part in batch.parts:
             for name in part.decodes.members:
+                # `watch` has counted one token; fast-forward computes the others without a batch of their own
                 self.audits[name].cursor += run.repeats - 1
         return run
 
@@ -133,12 +137,13 @@ class _AuditedReplica(SimulatedEngine):
             audit = self.audits.get(op.request, _RequestAudit())
             if op.verb == "reserve":
                 audit.base = op.start
+                # from token 0: the request starts again, with nothing computed
                 audit.cursor = audit.cursor if op.start else 0
                 require(op.start == audit.cursor, op.request, f"has a shard from {op.start}, and {audit.cursor} tokens")
         tables.check()
 
     def watch(self, part: GroupBatch) -> None:
-        """Raises InvariantError when a part contradicts the audit."""
+        """Advance the audit by a part. Raises InvariantError when the part contradicts it."""
         tables = self.tables[part.group]
         for name in part.decodes.members:
             audit, track = self.audits[name], self.tracks[name]
@@ -151,6 +156,7 @@ class _AuditedReplica(SimulatedEngine):
             audit, track = self.audits[chunk.request], self.tracks[chunk.request]
             require(chunk.start == audit.cursor, chunk.request, f"computes from {chunk.start}, not {audit.cursor}")
             audit.cursor += chunk.tokens
+            # the scheduler admits at most one long prefill to a batch
             longs += track.request.prompt_tokens > self.spec.config.long_tokens
         require(longs <= 1, "the batch", f"holds {longs} long prefills")
         for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills)):
@@ -163,10 +169,13 @@ class _AuditedReplica(SimulatedEngine):
         idle = any(not part.prefills for part in batch.parts)  # its decodes alone may exceed it
         if config.chunking != "adaptive" or not chunks or (idle and len(batch.parts) > 1):
             return
+        # an iteration may take `least_gain` times the cost of one row, however low the target is
         one_s = self.latency.rows_s(1)
         completes = any(chunk.last for chunk in chunks)
         budget_s = max(config.t_target_s, config.least_gain * one_s) * (1 + 1e-9)
+        # a chunk that completes a prompt may exceed the target by `stretch`
         budget_s *= 1.0 + config.stretch if completes else 1.0
+        # a lone chunk of the smallest size is always allowed, so that prefills advance
         alone = len(chunks) == 1 or len(batch.parts) > 1
         progress = alone and any(chunk.tokens <= max(1, config.min_chunk) for chunk in chunks)
         require(batch.predicted_s <= budget_s or progress, "the batch", f"takes {batch.predicted_s} s of {budget_s}")
@@ -179,7 +188,7 @@ def require(holds: bool, subject: str, what: str) -> None:
 
 
 class FaultWorld:
-    """One seed. `run` returns the number of steps, or raises."""
+    """The run of one seed. `run` returns the number of steps, or raises InvariantError."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -189,6 +198,7 @@ class FaultWorld:
         self.replica.begin()
         self.aborts, self.losses, self.jumps = (rng.choice((0.0, 0.01, 0.1)) for _ in range(3))
         self.tracks = self._plan(spec)
+        # far more steps than any schedule without starvation takes
         self.limit = 2000 + 60 * sum(t.request.prompt_tokens + t.left for t in self.tracks)
 
     def run(self) -> int:
@@ -202,6 +212,7 @@ class FaultWorld:
             arrival_s = coming[-1].request.arrival_s if coming else NEVER
             at_s = min(arrival_s, events[0][0] if events else NEVER)
             require(at_s < NEVER, "the scheduler", f"runs nothing while {len(replica.tracks)} requests wait")
+            # a clock jump makes several events late at once
             now = max(now, at_s) + (rng.expovariate(20.0) if rng.random() < self.jumps else 0.0)
             while events and events[0][0] <= now:
                 batch = heapq.heappop(events)[1]
@@ -217,6 +228,7 @@ class FaultWorld:
                 replica.abort(rng.choice(live), now, "aborted")
             if rng.random() < self.losses and lost < 4:
                 lost += 1
+                # the batches in flight are lost, and their ends with them
                 events.clear()
                 replica.lose(now)
                 replica.forget()
@@ -246,6 +258,7 @@ class FaultWorld:
         for number in range(rng.randint(4, 18)):
             at += rng.expovariate(1 / rng.choice((0.002, 0.02, 0.1)))
             prompt = rng.randint(201, 560) if rng.random() < 0.3 else rng.randint(1, 120)
+            # no request is longer than the pool, or it would be rejected: KV of all but the last token is stored
             output = min(rng.choice((1, rng.randint(2, 12), rng.randint(20, 80))), capacity + 1 - prompt)
             request = Request(
                 id=f"r{number}",

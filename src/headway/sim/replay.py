@@ -2,8 +2,8 @@
 
 The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool of a group, latency model,
 exchange between KV groups if any) and has one line for each request added or aborted, each batch scheduled (with the
-groups that were `free`, if not all), and each batch done (over all of its parts). Whatever differs is a finding: the
-scheduler read something that is not in the log, or has changed since.
+groups that were `free`, if not all), and each batch done (over all of its parts). A difference means that the scheduler
+depends on something that is not in the log, or that its code has changed since.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ Events = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One iteration: predicted by the running scheduler, by its starting profile, and measured. Seconds."""
+    """Times of one iteration, seconds."""
 
     predicted_s: float
+    """As the running scheduler predicted it."""
     profile_s: float
+    """As the profile predicts it that the scheduler started from."""
     elapsed_s: float
+    """As measured."""
     waited_s: float
-    """From the end of the batch before it, where that left requests to go on with: the engine's own time."""
+    """Time since the end of the batch before it, if requests were waiting then: the engine's own time. Otherwise 0."""
 
 
 @dataclass
@@ -50,14 +53,16 @@ class ReplayedRun:
 
     config: SchedulerConfig
     table: TableLatency
+    """The profile at the start of the run."""
     model: LatencyModel
+    """The scheduler's model at the end of the run; the profile itself where nothing is learned."""
     kv_tokens: int
     block_tokens: int
     batches: list[BatchTimes] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    """Decisions that came out otherwise than recorded; empty when the replay is exact."""
+    """Decisions that differ from the recorded ones, as sentences; empty when the replay is exact."""
     records: list[RequestRecord] = field(default_factory=list)
-    """Requests as they entered and left the engine."""
+    """One record for each request of the log."""
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
@@ -70,6 +75,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            # a process that is killed may leave its last line incomplete
             if number < len(lines):
                 raise ConfigError(f"{path}:{number}: not an event ({error})") from error
 
@@ -91,6 +97,7 @@ def replay(events: Events) -> ReplayedRun:
             getattr(run, f"on_{event['event']}")(event)
         except (KeyError, AttributeError) as error:
             raise ConfigError(f"the event {event!r} cannot be replayed: {error}") from error
+        # after the first difference the two schedulers diverge: more of them say nothing new
         if len(replayed.differences) >= 10:
             break
     run.finish()
@@ -98,14 +105,17 @@ def replay(events: Events) -> ReplayedRun:
 
 
 class _ReplayState:
-    """The state of one replay; one method an event."""
+    """The state of one replay. `on_<event>` applies an event of the log."""
 
     def __init__(
         self, replayed: ReplayedRun, scheduler: InstanceScheduler, model: LatencyModel, exchange: ShardExchangeCost
     ) -> None:
         self.replayed, self.scheduler, self.model, self.exchange = replayed, scheduler, model, exchange
+        # by batch id: the batch and when it was scheduled
         self.batches: dict[int, tuple[Batch, float]] = {}
+        # by request id: the request, times of its chunks, times of its tokens
         self.requests: dict[str, tuple[Request, list[float], list[float]]] = {}
+        # end of the latest batch; None while the engine is idle
         self.done_s: float | None = None
 
     def on_add(self, event: Mapping[str, Any]) -> None:
@@ -117,6 +127,7 @@ class _ReplayState:
             slo=Slo(ttft_s=event["ttft_s"], tbt_s=event["tbt_s"]),
             priority=event["priority"],
         )
+        # time before this request came is no host time
         if self.scheduler.idle:
             self.done_s = None
         self.scheduler.add(Span.whole(request), event["at_s"])
@@ -136,6 +147,7 @@ class _ReplayState:
             self.requests[chunk.request][1].append(event["at_s"])
 
     def on_batch(self, event: Mapping[str, Any]) -> None:
+        # its schedule event differed already
         if event["id"] not in self.batches:
             return
         batch, at_s = self.batches.pop(event["id"])
@@ -148,6 +160,7 @@ class _ReplayState:
         recorded = (event["decodes"], event["kv_sum"], [list(chunk) for chunk in event["chunks"]])
         if ours != recorded:
             self.replayed.differences.append(f"batch {batch.id} was {recorded}, and here {ours}")
+        # same batch, other prediction: the latency model was corrected differently
         elif abs(batch.predicted_s - event["predicted_s"]) > 1e-9:
             self.replayed.differences.append(
                 f"batch {batch.id} was to take {event['predicted_s']}, here {batch.predicted_s}"

@@ -1,4 +1,4 @@
-"""The result of a simulated run: request records, what each replica did, iterations where they were kept."""
+"""The result of a simulated run: request records, counters of each replica, and iterations if they were kept."""
 
 from __future__ import annotations
 
@@ -12,57 +12,67 @@ from headway.sim.spec import UtilisationBase
 
 
 class IterationRecord(NamedTuple):
-    """A batch, as carried out."""
+    """One executed batch, for traces and plots."""
 
     replica: int
     batch: int
     stages: tuple[tuple[float, float], ...]
     """(start, end) seconds in each pipeline stage, of its first repetition."""
     done_s: float
+    """Virtual seconds at which its last repetition left the last stage."""
     decodes: int
+    """Decodes of all groups together, in one repetition."""
     decode_kv: int
     """KV tokens that the decodes of all groups read."""
     chunks: tuple[tuple[str, int, int], ...]
     """(request, first token, tokens)."""
     predicted_s: float
+    """The scheduler's prediction for one stage."""
     repeats: int
+    """Iterations that the batch stands for."""
     groups: tuple[int, ...] = (0,)
     """The KV groups that had a part in it."""
 
 
 class GroupJoin(NamedTuple):
-    """A KV group joins a request: from token `start` on it holds and computes it, as one of `groups`."""
+    """A KV group joins a request, when the shards of the groups before it are full."""
 
     at_s: float
     replica: int
     request: str
     group: int
     start: int
+    """First token whose KV the group holds and computes."""
     groups: int
+    """Groups that hold KV of the request from then on, this one included."""
 
 
 @dataclass(frozen=True)
 class ReplicaUse:
-    """What one replica did. Tokens count rows of forward passes, recomputed ones included."""
+    """Counters of one replica. Tokens count rows of forward passes, recomputed ones included."""
 
     iterations: int
+    """Iterations, each repetition of decodes counted."""
     batches: int
+    """Decisions of the scheduler; fewer than iterations where decodes were repeated."""
     busy_s: float
-    """Of stage 0, the mean of its KV groups."""
+    """Seconds that stage 0 computed, the mean over KV groups."""
     prefill_tokens: int
     decode_tokens: int
     kv_read_tokens: int
+    """KV tokens that attention read, for decodes and chunks."""
     attention_pairs: float
+    """Pairs of a query token and a KV token, counted causally; for FLOPs."""
     preemptions: int
     recomputed_tokens: int
     kv_peak_tokens: int
-    """Of all KV groups together."""
+    """Most KV tokens in use at a time, of all KV groups together."""
     scheduling_s: float = 0.0
-    """The scheduler's own time, where a stopwatch was given."""
+    """Real seconds spent in the scheduler; 0 without a stopwatch."""
     more_passes: int = 0
-    """Forward passes of further KV groups in the same iterations."""
+    """Forward passes of KV groups beyond the first in an iteration; each reads the weights again."""
     joins: tuple[GroupJoin, ...] = ()
-    """KV groups that took over a long request."""
+    """KV groups that joined a long request."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +130,13 @@ class SimResult:
             return None
         shape = self.utilisation_base.shape
         weights = shape.parameters * shape.dtype_bytes
+        # every forward pass reads all weights once
         passes = sum(use.iterations + use.more_passes for use in self.replicas)
         read = passes * weights + sum(use.kv_read_tokens * shape.kv_bytes_per_token for use in self.replicas)
         return read / (self.duration_s * self.utilisation_base.peak_bandwidth * len(self.replicas))
 
     def use_json(self) -> dict[str, Any]:
-        """Return what all replicas did, as plain data."""
+        """Return counters and shares over all replicas, as plain data."""
         return {
             "idle_share": self.idle_share,
             "mfu": self.mfu,

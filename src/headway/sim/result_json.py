@@ -16,18 +16,20 @@ _T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 
 def run_json(result: SimResult, seed: int) -> dict[str, Any]:
-    """One seed."""
+    """Return the JSON of one seed: the summary, starved and unfinished requests by class, and utilisation."""
     body = result.summary().to_json()
     starved: dict[str, int] = {}
     for record in result.records:
         if record.scheduled_s is None and not record.rejected:
             starved[record.klass] = starved.get(record.klass, 0) + 1
+    # the loop's first block is the total, the others are classes; each gets its share of requests never scheduled
     for block in (body["total"], *body["classes"]):
         count = result.starved if block is body["total"] else starved.get(block["class"], 0)
         block["starved_share"] = count / block["requests"] if block["requests"] else None
         block["unfinished"] = block["errors"].get("unfinished", 0)
     use = result.use_json()
     decided_s = sum(replica.scheduling_s for replica in result.replicas)
+    # only runs with a stopwatch have it: without one the output stays deterministic
     if decided_s:
         jct_s = sum(r.finish_s - r.arrival_s for r in result.records if r.finish_s is not None)
         use["scheduling_s"] = decided_s
@@ -38,7 +40,7 @@ def run_json(result: SimResult, seed: int) -> dict[str, Any]:
 def point_json(at: Mapping[str, Any], runs: Sequence[dict[str, Any]], why: str | None = None) -> dict[str, Any]:
     """One point of a sweep (or the only one): `mean` and `ci95` have the shape of a run, over its seeds.
 
-    A layout that does not fit is a point without runs, and says why.
+    A layout that does not fit in memory is a point without runs; `why` has the reason.
     """
     return {
         "at": dict(at),
@@ -51,7 +53,7 @@ def point_json(at: Mapping[str, Any], runs: Sequence[dict[str, Any]], why: str |
 
 
 def document(scenario: Mapping[str, Any], points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole file."""
+    """Return the whole result file."""
     return {"schema": SCHEMA, "scenario": dict(scenario), "points": list(points)}
 
 
@@ -70,9 +72,13 @@ def _half_width(values: Sequence[float]) -> float:
 
 
 def _over(runs: Sequence[Any], reduce: Any) -> Any:
-    """The same shape, with numbers reduced over runs; None where no run has one. Classes are matched by name."""
+    """Return the runs' common shape with numbers reduced over runs; None where no run has one.
+
+    Classes are matched by name.
+    """
     first = next((run for run in runs if run is not None), None)
     if isinstance(first, Mapping):
+        # union of keys in order of first appearance: a run may lack an optional one
         keys = dict.fromkeys(key for run in runs if run is not None for key in run)
         return {
             key: _classes([run["classes"] for run in runs], reduce)

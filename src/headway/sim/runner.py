@@ -1,4 +1,4 @@
-"""Run many simulations: in parallel processes, each distinct one once."""
+"""Execution of many simulations: in parallel processes, each distinct one once."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class SimulationCache(Generic[Point, Result]):
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Simulate the points that have no result yet. on_progress: called after each with (done, total)."""
+        # distinct, in order: results arrive in the order of the tasks
         missing = [point for point in dict.fromkeys(points) if point not in self._results]
         for done, (point, result) in enumerate(zip(missing, run_in_processes(run, missing, jobs), strict=True), 1):
             self._results[point] = result

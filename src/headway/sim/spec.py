@@ -1,4 +1,4 @@
-"""What is simulated, as objects: one instance, and how it is run. (Scenario files are compiled to these.)"""
+"""Inputs of a simulation as objects: the instance and the run. `sim.build` compiles scenario files to them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from headway.sim.pipeline import StageLink
 
 @dataclass(frozen=True, kw_only=True)
 class UtilisationBase:
-    """What utilisation is measured against: all devices of one instance together.
-
-    MFU: model FLOPs (matrix products and causal attention) over peak. MBU: bytes of weights (once an iteration) and of
-    KV that decodes and chunks read, over peak.
-    """
+    """The denominators of utilisation: all devices of one instance together."""
 
     shape: ModelShape
     peak_flops: float
+    """FLOP/s. MFU: model FLOPs (matrix products and causal attention) over this."""
     peak_bandwidth: float
+    """Bytes/s. MBU: bytes of weights (once an iteration) and of KV that decodes and chunks read, over this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSpec:
-    """One instance."""
+    """One instance: scheduler settings, latency model and KV capacity."""
 
     config: SchedulerConfig
     latency: LatencyModel
@@ -40,29 +38,29 @@ class InstanceSpec:
     block_tokens: int = 64
     link: StageLink = field(default_factory=StageLink)
     exchange: ShardExchangeCost = ShardExchangeCost()  # noqa: RUF009 - frozen
-    """What it costs KV groups to share a request."""
+    """Cost of the exchange between KV groups that share a request."""
     actual_latency: LatencyModel | None = None
-    """What iterations really take; None: what `latency` predicts."""
+    """Times that iterations really take; None: those that `latency` predicts."""
     learns: bool = False
-    """Whether predictions correct themselves from what iterations took, as the live engine's do."""
+    """Whether predictions are corrected from the times of past iterations, as in the live engine."""
     utilisation_base: UtilisationBase | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """How a run goes. Times in seconds."""
+    """Settings of a run. Times in seconds."""
 
     replicas: int = 1
     """Instances behind one queue; an arrival joins the one with the fewest unfinished requests."""
     seed: int = 0
     targets: Mapping[str, SloTargets] = field(default_factory=dict)
-    """What the requests of a class are judged by."""
+    """Objectives of the requests of each class."""
     slo_told: bool = True
-    """Whether the scheduler knows the targets; otherwise its own deadlines apply."""
+    """Whether requests carry the targets to the scheduler; otherwise its own deadlines apply."""
     deadline_is_target: bool = False
-    """Whether classes without a TTFT target are judged by the deadline that the scheduler gave them."""
+    """Whether classes without a TTFT target are measured against the deadline that the scheduler assigned."""
     max_output: int | None = None
-    """Output tokens that clients ask for; None: exactly what they will get."""
+    """Output limit of every request, of which the scheduler knows; None: exactly the output that it will have."""
     noise: NoiseSpec = field(default_factory=NoiseSpec)
     window_s: float | None = None
     """Observed time; None: to the end of the last request."""

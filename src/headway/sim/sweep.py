@@ -1,4 +1,4 @@
-"""Many simulations: over seeds, and over values of any field of a scenario, in parallel processes.
+"""Sweeps: simulations over seeds and over values of any field of a scenario, in parallel processes.
 
 Results do not depend on how many processes there are: each point and seed is a run of its own.
 """
@@ -21,7 +21,7 @@ from headway.sim.scenario import Scenario, parse_scenario
 Values = tuple[str, list[Any]]
 Stopwatch = Callable[[], float] | None
 RunOutcome = dict[str, Any] | str
-"""A run's JSON, or why it cannot be."""
+"""A run's JSON, or the reason why its layout does not fit in memory."""
 
 
 class Task(NamedTuple):
@@ -46,6 +46,7 @@ def parse_sweep(text: str) -> Values:
         return field.strip(), [yaml.safe_load(part) for part in rest.split(",")]
     if step <= 0 or stop < start:
         raise ConfigError(f"--sweep {text!r}: the step must be above 0 and the stop not below the start")
+    # the tolerance keeps the last value despite rounding errors; rounding to 12 digits removes them from values
     count = int((stop - start) / step + 1e-9) + 1
     values = [round(start + i * step, 12) for i in range(count)]
     whole = all(part.strip().lstrip("-").isdigit() for part in parts)
@@ -53,7 +54,10 @@ def parse_sweep(text: str) -> Values:
 
 
 def with_field(data: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of a scenario's data with one field set. Sections that are not there yet are made."""
+    """Return a copy of a scenario's data with the field at `path` set; missing sections are created.
+
+    `path`: names joined by dots; an element of a list by its index, as in `cluster.pools.0.count`.
+    """
     changed = copy.deepcopy(dict(data))
     at: Any = changed
     *sections, name = path.split(".")
@@ -69,7 +73,7 @@ def with_field(data: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]
 
 
 def points_of(data: Mapping[str, Any], sweeps: Sequence[Values]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(what is set, the scenario's data) for every combination of the swept values."""
+    """Yield (swept fields and their values, the scenario's data) for every combination of the swept values."""
     for chosen in itertools.product(*(values for _, values in sweeps)):
         at = {field: value for (field, _), value in zip(sweeps, chosen, strict=True)}
         changed = dict(data)
@@ -89,7 +93,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep leaves."""
+    """The result of a sweep."""
 
     points: list[dict[str, Any]]
     """The JSON of each point, in order (`result_json.point_json`)."""
@@ -121,6 +125,7 @@ def run_points(
     tasks = [Task(point.scenario, seed, stopwatch) for point in points for seed in point.scenario.run.seeds]
     kept: ScenarioRun | str | None = None
     outcomes: list[RunOutcome] = []
+    # traces and pictures need the run's objects, which are not sent between processes
     if first is not None:
         kept = _simulate(tasks[0], first)
         outcomes.append(_outcome(kept, tasks[0].seed))
@@ -141,7 +146,7 @@ def _point(at: Mapping[str, Any], outcomes: Sequence[RunOutcome]) -> dict[str, A
 
 
 def _simulate(task: Task, detail: RunDetail) -> ScenarioRun | str:
-    """Simulate one seed; the reason where memory does not allow the layout."""
+    """Simulate one seed. Return the reason instead where memory does not allow the layout."""
     try:
         return run_scenario(task.scenario, task.seed, detail=detail, stopwatch=task.stopwatch)
     except InfeasibleError as error:

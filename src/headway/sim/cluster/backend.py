@@ -25,7 +25,7 @@ FOREVER = float("inf")
 
 
 class SimulatedBackend(InstanceBackend):
-    """The backend of one `ClusterSimulation`: starting a span, batch or transfer schedules its end in the event loop."""
+    """The backend of one `ClusterSimulation`: starting a span, batch or transfer schedules its end event."""
 
     def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation, self.spec = simulation, simulation.spec
@@ -44,7 +44,7 @@ class SimulatedBackend(InstanceBackend):
         self._held_s: dict[int, float] = {}
         self._paused_s: dict[str, float] = {}
 
-    # -- predictions ----------------------------------------------------------------------------------------------------
+    # -- predictions --------------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         return predicted_s(self.spec, spans, nodes, before)
@@ -98,7 +98,7 @@ class SimulatedBackend(InstanceBackend):
         self.occupy(entry.group, 1)
         # a new serial number makes an end that was scheduled before a pause stale
         run.serial += 1
-        # only the layers that are left count; `extra_s` is a fixed cost, without noise
+        # only the layers that are left count; `extra_s`, the time to restore its state, is without noise
         due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
         for member in (entry, *entry.along):
             member.driver.began_s, member.driver.due_s = now, due_s
@@ -224,7 +224,7 @@ class SimulatedBackend(InstanceBackend):
         return True
 
     def send_deferred(self, entry: SpanEntry, now: float) -> None:
-        """Schedule the arrival of slices that waited for the end of their span: only the last layer is still to be sent."""
+        """Schedule the arrival of slices that waited for the end of their span; only the last layer is unsent."""
         run: SimulatedSpan = entry.driver
         for piece in run.deferred:
             self.simulation.schedule(now + piece.driver / self.spec.shape.layers, EventKind.KV_SENT, piece)
@@ -248,7 +248,7 @@ class SimulatedBackend(InstanceBackend):
             self.simulation.bar("hold", i, self._held_s.pop(i, now), holder)
 
     def occupy(self, group: Iterable[int], change: int) -> None:
-        """Count a span or batch that begins (`change` +1) or ends (-1); an instance is busy while it has at least one."""
+        """Count a span or batch that begins (`change` +1) or ends (-1); an instance is busy while it has any."""
         now = self.simulation.now
         for i in group:
             was, self._active[i] = self._active[i], self._active[i] + change

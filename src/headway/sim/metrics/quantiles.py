@@ -10,17 +10,17 @@ PERCENTILES: tuple[float, ...] = (1, 25, 50, 75, 90, 99)
 
 
 def percentile_name(percent: float) -> str:
-    """`50` → `p50`, `99.9` → `p99.9`: the keys of every JSON."""
+    """Return the JSON key of a percentile: `50` → `p50`, `99.9` → `p99.9`."""
     return f"p{percent:g}"
 
 
 def quantile(values: Sequence[float], percent: float) -> float | None:
-    """The value below which `percent` per cent of the sample lies; None for an empty sample."""
+    """Return the value below which `percent` per cent of the sample lies; None for an empty sample."""
     return float(np.percentile(np.asarray(values, dtype=float), percent)) if len(values) else None
 
 
 def percentiles(values: Iterable[float | None], percents: Sequence[float] = PERCENTILES) -> dict[str, float | None]:
-    """Percentiles plus mean, min, max and n of those values that are not None; all None where there is nothing."""
+    """Return percentiles plus mean, min, max and n of the values that are not None; all None for an empty sample."""
     known = values if isinstance(values, np.ndarray) else [value for value in values if value is not None]
     sample = np.asarray(known, dtype=float)
     names = [percentile_name(percent) for percent in percents]

@@ -1,4 +1,4 @@
-"""What happened to one request: times and counts, nothing about how they were obtained."""
+"""The record of one request: its times and counts, from a load client or a simulator alike."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SloTargets:
-    """The objectives that one request is judged by, in seconds; `None` means that it is not judged by that one.
-
-    ttft_s bounds the time to the first token, tbt_s *every* gap between two tokens, tpot_s their mean, e2e_s the whole.
-    """
+    """The latency objectives of one request, in seconds; `None`: no such objective."""
 
     ttft_s: float | None = None
+    """Bound of the time to the first token."""
     tbt_s: float | None = None
+    """Bound of *every* gap between two tokens."""
     tpot_s: float | None = None
+    """Bound of the mean gap between tokens."""
     e2e_s: float | None = None
+    """Bound of the time from arrival to finish."""
 
     def any(self) -> bool:
-        """Whether there is anything to judge by."""
+        """Return whether there is any objective."""
         return any(value is not None for value in (self.ttft_s, self.tbt_s, self.tpot_s, self.e2e_s))
 
 
@@ -29,25 +30,28 @@ NO_TARGETS = SloTargets()
 class RequestRecord:
     """One request from arrival to end; built when it has ended, well or badly, or when a run stops observing it.
 
-    All times are seconds on one clock (the run's own zero). `arrival_s` is when the request was *due*: latencies count
-    from there, so that a client which falls behind makes latencies worse, not better. `sent_s` is when it really left.
-    `token_s` holds one time per output token that was seen, in order; tokens that arrive in one chunk share a time.
-    `output_tokens` is the server's own count where it gave one, and may exceed `len(token_s)`.
-    `error` is None exactly when the request succeeded; then `finish_reason` is the server's ("length", "stop", …).
+    All times are seconds on one clock, from the run's own zero.
     """
 
     id: str
     klass: str
     arrival_s: float
+    """When the request was *due*: latencies count from there, so a client that falls behind makes them worse."""
     prompt_tokens: int
     output_tokens: int = 0
+    """The server's own count where it gave one; may exceed `len(token_s)`."""
     sent_s: float | None = None
+    """When the request was really sent."""
     scheduled_s: float | None = None
+    """When the request was first scheduled, if recorded."""
     token_s: tuple[float, ...] = ()
+    """One time for each output token that was seen, in order; tokens that arrive in one chunk share a time."""
     finish_s: float | None = None
     slo: SloTargets = NO_TARGETS
     finish_reason: str | None = None
+    """The server's reason ("length", "stop", …) where the request succeeded."""
     error: str | None = None
+    """None exactly when the request succeeded."""
     rejected: bool = False
     """The request was refused before it was scheduled."""
     text: str | None = None

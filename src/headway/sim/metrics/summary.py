@@ -1,4 +1,4 @@
-"""From records to the numbers of a table: one summary per class and one for the whole run."""
+"""Summaries of records: one for each class and one for the whole run."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ _PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
 
 @dataclass(frozen=True)
 class ClassSummary:
-    """One class of requests. Latencies are over successful requests only; failures are counted, by reason.
-
-    `latencies` maps metric name → percentiles (seconds). TBT pools the gaps of all requests of the class, so that a
-    long answer weighs as much as its tokens; `max_tbt_s` takes one value per request, its worst gap.
-    """
+    """One class of requests. Latencies are over successful requests only; failures are counted, by reason."""
 
     klass: str
     requests: int
     ok: int
+    """Requests that succeeded."""
     good: int
+    """Requests that succeeded and met all of their objectives."""
     prompt_tokens: int
     output_tokens: int
     latencies: dict[str, Percentiles]
+    """Metric name → percentiles, seconds. `tbt_s` pools the gaps of all requests, so that a long answer weighs as much
+    as its tokens; `max_tbt_s` takes one value for each request, its worst gap."""
     errors: dict[str, int] = field(default_factory=dict)
+    """Failed requests by reason, the most frequent first."""
 
     @property
     def good_share(self) -> float | None:
@@ -65,11 +66,13 @@ class ClassSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A whole run. Rates are over `duration_s`: from the first arrival to the last end, or what the caller observed."""
+    """A whole run."""
 
     duration_s: float
+    """Denominator of rates: from the first arrival to the last end, or the window that the caller observed."""
     total: ClassSummary
     classes: tuple[ClassSummary, ...]
+    """In order of first appearance."""
 
     def _rate(self, count: int) -> float | None:
         return count / self.duration_s if self.duration_s > 0 else None
@@ -90,7 +93,7 @@ class RunSummary:
 
 
 def error_reason(record: RequestRecord) -> str:
-    """What a failed request is counted under: its error up to the first colon."""
+    """Return the reason that a failed request is counted under: its error up to the first colon."""
     return record.error.split(":", 1)[0] if record.error else "unfinished"
 
 
@@ -102,7 +105,8 @@ def summarise_class(
     """Summarise these records as one class, whatever classes they name."""
     done = [record for record in records if record.ok]
     latencies = {name: percentiles(map(metric, done), percents) for name, metric in _PER_REQUEST.items()}
-    gaps = [np.diff(np.asarray(record.token_s, dtype=np.float64)) for record in done]  # d.tbt_s, in little memory
+    # the gaps of `definitions.tbt_s`, as arrays: a run may have hundreds of millions of them
+    gaps = [np.diff(np.asarray(record.token_s, dtype=np.float64)) for record in done]
     latencies["tbt_s"] = percentiles(np.concatenate(gaps) if gaps else (), percents)
     latencies["max_tbt_s"] = percentiles((float(mine.max()) if mine.size else None for mine in gaps), percents)
     return ClassSummary(
@@ -110,6 +114,7 @@ def summarise_class(
         requests=len(records),
         ok=len(done),
         good=sum(map(d.is_good, records)),
+        # throughput counts the tokens of successful requests only
         prompt_tokens=sum(record.prompt_tokens for record in done),
         output_tokens=sum(record.output_tokens for record in done),
         latencies=latencies,

@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson, gamma (burstier or smoother than Poisson), or at a constant interval."""
+"""Arrival processes: Poisson, gamma (burstier or smoother than Poisson), constant interval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ArrivalProcess(Protocol):
     """An arrival process. Called once per workload, with the caller's generator."""
 
     def times(self, rng: np.random.Generator, count: int) -> Times:
-        """`count` arrival times in seconds from the workload's start, ascending; the first is at 0."""
+        """Return `count` arrival times in seconds from the workload's start, ascending; the first is at 0."""
 
 
 def _from_gaps(gaps: Times) -> Times:
@@ -45,6 +45,7 @@ class GammaArrivals:
 
     def times(self, rng: np.random.Generator, count: int) -> Times:
         """See Arrivals."""
+        # a gamma law of shape k has the coefficient of variation 1/√k and the mean k · scale
         shape = 1 / self.cv**2
         return _from_gaps(rng.gamma(shape, 1 / (self.rate_rps * shape), count))
 
@@ -61,7 +62,7 @@ class ConstantArrivals:
 
 
 def arrivals(kind: str, rate_rps: float, cv: float = 1.0) -> ArrivalProcess:
-    """By name: poisson, gamma, constant. ConfigError names what is wrong."""
+    """Return an arrival process by name: poisson, gamma, constant. Raises ConfigError on bad arguments."""
     if not 0 < rate_rps < float("inf"):
         raise ConfigError(f"the arrival rate is {rate_rps}; it must be above 0 requests per second")
     if not 0 < cv < float("inf"):

@@ -1,4 +1,4 @@
-"""How long requests are: distributions over token counts. Every sample is a whole number of at least one token."""
+"""Length distributions over token counts. Every sample is a whole number of at least one token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Counts = NDArray[np.int64]
 _NORMAL = NormalDist()
 Z90 = _NORMAL.inv_cdf(0.9)
 MOST = 1e12
-"""No request is longer than this."""
+"""Upper bound of any length, tokens."""
 
 
 class LengthDistribution(Protocol):
     """A distribution of lengths. Each sample takes a fixed number of draws, so that seeds stay comparable."""
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """`count` independent lengths in tokens, each at least 1."""
+        """Return `count` independent lengths in tokens, each at least 1."""
 
 
 def _whole(values: NDArray[np.float64]) -> Counts:
@@ -30,7 +30,7 @@ def _whole(values: NDArray[np.float64]) -> Counts:
 
 @dataclass(frozen=True)
 class FixedLengths:
-    """Always the same."""
+    """A constant length."""
 
     tokens: int
 
@@ -62,19 +62,20 @@ class LogNormalLengths:
 
     @classmethod
     def of(cls, median: float, p90: float, low: float = 1.0, high: float = MOST) -> LogNormalLengths:
-        """From median and 90th percentile of the law *before* truncation."""
+        """Return the law with this median and 90th percentile *before* truncation."""
         return cls(math.log(median), math.log(p90 / median) / Z90, low, high)
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
         """See Lengths. One uniform a sample, through the inverse of the truncated law."""
         bottom, top = self._cdf(self.low), self._cdf(self.high)
         shares = bottom + (top - bottom) * rng.random(count)
+        # the inverse is infinite at 0 and 1
         tiny = 1e-12
         z = np.array([_NORMAL.inv_cdf(min(max(share, tiny), 1 - tiny)) for share in shares.tolist()])
         return _whole(np.clip(np.exp(self.mu + self.sigma * z), self.low, self.high))
 
     def mass(self) -> float:
-        """Share of the untruncated law that lies between low and high."""
+        """Return the share of the untruncated law that lies between low and high."""
         if self.sigma == 0:
             return float(self.low <= math.exp(self.mu) <= self.high)
         return self._cdf(self.high) - self._cdf(self.low)
@@ -89,12 +90,10 @@ class LogNormalLengths:
 
 @dataclass(frozen=True)
 class QuantileLengths:
-    """A law given by its quantiles, log-linear between them: how a measured distribution is kept small.
-
-    `points` are (share in 0 … 1, tokens), ascending, from share 0 to share 1.
-    """
+    """A law given by its quantiles, log-linear between them: the compact form of a measured distribution."""
 
     points: tuple[tuple[float, float], ...]
+    """(share in 0 … 1, tokens), ascending, from share 0 to share 1."""
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
         """See Lengths."""
@@ -104,7 +103,7 @@ class QuantileLengths:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Drawn with replacement from measured lengths."""
+    """Measured lengths, drawn with replacement."""
 
     tokens: tuple[int, ...]
 
@@ -124,6 +123,7 @@ class MixtureLengths:
         """See Lengths."""
         weights = np.array([weight for weight, _ in self.parts])
         which = rng.choice(len(self.parts), count, p=weights / weights.sum())
+        # every law draws `count` samples, used or not: the number of draws does not depend on the choice
         drawn = np.stack([law.sample(rng, count) for _, law in self.parts])
         chosen: Counts = drawn[which, np.arange(count)]
         return chosen

@@ -1,4 +1,4 @@
-"""Named mixes of requests. Each says what it stands for and from what its numbers were fitted; none contains a trace.
+"""Named mixes of requests, with the source of their numbers; none contains a trace.
 
 Input and output lengths are drawn independently: within one service of the public traces they correlate below 0.11.
 """
@@ -18,7 +18,7 @@ _SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
 
 
 def _quantiles(*tokens: float) -> QuantileLengths:
-    """From the minimum, P1, P5, P10, P25, P50, P75, P90, P95, P99 and the maximum."""
+    """Return a law from the minimum, P1, P5, P10, P25, P50, P75, P90, P95, P99 and the maximum."""
     return QuantileLengths(tuple(zip(_SHARES, tokens, strict=True)))
 
 
@@ -35,9 +35,10 @@ SWE_OUT = LogNormalLengths(6.25, 0.3469)
 
 @dataclass(frozen=True)
 class MixPart:
-    """One kind of request in a mix: its share of all requests, its class, its lengths."""
+    """One kind of request in a mix."""
 
     share: float
+    """Weight among the kinds; weights need not sum to one."""
     klass: str
     prompt: LengthDistribution
     output: LengthDistribution
@@ -45,17 +46,20 @@ class MixPart:
 
 @dataclass(frozen=True)
 class WorkloadPreset:
-    """A named mix."""
+    """A mix of kinds of requests."""
 
     about: str
+    """The workload that it stands for."""
     fitted: str
+    """Source of its numbers."""
     parts: tuple[MixPart, ...]
 
     def draw(self, rng: np.random.Generator, arrivals: ArrivalProcess, count: int) -> list[TraceRequest]:
-        """`count` requests: times, then kinds, then lengths, all from `rng`."""
+        """Draw `count` requests: times, then kinds, then lengths, all from `rng`."""
         times = arrivals.times(rng, count)
         shares = np.array([part.share for part in self.parts])
         kinds = rng.choice(len(self.parts), count, p=shares / shares.sum())
+        # lengths of every kind for every request, so that the draws of one kind do not depend on the others' shares
         prompts = np.stack([part.prompt.sample(rng, count) for part in self.parts])
         outputs = np.stack([part.output.sample(rng, count) for part in self.parts])
         return [
@@ -65,7 +69,7 @@ class WorkloadPreset:
 
 
 def simple(prompt: LengthDistribution, output: LengthDistribution, klass: str = "") -> WorkloadPreset:
-    """A mix of one kind, from two distributions."""
+    """Return a mix of one kind, from two distributions."""
     return WorkloadPreset("one kind of request", "given", (MixPart(1.0, klass, prompt, output),))
 
 
@@ -141,7 +145,7 @@ PRESETS: dict[str, WorkloadPreset] = {
 
 
 def preset(name: str) -> WorkloadPreset:
-    """By name; ConfigError lists the names."""
+    """Return a preset by name. Raises ConfigError, which lists the names."""
     if name not in PRESETS:
         raise ConfigError(f"unknown workload preset {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name]

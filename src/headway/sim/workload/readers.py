@@ -1,4 +1,4 @@
-"""Reading traces: one small reader a format, told apart by their columns.
+"""Readers of trace files, one for each format; a file's format is recognised by its columns.
 
 azure      TIMESTAMP (wall clock), ContextTokens, GeneratedTokens        Azure LLM inference traces 2023, 2024 (CSV)
 mooncake   timestamp (ms), input_length, output_length                   Mooncake FAST'25 traces (JSON Lines)
@@ -24,20 +24,25 @@ from typing import Any
 from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
 
 Row = Mapping[str, Any]
-_AZURE_ZERO = datetime(2023, 1, 1)  # stamps are UTC; near them, so that floats keep 100 ns
+# stamps are UTC; a zero near them keeps their 100 ns in a float
+_AZURE_ZERO = datetime(2023, 1, 1)
 
 
 @dataclass(frozen=True)
 class TraceFormat:
-    """How one kind of file is read: the columns that it must have, and what makes a request of a row."""
+    """One trace format."""
 
     columns: tuple[str, ...]
+    """Columns that a file must have; others are ignored."""
     parse: Callable[[Row], TraceRequest]
     arrivals: str | None
+    """Column of arrival times; a file without it has lengths only."""
     session_clock: bool = False
+    """Whether times count from each session's own start."""
 
 
 def _azure(row: Row) -> TraceRequest:
+    # the fraction is parsed apart: stamps have seven digits of a second, a datetime keeps six
     stamp, _, fraction = str(row["TIMESTAMP"]).partition(".")
     digits = fraction.partition("+")[0].rstrip("Z")
     whole_s = (datetime.fromisoformat(stamp.partition("+")[0]) - _AZURE_ZERO).total_seconds()
@@ -104,6 +109,7 @@ def read_trace(file: str | Path, format_name: str | None = None) -> RequestTrace
         raise TraceError(f"{path}: holds no requests; {_expected()}")
     session_clock = FORMATS[chosen].session_clock
     requests.sort(key=lambda request: request.arrival_s)
+    # session times are relative already
     first_s = 0.0 if session_clock else requests[0].arrival_s
     rebased = tuple(replace(request, arrival_s=request.arrival_s - first_s) for request in requests)
     return RequestTrace(path.name, chosen, rebased, has_arrivals=has_arrivals, session_clock=session_clock)
@@ -113,6 +119,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Line number and columns of each request in a CSV or JSON Lines file, compressed or not."""
     try:
         with path.open("rb") as raw:
+            # gzip's magic number: the file's name may be anything
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if packed else raw, "utf-8-sig") as text:
@@ -149,6 +156,7 @@ def _csv_rows(path: Path, first: str, rest: io.TextIOBase) -> Iterator[tuple[int
 
 
 def _recognise(path: Path, line: int, row: Row) -> str:
+    # the first match wins; our own format comes first
     for name, known in FORMATS.items():
         if all(column in row for column in known.columns):
             return name

@@ -20,8 +20,10 @@ Requests = list[TraceRequest]
 
 
 def above_p95(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Requests:
-    """The paper's rule: prompts above the 95th percentile become uniform in 100K to 500K. (Where many prompts equal the
-    percentile, fewer than 5% are above it.)"""
+    """Apply the paper's rule: prompts above the 95th percentile become uniform in 100K to 500K.
+
+    Where many prompts equal the percentile, fewer than 5% are above it.
+    """
     if not requests:
         return []
     limit = float(np.quantile([request.prompt_tokens for request in requests], 0.95))
@@ -33,8 +35,10 @@ def above_p95(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Req
 
 
 def linear(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Requests:
-    """Prompts of 4,096 tokens and more go to 100K … 500K in proportion: 4,096 to 100K, the trace's longest to 500K.
-    No draw: the longer prompt stays the longer one."""
+    """Map prompts of 4,096 tokens and more linearly to 100K … 500K: 4,096 to 100K, the trace's longest to 500K.
+
+    Nothing is drawn, so the order of lengths is kept.
+    """
     top = max((request.prompt_tokens for request in requests), default=0)
     slope = (HIGH - LOW) / max(1, top - LINEAR_FROM)
     return [
@@ -56,14 +60,14 @@ RULES: dict[str, Callable[[Sequence[TraceRequest], np.random.Generator], Request
 
 
 def rewrite(requests: Sequence[TraceRequest], rule: str, rng: np.random.Generator) -> Requests:
-    """By name; ConfigError lists the names."""
+    """Apply a rule by name. Raises ConfigError, which lists the names."""
     if rule not in RULES:
         raise ConfigError(f"unknown rule for long requests {rule!r}; known are {', '.join(RULES)}")
     return RULES[rule](requests, rng)
 
 
 def with_long_share(requests: Sequence[TraceRequest], share: float, rng: np.random.Generator) -> Requests:
-    """Only so many of all requests stay long: of those classed `long`, some are kept, at random, the others go.
+    """Drop long requests at random until about `share` of all requests are long.
 
     The paper's figures and its 5% do not fit together (docs/papers/pecsched.md); this sets a load class by class.
     """
@@ -71,6 +75,7 @@ def with_long_share(requests: Sequence[TraceRequest], share: float, rng: np.rand
     if not longs:
         return list(requests)
     shorts = len(requests) - longs
+    # longs · keep / (longs · keep + shorts) = share, solved for keep
     keep = min(1.0, share * shorts / (1 - share) / longs) if share < 1 else 1.0
     drawn = rng.random(len(requests)).tolist()
     return [r for r, chance in zip(requests, drawn, strict=True) if r.klass != "long" or chance < keep]

@@ -1,4 +1,4 @@
-"""Length distributions as a command line writes them.
+"""Parser of length distributions as a command line writes them.
 
 fixed:200 · uniform:100-500 · lognormal:median=1000,p90=4000[,min=…,max=…] · lognormal:mu=6.9,sigma=1.1 · empirical:FILE
 mix:0.95*lognormal:median=300,p90=1200+0.05*uniform:100K-500K · a bare number means fixed. K and M mean 10^3 and 10^6.
@@ -27,7 +27,7 @@ _KNOWN = "fixed:N, uniform:LOW-HIGH, lognormal:median=M,p90=N[,min=,max=], empir
 
 
 def parse_tokens(text: str) -> int:
-    """`200`, `32K`, `1.5M` → tokens; ConfigError otherwise."""
+    """Parse `200`, `32K` or `1.5M` as tokens. Raises ConfigError otherwise."""
     value = _number(text)
     if not value.is_integer() or not 1 <= value < 1e12:
         raise ConfigError(f"{text!r} is not a number of tokens of at least 1")
@@ -35,7 +35,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_lengths(text: str, column: Column = "prompt") -> LengthDistribution:
-    """A spec → a distribution. `column`: which lengths of an empirical file are meant. ConfigError names the fault."""
+    """Parse a distribution. `column`: the lengths of an empirical file to use. Raises ConfigError."""
     kind, colon, rest = text.strip().partition(":")
     if not colon:
         return FixedLengths(parse_tokens(kind))

@@ -1,4 +1,4 @@
-"""From one workload to another: cut, faster or slower, longer or shorter. Pure functions of requests by arrival."""
+"""Transformations of workloads: slicing, rate, lengths, classes. Pure functions of requests in order of arrival."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Requests = list[TraceRequest]
 
 
 def rebase(requests: Iterable[TraceRequest]) -> Requests:
-    """Sorted by arrival (stable), the first at 0."""
+    """Sort by arrival (stable) and shift so that the first request arrives at 0."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     return shift(ordered, -ordered[0].arrival_s) if ordered else []
 
 
 def shift(requests: Iterable[TraceRequest], seconds: float) -> Requests:
-    """All of them later by so many seconds."""
+    """Delay all requests by `seconds`."""
     return [replace(request, arrival_s=request.arrival_s + seconds) for request in requests]
 
 
 def slice_time(requests: Iterable[TraceRequest], start_s: float, stop_s: float) -> Requests:
-    """Those that arrive in [start, stop), rebased."""
+    """Return the requests that arrive in [start, stop), rebased."""
     return rebase(request for request in requests if start_s <= request.arrival_s < stop_s)
 
 
 def slice_count(requests: Sequence[TraceRequest], start: int, stop: int | None) -> Requests:
-    """The start-th to the one before the stop-th, rebased."""
+    """Return the requests with indices in [start, stop), rebased."""
     return rebase(requests[start:stop])
 
 
 def slice_by(requests: Sequence[TraceRequest], text: str) -> Requests:
-    """`100:400` by count, `60s:120s` by time; either side may be empty. ConfigError for anything else."""
+    """Slice by `100:400` (count) or `60s:120s` (time); either side may be empty. Raises ConfigError otherwise."""
     left, colon, right = (part.strip() for part in text.partition(":"))
     try:
         if not colon:
@@ -53,12 +53,12 @@ def slice_by(requests: Sequence[TraceRequest], text: str) -> Requests:
 
 
 def rescale_time(requests: Iterable[TraceRequest], factor: float) -> Requests:
-    """Arrival times multiplied by `factor`: 2 halves the rate and keeps the bursts' shape."""
+    """Multiply arrival times by `factor`: 2 halves the rate and keeps the shape of bursts."""
     return [replace(request, arrival_s=request.arrival_s * factor) for request in requests]
 
 
 def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Requests:
-    """Time stretched so that the mean rate, of n - 1 gaps, is `rate_rps`; rebased."""
+    """Stretch time so that the mean rate, of n - 1 gaps, is `rate_rps`; rebased."""
     ordered = rebase(requests)
     if len(ordered) < 2 or ordered[-1].arrival_s == 0:
         return ordered
@@ -66,7 +66,7 @@ def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Reques
 
 
 def scale_lengths(requests: Iterable[TraceRequest], prompt: float = 1.0, output: float = 1.0) -> Requests:
-    """Lengths multiplied and rounded; what was at least one token stays at least one."""
+    """Multiply and round lengths; a length of at least one token stays at least one."""
 
     def scaled(count: int, factor: float) -> int:
         return max(1, round(count * factor)) if count else 0
@@ -85,7 +85,7 @@ def scale_lengths(requests: Iterable[TraceRequest], prompt: float = 1.0, output:
 def clip_lengths(
     requests: Iterable[TraceRequest], max_prompt: int | None = None, max_output: int | None = None, least: int = 1
 ) -> Requests:
-    """Lengths brought into [least, max]: nothing is dropped, long prompts are cut."""
+    """Clip lengths to [least, max]; no request is dropped."""
 
     def clipped(count: int, most: int | None) -> int:
         return max(least, count if most is None else min(count, most))
@@ -102,7 +102,7 @@ def clip_lengths(
 
 
 def spread_batches(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Requests:
-    """Requests that share a time stamp (traces with coarse clocks) spread uniformly up to the next stamp.
+    """Spread requests that share a time stamp (traces with coarse clocks) uniformly up to the next stamp.
 
     The last stamp's are spread over the median distance between stamps. Order between stamps and counts are kept.
     """
@@ -123,14 +123,16 @@ def spread_batches(requests: Sequence[TraceRequest], rng: np.random.Generator) -
 
 
 def with_arrivals(requests: Sequence[TraceRequest], arrivals: ArrivalProcess, rng: np.random.Generator) -> Requests:
-    """The same requests in the same order, at new times."""
+    """Return the same requests in the same order, at times drawn from `arrivals`."""
     times = arrivals.times(rng, len(requests))
     return [replace(request, arrival_s=float(time)) for request, time in zip(requests, times, strict=True)]
 
 
 def start_sessions(requests: Sequence[TraceRequest], sessions_per_s: float, rng: np.random.Generator) -> Requests:
-    """For traces without a common clock: sessions, in order of appearance, start as a Poisson process; inside a session
-    times are as recorded (open loop: a request does not wait for the answer before it)."""
+    """Place the sessions of a trace without a common clock: they start, in order of appearance, as a Poisson process.
+
+    Inside a session times are as recorded (open loop: a request does not wait for the answer before it).
+    """
     names = list(dict.fromkeys(request.session for request in requests))
     starts = dict(zip(names, PoissonArrivals(sessions_per_s).times(rng, len(names)), strict=True))
     return rebase(
@@ -139,7 +141,7 @@ def start_sessions(requests: Sequence[TraceRequest], sessions_per_s: float, rng:
 
 
 def classify(requests: Iterable[TraceRequest], long_threshold: int) -> Requests:
-    """Requests without a class become `long` (prompt above the threshold) or `short`."""
+    """Set the class of requests without one: `long` (prompt above the threshold) or `short`."""
     return [
         request
         if request.klass
