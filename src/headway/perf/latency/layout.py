@@ -1,4 +1,4 @@
-"""How an instance cuts a model: what one rank of one pipeline stage holds and computes.
+"""Parallel layout of an instance, and the part of a model that one rank of one pipeline stage holds and computes.
 
 Tensor parallelism cuts heads and the MLP's width (a KV head is copied where there are more ranks than KV heads);
 stages cut layers, the first ones taking one more where they do not divide, because the last also carries the LM head;
@@ -52,6 +52,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accelerators(self) -> int:
+        """Accelerators of one instance."""
         return self.tp * self.stages * self.kvp
 
     def inside_link(self, device: AcceleratorSpec) -> NetworkLink:
@@ -66,7 +67,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankShape(DecoderShape, frozen=True, kw_only=True):
-    """What one rank of one stage holds: `layers` are the stage's, heads and widths the rank's."""
+    """Shape of one rank's part of one stage: `layers` are the stage's, heads and widths the rank's."""
 
     first: bool
     """The stage has the embedding."""
@@ -82,13 +83,15 @@ class RankShape(DecoderShape, frozen=True, kw_only=True):
 
 
 def cut(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
-    """Return what a rank of `stage` holds. Raises ConfigError when the model cannot be cut so."""
+    """Return the shape of one rank of `stage` (counted from 0). Raises ConfigError when the layout does not divide the
+    model."""
     if not 0 <= stage < layout.stages:
         raise ConfigError(f"stage {stage} of a layout with {layout.stages} stages (they count from 0)")
     if layout.stages > shape.layers:
         raise ConfigError(f"{layout.stages} stages for {shape.layers} layers: at most one stage a layer")
     if shape.q_heads % layout.tp:
         raise ConfigError(f"{shape.q_heads} query heads cannot be cut over {layout.tp} tensor-parallel ranks")
+    # The first `more` stages take one layer more; the last stage has the LM head's work besides.
     each, more = divmod(shape.layers, layout.stages)
     return RankShape(
         layers=each + (1 if stage < more else 0),
@@ -96,6 +99,7 @@ def cut(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
         last=stage == layout.stages - 1,
         hidden=shape.hidden,
         q_heads=shape.q_heads // layout.tp,
+        # Rounded up: at least one KV head a rank, copied where ranks outnumber KV heads.
         kv_heads=-(-shape.kv_heads // layout.tp),
         head_dim=shape.head_dim,
         mlp=-(-shape.mlp // layout.tp),

@@ -1,4 +1,4 @@
-"""A batch's parts as loads: the one place where what a group does is turned into what a latency model is asked."""
+"""Conversion of a batch's parts (one per KV group) to latency-model loads, and the predicted time of the batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ FREE = ShardExchangeCost()
 
 
 def assist_s(model: LatencyModel, tokens: int, rows: int) -> float:
-    """Attention of so many rows over a shard of `tokens`: a chunk's, less what it attends within itself."""
+    """Return the attention seconds of `rows` rows over a shard of `tokens` cached tokens."""
+    # A chunk over the shard, less the chunk's attention within itself.
     return max(0.0, one_chunk_s(model, tokens, rows) - one_chunk_s(model, 0, rows))
 
 
 def part_load(model: LatencyModel, part: GroupBatch) -> BatchLoad:
-    """The load of a part that exchanges nothing with others."""
+    """Return the load of a part's own decodes and chunks, without its assists."""
     decodes = part.decodes
     count = len(decodes.members)
     load = BatchLoad(count, count, decodes.kv_sum)
     for chunk in part.prefills:
+        # Cached tokens in this group only: those before `base` lie in other groups.
         past = chunk.start - chunk.base
         load = load.with_chunk(chunk.tokens, one_chunk_s(model, past, chunk.tokens), past)
     return load
@@ -30,12 +32,15 @@ def part_load(model: LatencyModel, part: GroupBatch) -> BatchLoad:
 def batch_loads(
     model: LatencyModel, parts: Sequence[GroupBatch], exchange: ShardExchangeCost = FREE
 ) -> list[BatchLoad]:
-    """One load a part. A part that assists attends others' rows besides its own (a decode's as a decode); whoever
-    takes part in an exchange pays for it."""
+    """Return one load per part.
+
+    An assisting part also attends rows of other groups' requests (a decode's row as a decode); both sides of an
+    exchange pay its cost."""
     loads = [part_load(model, part) for part in parts]
     if len(parts) == 1:
         return loads
     chunked = {chunk.request for part in parts for chunk in part.prefills}
+    # Rows that each group sends or receives, counted once per remote group.
     crossing = dict.fromkeys((part.group for part in parts), 0)
     for i, part in enumerate(parts):
         for assist in part.assists:
@@ -50,5 +55,5 @@ def batch_loads(
 
 
 def parts_s(model: LatencyModel, parts: Sequence[GroupBatch], exchange: ShardExchangeCost = FREE) -> float:
-    """Seconds of a batch: its slowest part's."""
+    """Return the seconds of a batch: those of its slowest part."""
     return max(load_s(model, load) for load in batch_loads(model, parts, exchange))

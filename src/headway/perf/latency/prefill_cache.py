@@ -1,9 +1,9 @@
 """Isolated prefill time by prompt length: Medha's Algorithm 3.
 
-`total_s(n)` is how long a lone prefill of n tokens takes with adaptive chunks under t_target. Remaining work is the
-difference of two look-ups, C(total) - C(done). Departure from the paper: where no chunk fits the budget the minimum
-chunk is taken (the paper's `break` would under-estimate long prompts without bound), and entries are made as they
-are asked for, on a geometric grid, so that start-up pays nothing.
+`total_s(n)` is the time of a lone prefill of n tokens with adaptive chunks under t_target. Remaining work is the
+difference of two look-ups, C(total) - C(done). Departures from the paper: where no chunk fits the budget the minimum
+chunk is taken (the paper's `break` would under-estimate long prompts without bound), and entries are computed on first
+use, on a geometric grid, so that start-up costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, one_ch
 
 
 class PrefillCache:
-    """Built by a scheduler as it is asked, and anew whenever its latency model has moved noticeably (`refresh`)."""
+    """Isolated prefill times under one latency model, extended on demand by a scheduler's look-ups.
+
+    `refresh` rebuilds it when the latency model has changed noticeably."""
 
     def __init__(self, model: LatencyModel, t_target_s: float, min_chunk: int = 16, max_chunk: int = MAX_CHUNK) -> None:
         self._model = model
@@ -26,12 +28,13 @@ class PrefillCache:
         self.rebuild()
 
     def total_s(self, tokens: int) -> float:
-        """Seconds to prefill `tokens` from an empty cache, alone. Monotone; total_s(0) == 0."""
+        """Return the seconds to prefill `tokens` from an empty cache, alone. Monotone; total_s(0) == 0."""
         if tokens <= 0:
             return 0.0
         while self._tokens[-1] < tokens:
             self._extend()
-        if tokens <= self._tokens[1]:  # one chunk: exact, with what is fixed
+        # Within the first chunk: exact. Interpolating from 0 would spread the fixed cost over its tokens.
+        if tokens <= self._tokens[1]:
             return self._first[tokens - 1]
         i = bisect.bisect_left(self._tokens, tokens)
         x0, x1 = self._tokens[i - 1], self._tokens[i]
@@ -39,17 +42,22 @@ class PrefillCache:
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
     def remaining_s(self, tokens: int, done: int) -> float:
-        """Seconds that are left when `done` of `tokens` are computed."""
+        """Return the seconds left when `done` of `tokens` are computed: C(tokens) - C(done)."""
         return max(0.0, self.total_s(tokens) - self.total_s(done))
 
     def rebuild(self) -> None:
-        """Forget what was computed: the latency model has changed."""
+        """Drop all entries, after the latency model has changed."""
+        # Knots of the cache: `_seconds[i]` to prefill `_tokens[i]` tokens.
         self._tokens, self._seconds = [0], [0.0]
+        # Seconds of each prompt of one chunk, by tokens - 1; filled with the first knot.
         self._first = np.zeros(0).data
+        # The model's predictions when this was built, for `refresh`.
         self._mark = self._probe()
 
     def refresh(self) -> bool:
-        """Rebuild if a model that learns predicts 10% more or less than when this was built. Costs microseconds."""
+        """Rebuild if the model's predictions differ by over 10% from those at the last rebuild; return whether it did.
+
+        Costs microseconds."""
         if all(abs(new - old) <= 0.1 * old for new, old in zip(self._probe(), self._mark, strict=True)):
             return False
         self.rebuild()
@@ -59,7 +67,7 @@ class PrefillCache:
         return self._model.rows_s(64), one_chunk_s(self._model, 4096, 64)
 
     def _chunk(self, past: int) -> tuple[int, float]:
-        """The chunk that a lone prefill takes over `past` tokens, and its seconds."""
+        """Return the chunk that a lone prefill takes over `past` tokens, and the iteration's seconds."""
         chunk, attention = solve_tokens(self._model, BatchLoad(), past, self._max_chunk, self._t_target_s)
         if chunk < self._min_chunk:
             chunk = self._min_chunk
@@ -67,7 +75,7 @@ class PrefillCache:
         return chunk, self._model.rows_s(chunk) + attention
 
     def _extend(self) -> None:
-        """One more grid point. In a step of up to 5% of the context all chunks are taken to be like its middle one."""
+        """Append one grid point, up to 5% of the context further; all chunks in the step count as its middle one."""
         past = self._tokens[-1]
         chunk, seconds = self._chunk(past)
         repeat = max(1, int(past * 0.05 / chunk))
@@ -75,6 +83,7 @@ class PrefillCache:
             chunk, seconds = self._chunk(past + chunk * (repeat - 1) // 2)
         self._tokens.append(past + chunk * repeat)
         self._seconds.append(self._seconds[-1] + seconds * repeat)
-        if not past:  # a measured time may fall where a size suits the machine; the cache is monotone nevertheless
+        # Measured times may fall at sizes that suit the device: suffix minima keep the cache monotone.
+        if not past:
             alone = self._model.token_s(1, chunk) + self._model.chunk_s(0, 1, chunk)
             self._first = np.minimum.accumulate(alone[::-1])[::-1].data

@@ -1,4 +1,4 @@
-"""A latency model as data, for logs: who replays a run starts from the predictions that it started from."""
+"""Latency models as plain data in event logs, so that a replay starts from the run's own predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from headway.perf.latency.tables import TableLatency, TableSource
 
 
 def describe(model: LatencyModel) -> dict[str, Any] | None:
-    """Plain data of a table, or of a table that corrects itself and has not begun to; None for other models."""
+    """Return a table model, corrected or not, as plain data; None for other models.
+
+    Call it before the first `observe`: learned scales are not recorded, a replay learns them again."""
     base = model.base if isinstance(model, CorrectedLatency) else model
     if not isinstance(base, TableLatency):
         return None
@@ -23,7 +25,7 @@ def describe(model: LatencyModel) -> dict[str, Any] | None:
 
 
 def restore(data: Mapping[str, Any] | None) -> tuple[TableLatency, LatencyModel]:
-    """(the table, the model as it was at the start). ConfigError when the log does not say."""
+    """Return (the table, the model as it was at the start). Raises ConfigError when the log does not contain one."""
     if data is None:
         raise ConfigError("the log does not say which latency model the engine used, so it cannot be replayed")
     try:

@@ -1,10 +1,10 @@
-"""A chunk on a ring of instances, derived from one instance's latency model: what is used where nobody has measured.
+"""Prefill time of a chunk on a ring of instances, derived from one instance's latency model, for unmeasured groups.
 
 Each instance computes its share of the rows and of causal attention, evenly (striped or zigzag; with contiguous shares,
-`ring`, all wait for the last one, which sees nearly all keys). A layer's attention has `sp` steps, each the longer of
-computing a block and of passing a block's KV to the neighbour, and at least `step_s`, what starting a step costs on
-every layer (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing
-overlaps across layers.
+`ring`, all wait for the last one, which attends to nearly all keys). A layer's attention has `sp` steps, each the
+longer of computing a block and of passing a block's KV to the neighbour, and at least `step_s`, the fixed cost of a
+step (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing overlaps
+across layers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from headway.perf.latency.base import MAX_CHUNK, LatencyModel, one_chunk_s
 from headway.perf.latency.groups import GroupShape
 
 STEP_S = 7.5e-4
+"""Least seconds of a ring step in one layer."""
 
 
 class RingLatency:
@@ -36,6 +37,7 @@ class RingLatency:
 
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
         mine = -(-tokens // group.sp)
+        # Beyond the range that models tabulate, rows scale linearly.
         rows = min(mine, 2 * MAX_CHUNK)
         rows_s = self._instance.rows_s(rows) * (mine / rows)
         attention_s = one_chunk_s(self._instance, past, tokens) / group.sp
@@ -44,6 +46,7 @@ class RingLatency:
         if group.sp == 1:
             return rows_s + attention_s
         layers, shape = self._shape.layers, self._shape
+        # Bytes of one instance's share of KV, in one layer and on one tensor-parallel rank's link.
         block = (past + tokens) / group.sp * shape.kv_bytes_per_token / layers / self._tp
         link = self._inside if group.nodes == 1 else self._across
         step_s = max(attention_s / layers / group.sp, link.transfer_s(int(block)), self._step_s)
@@ -54,16 +57,18 @@ class RingLatency:
 
 
 def _imbalance(past: int, tokens: int, sp: int) -> float:
-    """Attention of the last contiguous share over the mean one's."""
+    """Return the ratio of the last contiguous share's attention to the mean share's."""
+    # Mean keys a row: past + tokens - mine/2 in the last share, past + tokens/2 over all.
     mine = tokens / sp
     return (past + tokens - mine / 2) / (past + tokens / 2)
 
 
 def largest(seconds: object, budget_s: float, limit: int = 1 << 24) -> int:
-    """The most tokens within a budget, for seconds that rise with tokens."""
+    """Return the most tokens within a budget (0 when one token exceeds it); `seconds` must not fall with tokens."""
     assert callable(seconds)
     if seconds(1) > budget_s:
         return 0
+    # Double until `high` is over the budget, then bisect; `low` always fits.
     low, high = 1, 2
     while high < limit and seconds(high) <= budget_s:
         low, high = high, 2 * high

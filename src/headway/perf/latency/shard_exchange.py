@@ -1,7 +1,7 @@
-"""What it costs that a request's KV lies in several groups: queries go out, partial outputs come back, layer by layer.
+"""Cost of exchanging queries and partial outputs between groups that hold shards of one request's KV (KVP).
 
-Medha §3.3 (KVP): the query is replicated to every group that holds a shard, and partial outputs are merged by
-log-sum-exp. Rows go to each guest group once a layer, and fp32 partial outputs with their log-sum-exps return.
+Medha §3.3: in every layer the query is replicated to every group that holds a shard, and partial outputs are merged by
+log-sum-exp. Each row goes to each remote group once a layer; fp32 partial outputs and log-sum-exps return.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from headway.perf.latency.tables import TableSource
 
 
 class ShardExchangeCost(NamedTuple):
-    """Seconds of one pipeline stage: `fixed_s` an iteration with any exchange, `row_s` a row and guest group.
-
-    The zeros mean: unknown, or free."""
+    """Cost of one pipeline stage's exchanges. Zeros: unknown, or free."""
 
     fixed_s: float = 0.0
+    """Seconds of each iteration with any exchange."""
     row_s: float = 0.0
+    """Seconds of each row and remote group."""
 
     def seconds(self, rows: int) -> float:
-        """`rows` counts a row once for each group that it goes to."""
+        """Return the seconds of an iteration. rows: exchanged rows, each counted once for every remote group."""
         return self.fixed_s + self.row_s * rows if rows else 0.0
 
 
 def between_groups(device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout) -> ShardExchangeCost:
-    """Of a layout: each tensor-parallel rank exchanges its own heads with its peer in the other group, over the node's
-    own link while all groups fit into one node, else over the network."""
+    """Return the exchange cost of a layout.
+
+    Each tensor-parallel rank exchanges its own heads with its peer in the other group, over the node's own link while
+    all groups fit into one node, else over the network."""
     rank = cut(shape, layout, 0)
     inside = layout.accelerators <= device.per_node
     link = layout.inside_link(device) if inside else layout.across_link(device)
     width = rank.q_width
+    # A row's query in the model's type out; its partial output and one log-sum-exp a head back, in fp32.
     row_bytes = width * rank.dtype_bytes + (width + rank.q_heads) * 4
     return ShardExchangeCost(
         fixed_s=2 * rank.layers * link.latency_s,
@@ -45,12 +48,12 @@ def between_groups(device: AcceleratorSpec, shape: ModelShape, layout: ParallelL
 
 
 def exchange_of(source: TableSource) -> ShardExchangeCost:
-    """As a table has it."""
+    """Return the exchange cost that a table contains; free where it was not measured."""
     return ShardExchangeCost(*(source.exchange or ()))
 
 
 class WithExchange(LatencyModel):
-    """A model whose chunks also pay `row_s` a row, for sizing the chunk of a request that has guests."""
+    """Model whose chunks also pay `row_s` per row, to size chunks of a request with shards in other groups."""
 
     def __init__(self, model: LatencyModel, row_s: float) -> None:
         self.model, self.row_s = model, row_s
@@ -82,7 +85,7 @@ class WithExchange(LatencyModel):
 
 
 class ShardedModel(LatencyModel):
-    """A model as a request sees it that is spread over groups: no group reads more than `limit` cached tokens."""
+    """Model of a request whose KV is sharded over groups: no group reads more than `limit` cached tokens of it."""
 
     def __init__(self, model: LatencyModel, limit: int) -> None:
         self.model, self.limit = model, limit

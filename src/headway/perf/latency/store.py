@@ -1,4 +1,4 @@
-"""Where measured profiles are kept: one JSON file per model × device × layout, in the user's cache folder."""
+"""Storage of measured profiles: one JSON file per model × device × layout, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from headway.perf.latency.tables import SCHEMA, TableSource
 
 
 def fingerprint(model: str, dtype: str, device: str, threads: int, layout: str = "tp1-pp1-kvp1") -> str:
-    """What a profile holds for. `device` names the processor, not just its kind."""
+    """Return the key of a profile. device: the processor's name, not just its kind."""
     return f"{model}|{dtype}|{device}|{threads} threads|{layout}"
 
 
 def default_path(mark: str) -> Path:
-    """`$XDG_CACHE_HOME/headway/latency/<hash>.json` (default ~/.cache)."""
+    """Return the path of the profile with fingerprint `mark`: `$XDG_CACHE_HOME/headway/latency/<hash>.json`.
+
+    The default of `$XDG_CACHE_HOME` is ~/.cache."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "headway" / "latency" / f"{hashlib.sha256(mark.encode()).hexdigest()[:24]}.json"
 
 
 def save(source: TableSource, path: Path) -> None:
-    """Write atomically; the folder is made."""
+    """Write a profile atomically, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Per process: two processes that profile at once do not write into one scratch file.
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     scratch.write_bytes(msgspec.json.format(msgspec.json.encode(source), indent=1))
     scratch.replace(path)
 
 
 def load(path: Path, mark: str | None) -> TableSource:
-    """Read a profile; raises ConfigError when the file is unreadable or holds for something else than `mark`."""
+    """Read a profile. Raises ConfigError when the file is unreadable or its fingerprint is not `mark` (None: any)."""
     try:
         source = msgspec.json.decode(path.read_bytes(), type=TableSource)
     except OSError as error:
