@@ -1,1 +1,1 @@
-"""From profiles of single operators to a latency model: readers, fits by operator family, and their compilation."""
+"""Latency models from profiles of single operators: profile readers, fits by operator family, compilation to tables."""

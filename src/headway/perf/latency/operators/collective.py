@@ -1,10 +1,9 @@
-"""All-reduce, send and the other collectives: cost by bytes, for each number of workers, inside a node or across.
+"""All-reduce, send and other collectives: cost by bytes, for each number of workers, inside a node or across nodes.
 
-Between two measured sizes times are interpolated in logarithms, but for two things where few sizes were measured. A
-larger message is never faster, so a size that took longer than a larger one was disturbed. And time that grows faster
-than bytes means that another algorithm takes over: each side goes on as it was up to the switch (vLLM's own all-reduce
-serves messages below 8 MiB by default and leaves the others to NCCL; elsewhere the switch is taken to be the larger
-size).
+Times between two measured sizes are interpolated in logarithms. Two corrections apply where few sizes were measured.
+A larger message is never faster, so a size that took longer than a larger one was disturbed. Time that grows faster
+than bytes means that another algorithm takes over: both sides are extrapolated up to the switch (vLLM's own all-reduce
+serves messages below 8 MiB by default, NCCL larger ones; elsewhere the switch is assumed at the larger size).
 """
 
 from __future__ import annotations
@@ -19,20 +18,23 @@ from headway.perf.latency.operators.curves import SizeCurve, curve
 from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 PREFERENCE = ("vllm_graph", "nccl", "vidur", "vllm_eager")
-"""Which library's measurement is used where several exist: what a serving engine runs under CUDA graphs comes first.
-`vidur` stands for its all-to-all NVLink nodes (`dgx`), without launch overhead."""
+"""Sources in order of preference: the collectives that a serving engine runs under CUDA graphs come first.
+`vidur`: its all-to-all NVLink nodes (`dgx`), without launch overhead."""
 
+# Bytes up to which vLLM's own all-reduce is used.
 _SWITCH = 8 << 20
+# A time this many times above a larger message's is taken to be disturbed, not noise.
 _DISTURBED = 1.1
 
 
 class CollectiveFit(msgspec.Struct, frozen=True):
-    """`curves[op][source][workers(+across)]`: ms by bytes."""
+    """Fitted collectives of one device."""
 
     curves: dict[str, dict[str, dict[str, SizeCurve]]]
+    """`curves[op][source][workers]`: ms by bytes; the key of workers across nodes ends in "+"."""
 
     def curve(self, op: str, workers: int, across: bool = False, source: str | None = None) -> SizeCurve | None:
-        """The preferred source's curve, None when nothing measured it."""
+        """Return the curve of `source` (None: the preferred one), or None when it was not measured."""
         key = f"{workers}{'+' if across else ''}"
         sources = self.curves.get(op, {})
         for name in (source,) if source else sorted(sources, key=_rank):
@@ -41,8 +43,10 @@ class CollectiveFit(msgspec.Struct, frozen=True):
         return None
 
     def ms(self, op: str, count: Column, workers: int, across: bool = False) -> Column:
-        """Milliseconds for `count` bytes. An unmeasured number of workers takes the nearest measured one, scaled as a
-        ring grows: (w-1)/w of the bytes cross each link."""
+        """Return the milliseconds for `count` bytes. Raises ConfigError when no number of workers was measured.
+
+        An unmeasured number of workers w takes the nearest measured one (in logarithms), scaled as in a ring: (w-1)/w
+        of the bytes cross each link."""
         found = self.curve(op, workers, across)
         if found is not None:
             return found(count)
@@ -61,7 +65,9 @@ def _rank(source: str) -> tuple[int, str]:
 
 
 def fit_collectives(profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> CollectiveFit:
-    """Curves through the medians of up to 48 size classes, so that single outliers of dense grids carry no weight."""
+    """Fit curves through the medians of up to 48 size classes, so that single outliers of dense grids have no weight.
+
+    tolerance: relative error that thinning the knots may cause."""
     curves: dict[str, dict[str, dict[str, SizeCurve]]] = {}
     for p in profiles:
         for workers in np.unique(p.x["workers"]):
@@ -79,6 +85,7 @@ def _classes(size: Column, ms: Column, most: int = 48) -> tuple[Column, Column]:
     if size.size <= most:
         order = np.argsort(size)
         return _switched(*_undisturbed(size[order], ms[order]))
+    # Half of the class edges at quantiles (where sizes are dense), half evenly over the logarithm of size.
     edges = np.unique(np.quantile(np.log(size), np.linspace(0, 1, most // 2 + 1)))
     edges = np.unique(np.concatenate([edges, np.linspace(np.log(size.min()), np.log(size.max()), most // 2 + 1)]))
     which = np.clip(np.searchsorted(edges, np.log(size), side="right") - 1, 0, edges.size - 2)
@@ -88,22 +95,24 @@ def _classes(size: Column, ms: Column, most: int = 48) -> tuple[Column, Column]:
 
 
 def _undisturbed(size: Column, ms: Column) -> tuple[Column, Column]:
-    """Times that a larger message undercuts by more than noise become the larger one's."""
+    """Lower each time that exceeds a larger message's by more than noise to the least of those."""
     least = np.minimum.accumulate(ms[::-1])[::-1]
     return size, np.where(ms > _DISTURBED * least, least, ms)
 
 
 def _switched(size: Column, ms: Column) -> tuple[Column, Column]:
-    """Knots on both sides of a switch wherever time grows by more than bytes do."""
+    """Add knots on both sides of a switch of algorithms, wherever time grows by more than bytes do."""
     x, y = np.log(size), np.log(ms)
     more_x, more_y = [x], [y]
     for i in np.flatnonzero(np.diff(y) > 1.05 * np.diff(x)):
         inside = size[i] < _SWITCH < size[i + 1]
         at = np.log(_SWITCH if inside else size[i + 1])
+        # Just below the switch: the smaller sizes' slope goes on, but never above the larger size's time.
         if i > 0:
             slope = np.clip((y[i] - y[i - 1]) / (x[i] - x[i - 1]), 0.0, 1.0)
             more_x.append(np.array([at + np.log1p(-1e-6)]))
             more_y.append(np.array([min(y[i] + slope * (at - x[i]), y[i + 1])]))
+        # At the switch: the larger sizes' slope goes back, but never below the smaller size's time.
         if inside and i + 2 < x.size:
             slope = np.clip((y[i + 2] - y[i + 1]) / (x[i + 2] - x[i + 1]), 0.0, 1.0)
             more_x.append(np.array([at]))

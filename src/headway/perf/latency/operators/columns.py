@@ -1,4 +1,4 @@
-"""Reading a CSV (also .gz) or Parquet file as columns, with errors that name the file and the columns."""
+"""Reader of CSV (also .gz) and Parquet files as columns, with errors that name the file and the columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ColumnTable:
         return self.columns[name]
 
     def numbers(self, name: str, default: float | None = None) -> Column:
-        """A column as floats (empty cells: NaN). `default` fills a column that the file lacks."""
+        """Return a column as floats (empty cells: NaN). default: value of every row when the file lacks the column."""
         if default is not None and name not in self.columns:
             return np.full(len(self), default)
         values = self._column(name)
@@ -44,11 +44,14 @@ class ColumnTable:
             raise ConfigError(f"{self.path}: column {name!r} is not a number everywhere ({error})") from error
 
     def words(self, name: str) -> npt.NDArray[np.str_]:
+        """Return a column as strings."""
         return np.array([str(v) for v in self._column(name)])
 
 
 def read_table(path: Path) -> ColumnTable:
-    """Read by the file's ending: .csv, .csv.gz or .parquet (which needs `pip install headway[fit]`)."""
+    """Read a .csv, .csv.gz or .parquet file (the last needs `pip install headway[fit]`), told apart by the name's end.
+
+    Raises ConfigError when it cannot be read."""
     try:
         if path.name.endswith(".parquet"):
             return _parquet(path)
@@ -69,6 +72,7 @@ def _csv(path: Path) -> ColumnTable:
         raise ConfigError(f"{path} is empty")
     body = [row for row in rows if row]
     short = next((i for i, row in enumerate(body) if len(row) != len(header)), None)
+    # Reported line: the header is line 1, and `short` counts rows from 0.
     if short is not None:
         raise ConfigError(f"{path}: line {short + 2} has {len(body[short])} fields, the header {len(header)}")
     if not body:

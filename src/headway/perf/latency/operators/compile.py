@@ -1,13 +1,15 @@
-"""(model shape, device, layout, stage) and the fits → one `TableSource`: milliseconds become seconds here, once.
+"""Compile (model shape, device, layout, stage) and operator fits to one `TableSource`.
+
+The only place where milliseconds become seconds.
 
 Row term = layers × (matrix products, norms, rotary, activation, additions, KV writes, two all-reduces when tp > 1)
-+ embedding on the first stage + final norm and LM head on the last + sending activations on + what the host costs.
-Attention terms = layers × the fits. What no profile covers is derived, and the source's `status` and `details` say so.
++ embedding on the first stage + final norm and LM head on the last + sending activations to the next stage + host
+time. Attention terms = layers × the fits. Operators without a profile are derived, as recorded in the source's `status`
+and `details`.
 
-Assumptions (all named fields of `EngineAssumptions`): the LM head computes one row a sequence, taken as min(rows,
-128), below
-which it only reads its weights. Device without profiles: the nearest profiled die's times, each operator scaled by its
-roofline: by arithmetic where arithmetic binds and by bandwidth where traffic binds.
+The LM head computes one row a sequence, taken as min(rows, 128), below which it only reads its weights. A device
+without profiles takes the nearest profiled die's times, each operator scaled by its roofline: by arithmetic where
+arithmetic binds and by bandwidth where traffic binds.
 """
 
 from __future__ import annotations
@@ -29,20 +31,22 @@ from headway.perf.latency.tables import DecodeTable, PastTable, TableSource
 
 
 class EngineAssumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What profiles do not say. host_s: per iteration and stage (launch, scheduling; the order that Medha's pipeline
-    costs imply). head_rows: most rows that the LM head computes. kv_write: share of bandwidth that writing the cache
-    reaches, and kv_write_ms its floor (Frontier's kernel-only H800 rows). send: count the sending of activations to
-    the next stage in the row term; the simulator counts it itself, as a link. split_kv: whether a
-    chunk's attention over its history is spread over the whole machine, as kernels that split KV do it
-    (`PrefillFit.split_ms`): never (the measured line goes on, on which small chunks leave most of the machine idle),
-    beyond the measured prefixes, or always (Medha's kernels, in its words)."""
+    """Costs that operator profiles do not contain."""
 
     host_s: float = 3e-4
+    """Host seconds per iteration and stage (launch, scheduling); of the order that Medha's pipeline costs imply."""
     head_rows: int = 128
+    """Most rows that the LM head computes."""
     kv_write: float = 0.3
+    """Share of bandwidth that writing the KV cache reaches (Frontier's kernel-only H800 rows)."""
     kv_write_ms: float = 0.0024
+    """Least milliseconds of a KV write (same source)."""
     send: bool = False
+    """Count sending activations to the next stage in the row term. The simulator counts it itself, as a link."""
     split_kv: Literal["never", "beyond", "always"] = "beyond"
+    """When a chunk's attention over its history is spread over the whole device by kernels that split KV
+    (`PrefillFit.split_ms`): never (the measured line continues, on which small chunks leave most of the device idle),
+    beyond the measured prefixes, or always (as Medha describes its kernels)."""
 
 
 ROWS = tuple(
@@ -70,6 +74,7 @@ CHUNKS = tuple(
 )
 """Chunks at which attention is evaluated: tiles' edges, and eight an octave: lines follow the square within 0.2%."""
 
+# Grid of decode attention: requests × cached tokens each.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PAST = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -83,7 +88,7 @@ def compile_stage(
     fit: DeviceFit,
     assumptions: EngineAssumptions | None = None,
 ) -> TableSource:
-    """The latency source of one stage. Raises ConfigError when the layout cannot cut the model."""
+    """Compile the latency table of one pipeline stage. Raises ConfigError when the layout does not divide the model."""
     told = assumptions or EngineAssumptions()
     part = cut(shape, layout, stage)
     rows = np.array(ROWS, dtype=np.float64)
@@ -92,6 +97,7 @@ def compile_stage(
     own, offset, slope, split = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
     decode, per_token = work.decode_ms()
     tokens = ((0, told.host_s), *((r, round(float(s), 9)) for r, s in zip(ROWS, seconds, strict=True)))
+    # Cached tokens up to which the measured slope holds; "always" applies the split-KV slope from the first on.
     knee = fit.prefill.past if fit.prefill and told.split_kv != "always" else 0
     beyond = tuple(
         (c, round(float(o), 9), round(float(b), 14))
@@ -103,6 +109,7 @@ def compile_stage(
     grid = DecodeTable(
         COUNTS, PAST, tuple(tuple(round(float(v), 9) for v in row) for row in decode * 1e-3), per_token * 1e-3
     )
+    # The worst family decides: one derived family makes the table derived.
     derived = any(value.startswith("derived") for value in work.notes.values())
     direct = not derived and all(value.startswith("measured") for value in work.notes.values())
     return TableSource(
@@ -131,7 +138,7 @@ def compile_stage(
 
 
 class _StageCompiler:
-    """One stage's sums. `notes` gathers, by family, where the times come from."""
+    """Sums operator times over one stage. `notes` records the origin of the times by operator family."""
 
     def __init__(
         self, fit: DeviceFit, device: AcceleratorSpec, part: RankShape, layout: ParallelLayout, told: EngineAssumptions
@@ -140,20 +147,24 @@ class _StageCompiler:
         self.source = accelerator(fit.device)
         self.same = device.kernels == fit.device and device.bandwidth == self.source.bandwidth
         self.notes: dict[str, str] = {}
+        # Factors from the profiled die's times to this device's: where arithmetic binds, and where traffic binds.
         self._compute = self.source.flops / device.flops
         self._memory = self.source.bandwidth / device.bandwidth
 
     def _note(self, family: str, text: str) -> None:
+        # Collectives depend on links, not on the die: their notes say themselves whether they are scaled.
         if not self.same and family != "collectives":
             text = f"derived: {self.fit.device} scaled to {self.device.name} ({text})"
         self.notes[family] = text
 
     def rows_ms(self, rows: Column) -> Column:
+        """Return the stage's milliseconds that depend on the row count only, without the host's."""
         part, told = self.part, self.told
         products = [self._product(rows, *shape) for shape in (part.qkv, part.out, part.up, part.down)]
         layer: Column = np.sum(products, axis=0)
         layer += self._elementwise(rows)
         layer += self._kv_write(rows)
+        # After attention's output product and after the MLP's down product.
         if self.layout.tp > 1:
             layer += 2 * self._all_reduce(rows)
         total: Column = part.layers * layer
@@ -168,11 +179,14 @@ class _StageCompiler:
         return total
 
     def chunks_ms(self, chunks: Column) -> tuple[Column, Column, Column, Column]:
-        """(own, any prefix, per cached token, the same beyond the measured prefixes) over the stage's layers."""
+        """Return a chunk's attention milliseconds over the stage's layers, as four columns by chunk size.
+
+        (within itself, added by any prefix, per cached token, per cached token beyond the measured prefixes)."""
         heads, layers = (self.part.q_heads, self.part.kv_heads), self.part.layers
         fit = self.fit.prefill
         if fit is None:
             self._note("prefill", "derived: half of peak arithmetic, 0.02 ms a layer")
+            # Milliseconds of one pair of query and key at half of peak; chunks below 16 rows fill a tile of 16.
             flops = self.device.flops * 0.5
             per = 1e3 * self.part.pair_flops / flops
             slope = layers * per * np.maximum(chunks, 16)
@@ -186,6 +200,7 @@ class _StageCompiler:
             reads = self.fit.decode
             speed = reads.speed(preferred_source(list(reads.grids))) if reads else 0.8 * self.source.bandwidth
             split = fit.split_ms(chunks, heads, speed)
+        # Fits hold for a head dimension of HEAD_DIM; attention's work is linear in it.
         wide = self.part.head_dim / HEAD_DIM
         exact = key in fit.own[source] and wide == 1
         text = f"{source}, heads {key}" if exact else f"{source}, nearest head counts"
@@ -202,7 +217,7 @@ class _StageCompiler:
         return own, offset, slope, split
 
     def decode_ms(self) -> tuple[Column, float]:
-        """(grid over COUNTS × PAST, per further token) over the stage's layers."""
+        """Return (milliseconds over COUNTS × PAST, milliseconds per KV token beyond it) over the stage's layers."""
         heads, layers = (self.part.q_heads, self.part.kv_heads), self.part.layers
         count, past = (g.ravel().astype(np.float64) for g in np.meshgrid(COUNTS, PAST, indexing="ij"))
         fit = self.fit.decode
@@ -217,6 +232,7 @@ class _StageCompiler:
         exact = key in fit.grids[source] and wide == 1
         self._note("decode", f"{'measured' if exact else 'fitted'}: {source}, {'heads ' + key if exact else 'nearest'}")
         grid = fit.ms(count, past, heads, source) * (wide * self._memory)
+        # Suffix minima over past: reading more is never faster, so a time above that of a longer history is noise.
         table = np.minimum.accumulate(grid.reshape(len(COUNTS), len(PAST))[:, ::-1], axis=1)[:, ::-1]
         return layers * table, layers * per_token / fit.tails[source]
 
@@ -225,6 +241,7 @@ class _StageCompiler:
         columns = np.full(rows.size, float(k)), np.full(rows.size, float(n))
         if fit is None:
             return base_ms(self.device, rows, *columns)
+        # Another device: the profiled time times the ratio of the two rooflines.
         time = fit.ms(rows, k, n)
         if not self.same:
             time = time * base_ms(self.device, rows, *columns) / base_ms(self.source, rows, *columns)
@@ -257,6 +274,7 @@ class _StageCompiler:
         fit = self.fit.elementwise
         if fit is None or op not in fit.curves:
             self._note("elementwise", "derived: three passes over the rows at 0.7 of peak bandwidth")
+            # 3 µs of launch; three passes (two reads, a write) of 2 bytes an element, in milliseconds.
             return np.asarray(0.003 + 6e3 * rows * width / (0.7 * self.device.bandwidth), dtype=np.float64)
         exact = str(width) in fit.curves[op]
         if "elementwise" not in self.notes or not exact:
@@ -277,6 +295,7 @@ class _StageCompiler:
         link = self.layout.inside_link(self.device)
         if self.layout.inside is None and fit is not None and fit.curve("all_reduce", tp) is not None:
             time = fit.ms("all_reduce", sent, tp)
+            # A slower link stretches what grows with bytes; the first size's time is latency.
             slower = self.source.inside.bytes_per_s / link.bytes_per_s
             if slower != 1.0:
                 self.notes["collectives"] = f"derived: {self.fit.device}'s scaled to {link.name}"
@@ -284,11 +303,12 @@ class _StageCompiler:
             self.notes["collectives"] = f"measured: {self.source.inside.name}, {tp} ranks"
             return time
         self.notes["collectives"] = f"derived: ring over {link.name}"
+        # Ring all-reduce: reduce-scatter and all-gather, each passing (tp-1)/tp of the bytes over every link.
         ring = 2 * (tp - 1) / tp * sent / (link.bytes_per_s * link.efficiency)
         return np.asarray(1e3 * (2 * link.latency_s + ring), dtype=np.float64)
 
     def _send(self, rows: Column) -> Column:
-        """Activations to the next stage; tensor-parallel ranks send their own copies over their own links."""
+        """Return the milliseconds to send activations to the next stage; each rank sends a copy over its own link."""
         link = self.layout.stage_link(self.device)
         self.notes["send"] = f"fitted: {link.name}'s bandwidth and latency"
         sent = rows * self.part.hidden * self.part.dtype_bytes

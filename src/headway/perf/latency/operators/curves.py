@@ -18,18 +18,23 @@ _NOISE_MS = 6e-4
 
 
 class SizeCurve(msgspec.Struct, frozen=True):
-    """Values by size, ascending, as integers of `unit`. Between knots log-log linear; below the first flat; above the
-    last along the slope of the last octave (what is fixed and what each further size costs)."""
+    """Values by size: log-log linear between knots, constant below the first, linear beyond the last.
+
+    Beyond the last knot the slope is that of the last octave (fixed cost plus cost per unit of size)."""
 
     size: tuple[int, ...]
+    """Sizes of the knots, ascending."""
     value: tuple[int, ...]
+    """Values of the knots in multiples of `unit`."""
     unit: float = UNIT_MS
+    """Milliseconds (or another unit) of one step of `value`."""
 
     def __call__(self, size: Column) -> Column:
         x, y = np.array(self.size, dtype=np.float64), self.values
         inside = np.exp(np.interp(np.log(np.maximum(size, 1e-9)), np.log(x), np.log(y)))
         beyond = size > x[-1]
         if beyond.any() and x.size > 1:
+            # First knot of the last octave, but never the last knot itself.
             back = min(int(np.searchsorted(x, x[-1] / 2)), x.size - 2)
             slope = max(0.0, (y[-1] - y[back]) / (x[-1] - x[back]))
             inside = np.where(beyond, y[-1] + slope * (size - x[-1]), inside)
@@ -45,25 +50,30 @@ class SizeCurve(msgspec.Struct, frozen=True):
 
 
 def curve(size: Column, value: Column, tolerance: float = 0.0, steps: bool = False, unit: float = UNIT_MS) -> SizeCurve:
-    """Fit through all points. `steps`: between two sizes with a tile's edge between them, the time steps at that
-    edge if it grows by more than 4%. `tolerance`: relative error that leaving knots out may cause."""
+    """Fit a curve through all points.
+
+    steps: between two sizes with a tile's edge between them, time steps at that edge if it grows by more than 4%.
+    tolerance: relative error that leaving out knots may cause."""
     order = np.argsort(size)
     x, y = size[order], value[order]
     if steps:
         x, y = _stepped(x, y)
     if tolerance:
+        # Values are positive, so relative errors are differences of logarithms.
         keep = _thin(np.log(x), np.log(y), np.maximum(tolerance, _NOISE_MS / y if unit == UNIT_MS else 0.0))
         x, y = x[keep], y[keep]
     return SizeCurve(tuple(round(float(v)) for v in x), tuple(max(1, round(float(v) / unit)) for v in y), unit)
 
 
 def _stepped(x: Column, y: Column) -> tuple[Column, Column]:
+    # First tile edge at or after each size.
     edge = np.ceil(x[:-1] / TILE) * TILE
-    # Further apart, growth says nothing about a step; but what is within the first tile costs as much as all of it.
+    # Growth between sizes further apart shows no step; sizes within the first tile cost as much as all of it.
     near = (x[1:] - x[:-1] <= TILE) & ((x[1:] < 1.6 * x[:-1]) | (x[:-1] < TILE))
     at = np.flatnonzero((edge + 1 < x[1:]) & (y[1:] > 1.04 * y[:-1]) & near)
     new_x, new_y = [x], [y]
     for i in at:
+        # Constant up to the edge, then the larger size's time from the row after it.
         if edge[i] > x[i]:
             new_x.append(edge[i : i + 1])
             new_y.append(y[i : i + 1])
@@ -75,7 +85,7 @@ def _stepped(x: Column, y: Column) -> tuple[Column, Column]:
 
 
 def _thin(x: Column, y: Column, tolerance: Column) -> list[int]:
-    """Indices of knots to keep, so that linear interpolation is within `tolerance` everywhere (Douglas-Peucker)."""
+    """Return the indices of knots to keep so that linear interpolation is within `tolerance` (Douglas-Peucker)."""
     allowed = np.broadcast_to(tolerance, x.shape)
     keep = {0, x.size - 1}
     spans = [(0, x.size - 1)]
