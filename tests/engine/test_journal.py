@@ -34,27 +34,27 @@ def left(folder: Path) -> dict[str, list[list[int]]]:
     journal = RequestJournal(folder)
     journal.close()
     return {
-        entry.accepted.id: [[t for one in said for t in one.tokens] for said in entry.told]
-        for entry in journal.left.values()
+        entry.accepted.id: [[t for one in said for t in one.tokens] for said in entry.outputs]
+        for entry in journal.unfinished.values()
     }
 
 
 def test_unfinished_requests_are_recovered_with_all_their_output(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path / "made" / "here")
-    assert journal.left == {}
+    assert journal.unfinished == {}
     one, two = journal.accept("one", b"job 1", PROMPTS), journal.accept("two", b"job 2", [PROMPTS[0]])
-    journal.told(one, 1, delta(7))
-    journal.told(two, 0, delta(8))
-    journal.told(one, 1, delta(9, 10))
+    journal.write_output(one, 1, delta(7))
+    journal.write_output(two, 0, delta(8))
+    journal.write_output(one, 1, delta(9, 10))
     journal.end(two)
     journal.end(two)
-    journal.told(two, 0, delta(11))
+    journal.write_output(two, 0, delta(11))
     journal.close()
     journal.close()
     again = RequestJournal(tmp_path / "made" / "here")
-    (entry,) = again.left.values()
+    (entry,) = again.unfinished.values()
     assert (entry.accepted.id, entry.accepted.job, list(entry.accepted.prompts)) == ("one", b"job 1", PROMPTS)
-    assert entry.told == [[], [delta(7), delta(9, 10)]]
+    assert entry.outputs == [[], [delta(7), delta(9, 10)]]
     three = again.accept("three", b"", [])
     assert three not in (one, two)
     again.end(one)
@@ -77,7 +77,7 @@ def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: 
         states = [(os.path.getsize(folder / "requests.journal"), {k: list(v) for k, v in model.items()})]
         for count, (who, verb) in enumerate(steps):
             if verb == "tell" and f"r{who}" in model:
-                journal.told(numbers[who], 0, delta(count))
+                journal.write_output(numbers[who], 0, delta(count))
                 model[f"r{who}"].append(count)
             elif verb == "end":
                 journal.end(numbers[who])
@@ -98,11 +98,11 @@ def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: 
 def test_damage_in_the_middle_keeps_what_stands_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
-    journal.told(one, 0, delta(5))
+    journal.write_output(one, 0, delta(5))
     path = tmp_path / "requests.journal"
     at = path.stat().st_size
-    journal.told(one, 0, delta(6))
-    journal.told(one, 0, delta(7))
+    journal.write_output(one, 0, delta(6))
+    journal.write_output(one, 0, delta(7))
     journal.close()
     data = bytearray(path.read_bytes())
     data[at + 12] ^= 255
@@ -125,20 +125,20 @@ def disk_of(size: int) -> Iterator[None]:
 def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
-    journal.told(one, 0, delta(5))
+    journal.write_output(one, 0, delta(5))
     path = tmp_path / "requests.journal"
     size = path.stat().st_size
     with disk_of(size + 11):
         with pytest.raises(OSError):
-            journal.told(one, 0, delta(6))
+            journal.write_output(one, 0, delta(6))
         assert path.stat().st_size == size
         with pytest.raises(OSError):
             journal.accept("refused", b"", [PROMPTS[0]])
         with pytest.raises(OSError):
             journal.end(one)
-    journal.told(one, 0, delta(7))
+    journal.write_output(one, 0, delta(7))
     two = journal.accept("two", b"", [PROMPTS[0]])
-    journal.told(two, 0, delta(8))
+    journal.write_output(two, 0, delta(8))
     journal.close()
     assert left(tmp_path) == {"one": [[5, 7]], "two": [[8]]}
 
@@ -147,17 +147,17 @@ def test_a_file_that_cannot_be_rewritten_stays_unchanged(tmp_path: Path) -> None
     journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])
     for token in range(20):
-        journal.told(one, 0, delta(token))
+        journal.write_output(one, 0, delta(token))
     size = (tmp_path / "requests.journal").stat().st_size
     with disk_of(size // 2), pytest.raises(OSError):
         journal._rewrite()
     assert sorted(os.listdir(tmp_path)) == ["lock", "requests.journal"]
     assert not [name for name in open_files() if "requests.new" in name]
     with disk_of(size + 3), pytest.raises(OSError):
-        journal.told(one, 0, delta(99))
-    journal.told(one, 0, delta(20))
+        journal.write_output(one, 0, delta(99))
+    journal.write_output(one, 0, delta(20))
     journal._rewrite()
-    journal.told(one, 0, delta(21))
+    journal.write_output(one, 0, delta(21))
     journal.close()
     assert left(tmp_path) == {"one": [list(range(22))]}
 
@@ -173,13 +173,13 @@ def open_files() -> list[str]:
 def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path, slack_bytes=10_000)
     pinned = journal.accept("pinned", b"", [PROMPTS[0]])
-    journal.told(pinned, 0, delta(1))
+    journal.write_output(pinned, 0, delta(1))
     for i in range(200):
         number = journal.accept(f"r{i}", b"j" * 200, [bytes(400)])
-        journal.told(number, 0, delta(2))
+        journal.write_output(number, 0, delta(2))
         journal.end(number)
         assert (tmp_path / "requests.journal").stat().st_size < 12_000
-    journal.told(pinned, 0, delta(3))
+    journal.write_output(pinned, 0, delta(3))
     journal.close()
     assert left(tmp_path) == {"pinned": [[1, 3]]}
 
@@ -220,7 +220,7 @@ from headway.runtime.engine.protocol import OutputDelta
 journal = RequestJournal(Path(sys.argv[1]))
 number = journal.accept("one", b"job", [b"\\x01\\x00\\x00\\x00"])
 for token in range(100):
-    journal.told(number, 0, OutputDelta(id="x", tokens=(token,)))
+    journal.write_output(number, 0, OutputDelta(id="x", tokens=(token,)))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -251,7 +251,7 @@ def test_an_end_is_recorded_without_space_to_compact(
             journal.end(journal.accept(str(i), b"", [b"\1" * 200]))
 
     stays = journal.accept("stays", b"", [PROMPTS[0]])
-    journal.told(stays, 0, delta(5))
+    journal.write_output(stays, 0, delta(5))
     serve(20)
     size = (tmp_path / "requests.journal").stat().st_size
     assert size > 4000

@@ -131,7 +131,7 @@ def test_nothing_is_written_once_a_scope_is_forgotten(make: Make) -> None:
     """Half of a body is there when its scope is forgotten: the rest goes nowhere, and what follows is understood."""
     one, two = make(0), make(1)
     begun = threading.Event()
-    room = bytearray(64 << 20)
+    room = bytearray(256 << 20)  # long enough to be cut short while it is read
     two.handle(lambda *_: begun.set() or ReceivePlace([memoryview(room)], lambda: pytest.fail("it is complete")))
     meet(one, two)
     sent = one.push(1, "r", b"", [b"\1" * len(room)])

@@ -48,6 +48,6 @@ def test_a_token_computed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert explore(range(20), lambda _: None) == 1
 
 
-def test_needs_are_errors() -> None:
+def test_an_unmet_requirement_is_an_error() -> None:
     with pytest.raises(Exception, match="a b"):
-        faults.need(False, "a", "b")
+        faults.require(False, "a", "b")

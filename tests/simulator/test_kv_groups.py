@@ -136,8 +136,8 @@ def test_a_scenario_with_groups() -> None:
     spec = instance_of(scenario, requests_of(scenario.workload, None, 0))
     assert (spec.config.kv_parallel, spec.config.kv_shard_tokens) == (2, 100_000)
     assert spec.exchange.fixed_s > 0 < spec.exchange.row_s
-    assert spec.yardstick is not None
-    assert spec.yardstick.peak_flops == accelerator("h100-80gb").flops * 64
+    assert spec.utilisation_base is not None
+    assert spec.utilisation_base.peak_flops == accelerator("h100-80gb").flops * 64
     result = run_scenario(scenario, 0).sim
     assert result.use_json()["kv_joins"] == 2
     assert all(record.ok for record in result.records)
