@@ -1,4 +1,4 @@
-"""The invariants of one group's scheduler, checked as a whole: slow, for idle moments and tests."""
+"""Check of all invariants of one group's scheduler. O(all requests): for idle moments and tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 
 def audit(state: GroupState, remote: frozenset[str] = frozenset()) -> None:
-    """Raise InvariantError unless cursors, sets and the ledger agree. `remote` have a shard here only."""
+    """Raise InvariantError unless cursors, sets and the block manager agree.
+
+    `remote`: requests that have a shard in this group and whose rows another group computes."""
     ledger, sequences = state.ledger, state.sequences
     ledger.check()
     sets = (state.ready, *(batch.decodes for batch in state.in_flight.values()))
     for group in sets:
         group.settle_all()
+    # Every lease has exactly one owner: a sequence, a remote shard, or staged KV.
     leased = {s.request.id for s in sequences.values() if s.lease is not None}
     kept = set(state.custody.names())
     if leased | remote | kept != {lease.request for lease in ledger.leases()} or leased != state.policy.holders.keys():
@@ -24,13 +27,16 @@ def audit(state: GroupState, remote: frozenset[str] = frozenset()) -> None:
     if kept & (leased | remote):
         raise InvariantError(f"KV of {min(kept & (leased | remote))} is in custody and has an owner")
     for sequence in sequences.values():
-        landed = sequence.in_flight or sequence.base <= sequence.computed  # else chunks of its last shard are flying
+        # `computed` is below `base` only while chunks of the previous shard are in flight.
+        landed = sequence.in_flight or sequence.base <= sequence.computed
         if not (sequence.computed <= sequence.scheduled <= sequence.known and landed):
             raise InvariantError(f"cursors of {sequence.request.id} are out of order")
         if sequence.lease is not None and sequence.scheduled - sequence.base > sequence.lease.tokens:
             raise InvariantError(f"{sequence.request.id} has been scheduled beyond its lease")
+    # Each sequence is in exactly one place: a set, the queue, or in flight without being in the queue.
     homes = [*(s.request.id for s in state.policy.queue), *state.waiting_for_kv, *state.ready.members]
     homes += [name for batch in state.in_flight.values() for name in batch.decodes.members]
+    # In flight and in no other set: last chunks, and aborted requests, which `withdraw` has taken off the queue.
     landing = {
         chunk.request
         for batch in state.in_flight.values()

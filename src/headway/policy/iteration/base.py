@@ -1,8 +1,8 @@
-"""What drives a scheduler: the protocol of one instance, whether it is one group or several (KV parallelism).
+"""Protocols of an instance's scheduler, of one KV group or several, and of the groups towards each other.
 
 An engine or a simulator calls `add` and `abort` as requests come and go, `schedule` whenever a first pipeline stage is
 free, and `complete` when a batch has been carried out. Deterministic: the same calls with the same times give the same
-batches. Implemented by `scheduler.Scheduler` (one group) and `groups.GroupedScheduler` (several).
+batches. Implemented by `scheduler.Scheduler` (one group) and `grouped_scheduler.GroupedScheduler` (several).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 class InstanceScheduler(Protocol):
-    """add → schedule → complete. It decides; it never waits, reads a clock, or sees a token."""
+    """Scheduler of one instance: add → schedule → complete. It never waits, reads a clock, or sees a token."""
 
     @property
     def config(self) -> SchedulerConfig: ...
@@ -33,7 +33,7 @@ class InstanceScheduler(Protocol):
 
     @property
     def ledgers(self) -> Seq[BlockManager]:
-        """One a group, in order of the groups."""
+        """The block manager of each group, in order of the groups."""
 
     @property
     def running(self) -> int:
@@ -49,72 +49,78 @@ class InstanceScheduler(Protocol):
     def __contains__(self, request_id: str) -> bool: ...
 
     def deadline_s(self, request_id: str) -> float:
-        """When the first token of a request that is here is due: its SLO's word, else the default's."""
+        """Return when the first token of a request is due, seconds: by its SLO, else by the configured default."""
 
     def progress(self, request_id: str) -> int:
-        """Tokens of a request that is here whose KV is in place; of one that decodes, a lower bound."""
+        """Return how many tokens of a request have their KV in place; for one that decodes, a lower bound."""
 
     @property
     def custody(self) -> StagedKv | None:
-        """KV here that no sequence owns; None: this instance takes in none."""
+        """Staged KV, which no scheduled request owns; None: this instance stages none."""
 
     def add(self, span: Span, now: float, phase: Phase = "all") -> None:
-        """Take on a request. Raises RequestError when it could never be served here.
+        """Queue a request. Raises RequestError when it could never be served here, or its id is in use.
 
-        What custody holds under its id becomes its own: KV of its `cached_tokens` tokens is there, and room for all
-        where more than the last is to be computed. phase "prefill": it ends with its first token (`staged`), and its KV
-        goes into custody, unless that token is reported as its end. "decode": its KV must be in custody, that of all
-        tokens but the last."""
+        KV staged under its id becomes its own: it must hold the `cached_tokens`, and have blocks for the whole prompt
+        if more than the last token is left to compute. phase "prefill": the request ends with its first token
+        (`staged`) and its KV is staged, unless that token is reported as its end. "decode": the KV of all tokens but
+        the last must be staged."""
 
     def schedule(self, now: float, ahead: int = 1, free: Container[int] | None = None) -> Batch | None:
-        """The next batch, or None when there is nothing to do or too much in flight (`stages` batches a group).
+        """Return the next batch, or None: nothing to compute, or `stages` batches in flight in every group.
 
         `ahead` above 1 allows a batch of decodes that stands for up to so many iterations (`Batch.repeat`). `free`: the
-        groups whose first stage can begin at once; None: all. Call it until it gives None: groups that share no request
-        have batches of their own."""
+        groups whose first stage can begin at once; None: all. Call it until it returns None: groups that share no
+        request have batches of their own."""
 
     def complete(
         self, batch_id: int, results: Seq[RequestProgress], now: float, elapsed_s: float | None = None, repeats: int = 1
     ) -> list[RequestEvent]:
-        """A batch has been carried out. `results` names those that have ended; any other request that yielded output
-        (a decode of the batch, a prompt whose last chunk was in it) has accepted one token and goes on, and may be
-        named as such. `elapsed_s` teaches latency models that learn. `repeats` (at most the batch's `repeat`) is how
-        many iterations of it were carried out. Returns what has become true since the last call, preemptions while
-        scheduling included."""
+        """Apply a batch that has been carried out. Return the events since the last call, preemptions while scheduling
+        included.
+
+        `results` must contain the requests that have ended; any other request that yielded output (a decode of the
+        batch, a prompt whose last chunk was in it) has accepted one token and goes on. `elapsed_s`: measured seconds,
+        for latency models that learn. `repeats`: iterations carried out, at most the batch's `repeat`."""
 
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
 
     def stage(self, request_id: str, now: float) -> list[RequestEvent]:
-        """A request that decodes is to go on elsewhere: its KV goes into custody (`staged`), at once, or when the batch
-        that it is in completes. Unknown ids (ended) are ignored, as is all of it where `custody` is None."""
+        """End a request that will decode on another instance, and stage its KV: at once, or when its batch completes.
+
+        Unknown ids (ended) are ignored, as is every call if `custody` is None."""
 
     def lost(self, instance: int, now: float) -> list[RequestEvent]:
-        """The instance has lost its KV, in all groups: everything in flight is void, all progress must be made again.
+        """Reset after the instance has lost its KV, in all groups: batches in flight are void, all progress is redone.
 
-        The next batches' KV operations start from empty block tables. Returns what has become true, as `complete`."""
+        The next batches' KV operations start from empty block tables. Return events as `complete` does."""
 
     def check(self) -> None:
-        """Raise InvariantError unless cursors, sets and ledgers agree. Called when idle, and by tests each step."""
+        """Raise InvariantError unless cursors, sets and block managers agree.
+
+        Called when idle and by tests each step."""
 
 
 class NeighbourGroups(Protocol):
-    """What the scheduler of one group asks about the others. A group that is alone has none."""
+    """Operations that one group's scheduler needs of the other groups of its instance. A single group has none."""
 
     def extend_shards(self, sequence: SequenceState, now: float) -> bool:
-        """Let another group take over the rows of a decode whose shard here is full, or cannot grow. True: it did."""
+        """Transfer a decode, whose shard here is full or cannot grow, to another group. False: none has blocks."""
 
     def remote_holders(self, group: int) -> Iterable[SequenceState]:
-        """Requests that have a shard in `group` and their rows elsewhere."""
+        """Return the requests that have a shard in `group` and whose rows another group computes."""
 
     def is_in_flight(self, sequence: SequenceState) -> bool:
         """Whether a request with a shard in this group is in a batch in flight."""
 
     def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """Take all KV of a request that is computed in another group."""
+        """Preempt a request that is computed in another group: free its KV in all groups."""
 
     def shards_freed(self) -> None:
-        """A request has given its shards back: groups may be free of each other."""
+        """Note that a request has freed its shards: fewer groups may have to compute in lockstep."""
 
     def remote_cost(self, request_id: str) -> RemoteCost:
-        """What groups that hold earlier shards of a request add to its chunk, while a lockstep batch is made."""
+        """Return what the holders of a request's earlier shards add to its chunk.
+
+        Only while a lockstep batch is packed."""

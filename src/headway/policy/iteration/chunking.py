@@ -11,11 +11,14 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk
 
 
 class PrefillDemand(msgspec.Struct, frozen=True, gc=False):
-    """One prefill that asks for room: `past` tokens in the cache, `remaining` to compute, `limit` tokens at most."""
+    """One prefill to be sized. All in tokens."""
 
     past: int
+    """Cached tokens that the chunk attends."""
     remaining: int
+    """Tokens left to compute."""
     limit: int
+    """Most tokens that the iteration still takes."""
 
 
 def is_empty(load: BatchLoad) -> bool:
@@ -24,15 +27,17 @@ def is_empty(load: BatchLoad) -> bool:
 
 
 class ChunkingStrategy(Protocol):
-    """Pure. `timed` strategies size chunks by the budget; others ignore it. `most` is the strategy's own limit on the
-    tokens of an iteration; None: the scheduler's, which `whole` may exceed by one prompt alone."""
+    """Size of a prefill's chunk in one iteration. Implementations are pure."""
 
     name: str
     timed: bool
+    """Whether chunks are sized by the time budget; other strategies ignore it."""
     most: int | None
+    """The strategy's own limit on the tokens of an iteration; None: `max_num_batched_tokens`, which a single prompt may
+    exceed under `whole`."""
 
     def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
-        """(tokens, seconds of their attention) that the batch may take on; (0, 0.0) for none."""
+        """Return (tokens, seconds of their attention) to add to `load`; (0, 0.0): none."""
 
 
 class WholePrompt:
@@ -43,6 +48,7 @@ class WholePrompt:
     most: int | None = None
 
     def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
+        # More tokens than decodes: the batch has a prompt already.
         if load.tokens > load.decodes and ask.remaining > ask.limit:
             return 0, 0.0
         return ask.remaining, one_chunk_s(latency, ask.past, ask.remaining)
@@ -77,6 +83,7 @@ class AdaptiveChunks:
     def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         limit = min(ask.remaining, ask.limit)
         if self.subtract:
+            # As printed: the chunk is solved against an empty batch, so its fixed cost is charged a second time.
             left_s = budget_s - (0.0 if is_empty(load) else load_s(latency, load))
             return solve_tokens(latency, BatchLoad(), ask.past, limit, left_s)
         return solve_tokens(latency, load, ask.past, limit, budget_s)

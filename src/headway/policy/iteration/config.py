@@ -1,4 +1,4 @@
-"""Every number that a scheduler may be given, in one place, with the words that `--help` prints."""
+"""Settings of a scheduler, with their `--help` texts and limits."""
 
 # ruff: noqa: RUF009 - `_f` is `dataclasses.field`
 
@@ -21,7 +21,7 @@ def _f(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Settings of one instance's scheduler. `paper()` and the defaults differ only in named fields."""
+    """Settings of one instance's scheduler. Raises ConfigError on an impossible value."""
 
     policy: str = _f("lars", "order of waiting prefills: fcfs, edf, lrs, srpt or lars")
     chunking: str = _f("adaptive", "tokens of a prompt per iteration: adaptive (by time), static:N (tokens), whole")
@@ -63,6 +63,7 @@ class SchedulerConfig:
             if not ok:
                 raise ConfigError(f"{name} must be {rule}, not {getattr(self, name)!r}")
 
+        # Both raise ConfigError for an unknown name.
         make_policy(self.policy)
         make_chunking(self.chunking)
         need(self.t_target_s > 0, "t_target_s", "above 0")
@@ -80,12 +81,14 @@ class SchedulerConfig:
 
     @property
     def shares_space(self) -> bool:
+        """Whether a long prefill yields time to shorts: as set, else under LARS only."""
         return self.policy == "lars" if self.space_sharing is None else self.space_sharing
 
     @classmethod
     def named(cls, mode: Mode, **fields: Any) -> SchedulerConfig:
         """The settings of a mode, with `fields` on top. Raises ConfigError on an impossible value."""
         base = cls(mode=mode)
+        # The papers as printed; docs/concepts/scheduling.md explains each departure.
         if mode == "paper":
             base = replace(
                 base,

@@ -1,4 +1,4 @@
-"""More KV for requests that hold some: a decode's next tokens, and the next shard of a request in several groups."""
+"""Growth of KV that a request holds: a decode's next tokens, and the next shard of a request in several groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.policy.iteration.sequence import SequenceState
 
 
 class KvGrowth:
-    """Of one group's blocks."""
+    """Growth within one group's blocks."""
 
     def __init__(self, config: SchedulerConfig, ledger: BlockManager, admission: KvBlockAdmission) -> None:
         self._reserve_tokens = config.reserve_tokens
@@ -17,23 +17,29 @@ class KvGrowth:
         self._admission = admission
 
     def grow(self, sequence: SequenceState) -> bool:
-        """KV for a decode's next tokens, by a quantum if possible. False: there is none, or its shard is full."""
+        """Grow a decode's lease, by `reserve_tokens` if possible, else by one token.
+
+        False: no block, or the shard is full."""
         lease = sequence.lease
         assert lease is not None
         most = sequence.prompt + sequence.request.max_output_tokens
         need = sequence.computed + 1 - sequence.base
         if need > sequence.limit:
             return False
+        # A larger step grows rarely; it stops at the request's own end and at the edge of its shard.
         wanted = max(need, min(need + self._reserve_tokens, most - sequence.base, sequence.limit))
         return self._ledger.grow(lease, wanted) or self._ledger.grow(lease, need)
 
     def next_shard(self, sequence: SequenceState, start: int) -> KvLease | None:
-        """A lease for tokens from `start` on, of a request that has filled its shard in another group; None: there is
-        no room. A prefill needs all of its next shard, and leaves headroom; a decode takes what there is."""
+        """Reserve the next shard, from token `start` on, of a request that has filled its shard in another group.
+
+        None: too few free blocks. A prefill reserves its known tokens up to the shard's limit, and leaves headroom; a
+        decode leaves none."""
         most = sequence.prompt + sequence.request.max_output_tokens
         known = max(1, min(sequence.known, start + sequence.limit) - start)
         tokens = max(1, min(sequence.known + self._reserve_tokens, most, start + sequence.limit) - start)
         blocks = self._ledger.blocks_for(tokens)
         headroom = 0 if sequence.decoding else self._admission.headroom(sequence, blocks)
         name = sequence.request.id
+        # First with room for output, then for the known tokens only.
         return self._ledger.reserve(name, tokens, headroom, start) or self._ledger.reserve(name, known, headroom, start)

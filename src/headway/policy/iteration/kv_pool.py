@@ -1,4 +1,4 @@
-"""The KV cache of one engine instance, as far as an iteration's decision depends on it: numbers of blocks."""
+"""Protocol of an engine's KV cache as the iteration policy needs it: numbers of blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 class KvPool(Protocol):
     """Implemented by `kv.block_manager.BlockManager`; a plug-in implements it over its engine's block pool.
 
-    All questions are asked within a decision, so each must take constant time. The owner of the pool takes a pledge
-    back when the request ends or loses its KV.
+    All methods are called within a decision, so each must take constant time. The owner of the pool releases a pledge
+    when the request ends or loses its KV.
     """
 
     @property
@@ -25,14 +25,14 @@ class KvPool(Protocol):
         """Blocks that are neither held by a request nor pledged to one."""
 
     def needed_blocks(self, request_id: str, tokens: int) -> int:
-        """Free blocks that a request would take, beside those that it has, for `tokens` tokens in all."""
+        """Return how many more blocks a request needs for `tokens` tokens in all."""
 
     def held_blocks(self, request_id: str) -> int:
         """Blocks that a request holds or has been pledged; 0 for an unknown one."""
 
     def pledge(self, request_id: str, tokens: int, headroom_blocks: int = 0) -> bool:
-        """Set blocks for `tokens` tokens aside for a request that is about to begin. False, and no change, when that
-        would leave fewer than `headroom_blocks` free.
+        """Set aside blocks for `tokens` tokens of a request that is about to begin.
 
-        An engine that allocates chunk by chunk keeps the difference between what is pledged and what is held out of
-        `free_blocks`: otherwise several prefills in flight run each other dry."""
+        False, and no change, if that would leave fewer than `headroom_blocks` free. An engine that allocates chunk by
+        chunk must exclude blocks that are pledged and not yet allocated from `free_blocks`: otherwise several prefills
+        in flight exhaust the pool and preempt each other."""

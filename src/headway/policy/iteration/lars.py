@@ -17,5 +17,6 @@ class LarsPolicy:
     parallel = False
 
     def line(self, facts: PrefillFacts) -> UrgencyLine:
+        # rho = (deadline - remaining) / total - now / total. A fully cached prompt has no work: avoid division by 0.
         total = max(facts.total_s, 1e-9)
         return UrgencyLine((facts.deadline_s - facts.remaining_s) / total, 1.0 / total)

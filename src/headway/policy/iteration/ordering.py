@@ -1,8 +1,8 @@
-"""In which order do waiting prefills go? A policy gives each request a *line* in time.
+"""Order of waiting prefills. A policy gives each request a *line* in time.
 
 urgency(now) = intercept - slope * now, and the smallest goes first. FCFS, EDF, LRS, SRPT and LARS are all lines, which
-only change when a request's own progress does; so keys are never computed in a comparator, nobody reads a clock, and
-a thousand waiting requests are ordered by one vector operation.
+only change when a request's own progress does: no comparator computes keys, no policy reads a clock, and one vector
+operation orders a thousand waiting requests.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from headway.core.errors import ConfigError
 
 
 class PrefillFacts(msgspec.Struct, frozen=True, gc=False):
-    """What a policy may know of a waiting or half-done prefill. Seconds; deadline and arrival are absolute.
-
-    total_s: its isolated prefill time (uncached tokens); remaining_s: what of that is left.
-    """
+    """Input of an ordering policy: one waiting or half-done prefill. Seconds."""
 
     arrival_s: float
+    """Absolute."""
     deadline_s: float
+    """Absolute: when the first token is due."""
     total_s: float
+    """Isolated prefill time of its uncached tokens on arrival."""
     remaining_s: float
+    """Part of `total_s` that is left."""
 
 
 class UrgencyLine(msgspec.Struct, frozen=True, gc=False):
+    """urgency(now) = intercept - slope * now; the smallest goes first."""
+
     intercept: float
     slope: float
 
 
 class OrderingPolicy(Protocol):
-    """Pure and stateless. Ties are broken by (arrival, order of submission), by the queue.
-
-    parallel: all lines of this policy have the same slope, so that the order of two requests never turns by itself.
-    """
+    """Order of prefills. Pure and stateless; the queue breaks ties by order of arrival."""
 
     name: str
     parallel: bool
+    """Whether all lines of this policy have the same slope: the order of two requests then never changes by itself."""
 
     def line(self, facts: PrefillFacts) -> UrgencyLine:
-        """Called when a request arrives and after each of its chunks."""
+        """Return the line of a request. Called when it arrives and after each of its chunks."""
 
 
 def relative_slack(facts: PrefillFacts, now: float) -> float:
@@ -53,7 +54,8 @@ POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars")
 
 
 def make_policy(name: str) -> OrderingPolicy:
-    """The policy of that name; raises ConfigError with the names that exist."""
+    """Return the policy of that name. Raises ConfigError with the names that exist."""
+    # Imported here: the policies import this module.
     from headway.policy.iteration import edf, fcfs, lars, lrs, srpt
 
     known: dict[str, OrderingPolicy] = {

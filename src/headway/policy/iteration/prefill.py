@@ -1,4 +1,4 @@
-"""The state of one request as the iteration policy sees it: cursor, deadline, predicted work, place in the queue."""
+"""State of one request in the iteration policy: cursor, deadline, predicted work, place in the queue."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ WHOLE = 1 << 62
 
 
 class PrefillState:
-    """One request on one engine instance, from its arrival to its end. Changed by `IterationPolicy` only, but for the
-    cursors of requests that decode, which their owner may keep here."""
+    """One request on one engine instance, from its arrival to its end. Cursors are in tokens, times in seconds.
+
+    Changed by `IterationPolicy`, except for the cursors of decoding requests, which the scheduler may keep here."""
 
     __slots__ = (
         "base",

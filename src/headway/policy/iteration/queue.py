@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from headway.policy.iteration.prefill import PrefillState
 
 _FIRST = 16
+"""Members found one by one before the rest is sorted: mostly all that one decision consumes."""
 
 
 class WaitingQueue(Protocol):
-    """Members know whether they are in it: their `slot` is not negative."""
+    """Queue of prefills. A member's `slot` is its place, negative outside the queue."""
 
     longs: int
+    """How many members are long."""
     begun: int
+    """How many members hold KV; kept by `note_begun`."""
     begun_shorts: int
-    """How many members are long; how many hold KV, and of these, how many are short. `note_begun` keeps the latter."""
+    """How many of these are short."""
 
     def __len__(self) -> int: ...
 
@@ -42,14 +45,14 @@ class WaitingQueue(Protocol):
     def remove(self, member: PrefillState) -> None: ...
 
     def note_begun(self, member: PrefillState, gained: bool) -> None:
-        """A member has been given KV, or has lost it."""
+        """Count a member that has gained KV, or has lost it."""
 
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
 
 
 class _QueueCounts:
-    """How many members are long, and how many hold KV."""
+    """Counts of long members and of members that hold KV, for both queues."""
 
     def __init__(self) -> None:
         self.longs = self.begun = self.begun_shorts = 0
@@ -62,7 +65,7 @@ class _QueueCounts:
             self.begun_shorts += step
 
     def _count(self, member: PrefillState, step: int) -> None:
-        """A member comes (1) or goes (-1)."""
+        """Count a member that is added (step 1) or removed (-1)."""
         self.longs += step * member.is_long
         if member.holds_kv:
             self.note_begun(member, step > 0)
@@ -74,7 +77,9 @@ def make_queue(parallel: bool) -> WaitingQueue:
 
 
 class SortedQueue(_QueueCounts):
-    """Parallel lines: (priority, intercept, order) never changes while a request waits. O(log n) and a memory move."""
+    """Queue for parallel lines, whose order never changes by itself: a sorted list of (priority, intercept, order).
+
+    Changes cost O(log n) and a memory move; iteration in order is free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +104,7 @@ class SortedQueue(_QueueCounts):
         self._enter(member, line)
 
     def update(self, member: PrefillState, line: UrgencyLine) -> None:
+        # Equal slopes: the intercept alone decides the order.
         if self._keys[member.order][1] != line.intercept:
             self._leave(member)
             self._enter(member, line)
@@ -123,8 +129,9 @@ class SortedQueue(_QueueCounts):
 
 
 class PrefillQueue(_QueueCounts):
-    """Any lines, as dense arrays. Add, update and remove are O(1); a pass over the first few is O(n) in vector
-    operations."""
+    """Queue for lines of any slope, as dense arrays indexed by `slot`.
+
+    Add, update and remove are O(1); a pass over the first few members is O(n) in vector operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +140,7 @@ class PrefillQueue(_QueueCounts):
         self._slope = np.zeros(64)
         self._order = np.zeros(64, dtype=np.int64)
         self._priority = np.zeros(64, dtype=np.int64)
+        # Members with a priority other than 0: while there are any, the key alone does not order.
         self._prioritised = 0
 
     def __len__(self) -> int:
@@ -148,6 +156,7 @@ class PrefillQueue(_QueueCounts):
     def add(self, member: PrefillState, line: UrgencyLine) -> None:
         slot = len(self._members)
         if slot == self._intercept.size:
+            # Double the capacity: amortised O(1).
             for name in ("_intercept", "_slope", "_order", "_priority"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
@@ -163,7 +172,7 @@ class PrefillQueue(_QueueCounts):
         self._intercept[member.slot], self._slope[member.slot] = line.intercept, line.slope
 
     def remove(self, member: PrefillState) -> None:
-        """Take a member out; the last one moves into its slot."""
+        """Remove a member; the last one moves into its slot, which keeps the arrays dense."""
         slot, last = member.slot, len(self._members) - 1
         moved = self._members[last]
         for array in (self._intercept, self._slope, self._order, self._priority):
@@ -176,22 +185,27 @@ class PrefillQueue(_QueueCounts):
         self._count(member, -1)
 
     def ordered(self, now: float) -> Iterator[PrefillState]:
-        """Members, most urgent first. The queue must not change while this is consumed. The first few, which is mostly
-        all that anybody asks for, are found one by one; the rest is sorted."""
+        """Members, most urgent first. The queue must not change while this is consumed.
+
+        The first `_FIRST` are found one by one, the rest is sorted."""
         n, members = len(self._members), self._members
+        # Urgency of all members at once, intercept - slope * now; the copy is overwritten below.
         keys = self._intercept[:n] - self._slope[:n] * now
         taken: list[int] = []
         if n and not self._prioritised:
             slot = int(keys.argmin())
             while len(taken) < _FIRST:
+                # Mask the member that is about to be yielded, to find the one behind it.
                 key, keys[slot] = keys[slot], np.inf
                 following = int(keys.argmin())
-                if keys[following] == key:  # a tie, which the order of arrival decides; or nobody is left
+                # A tie, which needs the order of arrival; or all are masked (key is infinite): leave both to the sort.
+                if keys[following] == key:
                     keys[slot] = key
                     break
                 taken.append(slot)
                 yield members[slot]
                 slot = following
+        # lexsort: the last key is the primary one.
         left = np.delete(np.arange(n), taken)
         for slot in left[np.lexsort((self._order[left], keys[left], self._priority[left]))].tolist():
             yield members[slot]

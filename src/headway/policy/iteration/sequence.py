@@ -1,4 +1,4 @@
-"""What a scheduler knows of one request: the policy's state, with the lease, what is in flight, and how it will end.
+"""State of one request in a scheduler: the policy's state, with lease, shards, chunks in flight and how it will end.
 
 There are no phases, only cursors: `scheduled` runs ahead of `computed` while chunks are in flight, and both chase
 `known` = prompt + generated. A prefill is a request with more than one token to go; a decode has one, and while it is

@@ -1,4 +1,4 @@
-"""How much of a request one KV group holds (Medha §3.3: groups are added as the context grows, append-only).
+"""Size of the shards of a request that KV groups hold (Medha §3.3: groups join as the context grows, append-only).
 
 The limit is given in tokens or derived from the time of an iteration: the largest cache whose decode fits. A request
 that K such shards do not hold gets K equal ones. Departure from DESIGN.md §4: a chunk is cut at the edge of a shard
@@ -15,24 +15,27 @@ from headway.policy.iteration.prefill import WHOLE
 
 
 def shard_tokens(config: SchedulerConfig, latency: LatencyModel, ledger: BlockManager) -> int:
-    """The limit of a shard: whole blocks, at least one, at most the ledger."""
+    """Return the limit of a shard in tokens: whole blocks, at least one, at most the pool."""
     given = config.kv_shard_tokens
     tokens = given if given is not None else _decodable(config.t_target_s, latency, ledger.total_tokens)
     return max(1, min(tokens, ledger.total_tokens) // ledger.block_tokens) * ledger.block_tokens
 
 
 def limit_of(request: Request, shard: int, groups: int, block_tokens: int) -> int:
-    """The limit of this request's shards; WHOLE when it needs one only, and so never leaves its group."""
+    """Return the limit of this request's shards in tokens; WHOLE if one shard holds it: it never leaves its group."""
+    # KV of the last output token is never read: max_output - 1, but one token at least.
     need = request.prompt_tokens + max(1, request.max_output_tokens - 1)
     if need <= shard:
         return WHOLE
+    # A request too long for the usual shards gets one equal shard a group, rounded up to whole blocks.
     share = -(-need // groups)
     return max(shard, -(-share // block_tokens) * block_tokens)
 
 
 def _decodable(t_target_s: float, latency: LatencyModel, most: int) -> int:
-    """The largest cache over which one decode takes at most `t_target_s`."""
+    """Return the largest number of cached tokens over which one decode takes at most `t_target_s`; at most `most`."""
     one_s = latency.rows_s(1)
+    # Invariant: a decode over `low` tokens fits the time, one over `high` does not (or `high` is out of range).
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The TBT promises of those who decode: an iteration keeps to the shortest."""
+"""TBT targets of decoding requests: an iteration keeps to the shortest."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from headway.policy.iteration.prefill import PrefillState
 
 
 class TbtTargets:
-    """Seconds of one stage, with how many requests each was promised to."""
+    """Multiset of the TBT targets of decoding requests, in seconds of one pipeline stage."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
+        # Number of requests by target. Few distinct targets exist, so the minimum is cheap.
         self.held: dict[float, int] = {}
 
     def begin(self, state: PrefillState) -> None:
-        """The request decodes from now on."""
+        """Add the target of a request that begins to decode."""
         state.decoding = True
         tbt_s = state.request.slo.tbt_s
         if tbt_s is not None:
+            # A token passes all stages, one iteration each: every stage gets an equal part of its TBT.
             per_stage = tbt_s / self._stages
             self.held[per_stage] = self.held.get(per_stage, 0) + 1
 
     def end(self, state: PrefillState) -> None:
-        """It does not, or has ended."""
+        """Remove the target of a request that no longer decodes, if it did: its KV was evicted."""
         if state.decoding:
             self.leave(state)
             state.decoding = False
 
     def leave(self, state: PrefillState) -> None:
-        """It decodes elsewhere."""
+        """Remove the target of a decoding request that leaves this group. It stays marked as decoding."""
         tbt_s = state.request.slo.tbt_s
         if tbt_s is not None:
             per_stage = tbt_s / self._stages
@@ -38,5 +40,5 @@ class TbtTargets:
                 self.held.pop(per_stage, None)
 
     def least(self, t_target_s: float) -> float:
-        """The shortest of these and the aim."""
+        """Return the shortest target, at most `t_target_s`."""
         return min(t_target_s, min(self.held)) if self.held else t_target_s

@@ -1,4 +1,4 @@
-"""How urgent each waiting prefill is: isolated times, deadlines, and the policy's line."""
+"""Urgency of waiting prefills: isolated times, deadlines, and the policy's line."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from headway.policy.iteration.queue import WaitingQueue
 
 
 class UrgencyOrder:
-    """Keeps a queue's lines right. `active_long` is the long request that ran last."""
+    """Urgency lines of one group's prefills. The caller stores them in the queue."""
 
     def __init__(self, config: SchedulerConfig, prefill_times: PrefillCache) -> None:
         self._config = config
         self.policy = make_policy(config.policy)
         self.prefill_times = prefill_times
+        # The long request that got tokens last; it keeps its place by a quantum.
         self.active_long: PrefillState | None = None
 
     def is_long(self, request: Request) -> bool:
-        """Medha's IsLong is a token count made for its GPUs; on a slow machine shorter ones are long: time counts."""
+        """Whether a request is long: by its tokens (Medha's IsLong, made for its GPUs) or by its isolated time.
+
+        On a slow processor prompts below `long_tokens` take many iterations too."""
         config = self._config
         if request.prompt_tokens > config.long_tokens:
             return True
         alone_s = self.prefill_times.remaining_s(request.prompt_tokens, request.cached_tokens)
+        # long_iterations 0 (paper mode): tokens only.
         return 0 < config.long_iterations * config.t_target_s < alone_s
 
     def assess(self, state: PrefillState) -> UrgencyLine:
-        """A new request's isolated time and deadline, and with them its line."""
+        """Set a new request's isolated time and deadline. Return its line."""
         state.total_s = state.work_s = self._work_s(state)
         ttft_s = state.request.slo.ttft_s
         if ttft_s is None:
@@ -37,18 +41,22 @@ class UrgencyOrder:
         return self.policy.line(state.facts(state.work_s))
 
     def line(self, state: PrefillState) -> UrgencyLine:
-        """Of a request whose progress has changed."""
+        """Return the line of a request whose progress has changed."""
         state.work_s = self._work_s(state)
         line = self.policy.line(state.facts(state.work_s))
         if state is self.active_long:
+            # A share `quantum` of its isolated time, in units of the key: total_s * slope is 1 under LARS.
             return UrgencyLine(line.intercept - self._config.quantum * state.total_s * line.slope, line.slope)
         return line
 
     def mark_active(self, state: PrefillState, queue: WaitingQueue) -> None:
-        """The long request that ran last keeps its place by a quantum, lest equally urgent ones alternate."""
+        """Note the long request that got tokens last.
+
+        It keeps its place by a quantum, so that equally urgent ones do not alternate."""
         before, self.active_long = self.active_long, state
         if before is not None and before is not state and before.slot >= 0:
             queue.update(before, self.line(before))
 
     def _work_s(self, state: PrefillState) -> float:
+        """Return the isolated seconds left; above 0, since policies divide by it."""
         return max(1e-6, self.prefill_times.remaining_s(state.known, state.scheduled))
