@@ -1,4 +1,4 @@
-"""A log of a machine, driven again, gives the same decisions; where a policy decides otherwise, it says where."""
+"""Replay of a decision log gives the same decisions, or names the first one that differs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def recorded(name: str, policy: PlacementPolicy) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_a_simulation_replays_exactly(name: str) -> None:
+def test_simulation_replays_exactly(name: str) -> None:
     lines = recorded(name, made(name))
     replay = ReplayResult(lines, lambda _: made(name))
     assert replay.run() is None
@@ -58,7 +58,7 @@ def test_a_simulation_replays_exactly(name: str) -> None:
 
 
 class Contrary:
-    """A policy that does otherwise with one request."""
+    """A policy that decides differently for one request."""
 
     def __init__(self, policy: PlacementPolicy, name: str) -> None:
         self.policy, self.name = policy, name
@@ -73,7 +73,7 @@ class Contrary:
         return self.policy.next_wakeup(now)
 
 
-def test_another_decision_is_found_where_it_is_first_made() -> None:
+def test_first_different_decision_is_reported() -> None:
     lines = recorded("fifo", made("fifo"))
     difference = ReplayResult(lines, lambda _: Contrary(made("fifo"), "r30")).run()
     assert difference is not None
@@ -84,18 +84,19 @@ def test_another_decision_is_found_where_it_is_first_made() -> None:
     assert "decision" in str(difference)
 
 
-def test_what_computed_is_not_what_decides() -> None:
-    """Another time in the log is another world: the machine follows the log, and says that decisions differ."""
+def test_changed_predictions_in_the_log_change_decisions() -> None:
+    """With other predicted times in the log, the replay follows the log and reports that decisions differ."""
     lines = recorded("tetris", made("tetris"))
     later = [msgspec.json.decode(line) for line in lines]
     for line in later:
+        # the time line is laid out by the predicted seconds of spans
         if line.get("said", "").startswith("span_s"):
             line["is"] *= 3.0
     difference = ReplayResult([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
     assert difference is not None
 
 
-def test_a_log_that_was_cut_off_replays_as_far_as_it_goes() -> None:
+def test_truncated_log_replays_up_to_its_end() -> None:
     lines = recorded("fifo", made("fifo"))
     replay = ReplayResult([*lines[:-1], lines[-1][:5]], lambda _: made("fifo"))
     assert replay.run() is None
@@ -106,22 +107,23 @@ def test_a_log_that_was_cut_off_replays_as_far_as_it_goes() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"GARBAGE\n", b'{"do":"arr\n', b"\0" * 99 + b"\n", b"[1]\n", b"\xff\n", b"\n"])
-def test_a_log_that_is_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> None:
+def test_log_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 41 of the log cannot be read, and others follow"):
         ReplayResult([*lines[:40], garbage, *lines[41:]], lambda _: made("fifo"))
+    # the same as a last line is a torn write, and left out
     assert ReplayResult([*lines, garbage], lambda _: made("fifo")).run() is None
 
 
 @pytest.mark.parametrize("line", [{"do": "lost"}, {"do": "arrive", "t": 0.0}, {"do": "lost", "t": 0.0, "instance": 99}])
-def test_a_callback_that_lacks_something_is_refused_with_the_line(line: dict[str, object]) -> None:
+def test_incomplete_callback_is_refused_with_its_line(line: dict[str, object]) -> None:
     lines = recorded("fifo", made("fifo"))
     lines[40] = msgspec.json.encode(line) + b"\n"
     with pytest.raises(ConfigError, match="line 41 of the log cannot be replayed: "):
         ReplayResult(lines, lambda _: made("fifo")).run()
 
 
-def test_a_line_of_no_known_kind_is_refused_with_its_number() -> None:
+def test_line_of_unknown_kind_is_refused_with_its_number() -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 3 of the log is not of a cluster's log"):
         ReplayResult([*lines[:2], b'{"x": 1}', *lines[3:]], lambda _: made("fifo"))

@@ -1,4 +1,5 @@
-"""Lanes under random commits, holds, pauses and releases: always in order, never stuck, held groups whole."""
+"""Instance queues under random commits, reservations, pauses and releases: in order, without deadlock, reserved groups
+whole."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from headway.control.instance_queues import InstanceQueues, QueueEntry
 
 
 class Bustle:
-    """Random work on lanes; whatever can start is started at once."""
+    """Random work on instance queues; each entry is started as soon as it is ready."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -79,10 +80,11 @@ class Bustle:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_nothing_ever_gets_stuck(seed: int) -> None:
+def test_every_queue_entry_gets_its_turn(seed: int) -> None:
     bustle = Bustle(seed)
     for _ in range(120):
         bustle.step()
+    # no new work: end everything that runs or is reserved, until no entry waits
     for _ in range(10_000):
         bustle.settle()
         if bustle.parked:
@@ -97,7 +99,7 @@ def test_nothing_ever_gets_stuck(seed: int) -> None:
     assert not any(bustle.lanes.running)
 
 
-def test_a_resumed_span_goes_before_all_that_waits() -> None:
+def test_resumed_span_is_queued_before_waiting_ones() -> None:
     lanes = InstanceQueues([0, 0])
     first, second = QueueEntry("span", "a", (0, 1)), QueueEntry("span", "b", (0,))
     lanes.append(first)

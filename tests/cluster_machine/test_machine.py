@@ -1,4 +1,5 @@
-"""The machine under random work and losses: nobody runs twice, nothing is left behind, and everybody's turn comes."""
+"""The controller under random work and losses: each request ends once, no state remains, and each entry gets its
+turn."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
 
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 30))
-def test_nobody_is_lost_under_losses(seed: int) -> None:
+def test_every_request_ends_once_under_random_losses(seed: int) -> None:
     chaos = Chaos(seed)
     for _ in range(250):
         chaos.step()
@@ -45,11 +46,12 @@ def test_nobody_is_lost_under_losses(seed: int) -> None:
     assert sorted(arrived) == sorted(ended) == sorted(chaos.ended), "each ends once"
     assert all(holder is None for holder in chaos.machine.lanes.holder)
     assert not chaos.machine.state.transfers.under_way()
+    # counters must return to zero: a drift would bias every later snapshot
     assert not any(chaos.machine.state.load)
     assert max(map(abs, chaos.machine.state.tokens)) < 1e-6
 
 
-def test_random_work_reaches_what_it_is_meant_to() -> None:
+def test_random_work_reaches_pauses_losses_and_refusals() -> None:
     heard = []
     for seed in range(10):
         chaos = Chaos(seed)
@@ -61,7 +63,7 @@ def test_random_work_reaches_what_it_is_meant_to() -> None:
 
 
 @pytest.mark.long
-def test_nobody_is_lost_for_long() -> None:
+def test_every_request_ends_under_frequent_losses() -> None:
     for seed in range(400):
         chaos = Chaos(seed, losses=0.1)
         for _ in range(400):
@@ -70,7 +72,7 @@ def test_nobody_is_lost_for_long() -> None:
 
 
 class Told:
-    """A policy that only listens; tests act through `Machine.do`."""
+    """A policy that records events and returns no actions; tests act through `ClusterController.do`."""
 
     def __init__(self) -> None:
         self.heard: list[Event] = []
@@ -111,7 +113,7 @@ def span(chaos: Chaos, name: str, group: tuple[int, ...], start: int = 0, end: i
     return Span(request=chaos.machine.journeys[name].request, start=start, end=end, group=group)
 
 
-def test_who_holds_by_a_name_keeps_what_is_left_and_who_waits_is_refused(quiet: Quiet) -> None:
+def test_named_reservation_survives_a_loss_and_waiting_ones_are_refused(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
     act(HoldGroup("maintenance", (0, 1)), HoldGroup("other", (1, 2)))
@@ -128,7 +130,7 @@ def test_who_holds_by_a_name_keeps_what_is_left_and_who_waits_is_refused(quiet: 
     assert machine.lost(1, 0.0) == []
 
 
-def test_a_closed_instance_ends_what_it_has_and_takes_nothing_new(quiet: Quiet) -> None:
+def test_closed_instance_finishes_its_requests_and_takes_no_new_ones(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
     act(EnqueueRequest("a", (0,), "prefill"))
@@ -153,7 +155,7 @@ def test_a_closed_instance_ends_what_it_has_and_takes_nothing_new(quiet: Quiet) 
         machine.open(machine.book.instances[0], 0.0)
 
 
-def test_what_was_moved_away_before_a_loss_goes_on(quiet: Quiet) -> None:
+def test_request_moved_before_a_loss_continues(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
     act(CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.book.version))
@@ -169,16 +171,18 @@ def test_what_was_moved_away_before_a_loss_goes_on(quiet: Quiet) -> None:
     machine.settle(2.0)
     check(machine)
     assert told.heard[-2:] == [InstanceLost(3), RequestDropped("a", "instance 3 is gone")]
+    # the id of a request that has ended may be used again
     machine.arrive(Request(id="a", arrival_s=0.0, prompt_tokens=100, max_output_tokens=3), 2.0)
     machine.settle(2.0)
     assert isinstance(told.heard[-1], RequestArrived)
 
 
-def test_a_batch_goes_with_its_instance_and_survives_one_of_its_own(quiet: Quiet) -> None:
+def test_batch_outlives_one_member_and_ends_with_its_instance(quiet: Quiet) -> None:
     chaos, _, act = quiet
     machine = chaos.machine
     batch = CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.book.version, False, (span(chaos, "b", (0, 1)),))
     act(batch)
+    # the batch's lead leaves: its entry stays in the queues for the other member
     machine.drop(machine.journeys["a"], "left", 1.0)
     machine.settle(1.0)
     check(machine)
@@ -190,7 +194,7 @@ def test_a_batch_goes_with_its_instance_and_survives_one_of_its_own(quiet: Quiet
     assert machine.quiet(0)
 
 
-def test_a_group_is_lost_with_one_of_it_and_others_take_their_turn(quiet: Quiet) -> None:
+def test_group_ends_when_one_instance_is_lost_and_frees_the_others(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
     version = machine.book.version
@@ -208,5 +212,6 @@ def test_a_group_is_lost_with_one_of_it_and_others_take_their_turn(quiet: Quiet)
     assert machine.quiet(1)
     machine.open(ClusterInstance(id=len(machine.book.instances), node=7, capacity=10), 2.0)
     machine.settle(2.0)
+    # new instances get the next id, also after losses
     assert machine.book.by_node[7] == (6,)
     assert RequestPrefilled not in {type(event) for event in told.heard}

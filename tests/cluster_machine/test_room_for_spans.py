@@ -1,4 +1,4 @@
-"""A span that has no room for its KV waits, and decodes behind it do not."""
+"""A span without enough free KV waits, and decodes behind it overtake it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
 
 
 class Room(InstanceBackend):
-    """Room for so many prompts. began, entered: what it was told to do, in order."""
+    """A backend with free KV for so many prompts, in `prompts`; `began` and `entered` record its calls in order."""
 
     def __init__(self, prompts: int) -> None:
         self.prompts = prompts
@@ -90,7 +90,7 @@ def prefilled(machine: ClusterController, hands: Room, name: str, *group: int) -
     check(machine)
 
 
-def test_decodes_go_before_the_span_that_waits_for_their_room() -> None:
+def test_decodes_overtake_a_span_that_lacks_kv_blocks() -> None:
     hands = Room(2)
     machine = machine_of(hands)
     for name in "abc":
@@ -110,8 +110,8 @@ def test_decodes_go_before_the_span_that_waits_for_their_room() -> None:
     check(machine)
 
 
-def test_a_decode_elsewhere_behind_a_span_that_waits_its_turn_goes_as_well() -> None:
-    """Its KV may lie where room is wanted."""
+def test_decode_on_another_instance_overtakes_a_waiting_span_too() -> None:
+    """A decode behind a waiting span overtakes it on any instance: its KV may lie where the span needs blocks."""
     hands = Room(1)
     machine = machine_of(hands)
     ask(machine, "a", (0, 1))

@@ -1,4 +1,4 @@
-"""The time line: what a commit adds to it is what laying everything out anew comes to."""
+"""The time line: extending it by a commit gives the same times as laying out all entries again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTANCES, LAYERS = 6, 4
 
 
 class Work(QueueEntry):
-    """A span or a door of so many seconds, which it takes exactly when `exact`."""
+    """A span, or a request on its way to a scheduler, of so many predicted seconds."""
 
     __slots__ = ("seconds",)
 
@@ -28,7 +28,8 @@ class Work(QueueEntry):
 
 
 class World:
-    """Lanes on which whatever can begin begins at once, and time goes from end to end."""
+    """Instance queues on which entries begin as soon as they are ready; time goes from one end to the next. noise:
+    largest relative error of predictions."""
 
     def __init__(self, seed: int, noise: float) -> None:
         self.chance, self.noise, self.now = random.Random(seed), noise, 0.0
@@ -52,7 +53,7 @@ class World:
             before = work if kind == "span" else None
 
     def begin(self) -> None:
-        """Whatever can."""
+        """Begin all entries that are ready."""
         again = True
         while again:
             again = False
@@ -73,7 +74,7 @@ class World:
                     self.anew()
 
     def end(self) -> None:
-        """The next span that ends."""
+        """Let time pass to the end of the next span."""
         if not self.ends:
             return
         self.ends.sort(key=lambda one: one[:2])
@@ -85,6 +86,7 @@ class World:
     def anew(self) -> None:
         before = [max(at, self.now) for at in self.timeline.free_s]
         changed = set(self.timeline.anew(self.now))
+        # free times in the past count as now: they are no change
         assert changed == {i for i in range(INSTANCES) if self.timeline.free_s[i] != before[i]}
 
     def planned(self) -> dict[str, float]:
@@ -92,18 +94,19 @@ class World:
         return entries | {e.owner: e.planned_s for e in self.lanes.running if e is not None}
 
     def same(self) -> None:
-        """Nothing changes when all is laid out anew."""
+        """Check that a new layout changes no time."""
         free, planned = [max(at, self.now) for at in self.timeline.free_s], self.planned()
         self.timeline.anew(self.now)
         assert all(abs(a - b) <= CLOSE_S for a, b in zip(self.timeline.free_s, free, strict=True))
         assert self.planned().keys() == planned.keys()
         for name, at in self.planned().items():
+            # each `started` and `finished` may leave an error of CLOSE_S
             assert abs(at - planned[name]) <= 2 * CLOSE_S, name
 
 
 @settings(max_examples=150)
 @given(st.integers(0, 1 << 30))
-def test_extended_by_each_commit_it_is_what_it_would_be_anew(seed: int) -> None:
+def test_extending_the_time_line_equals_laying_it_out_again(seed: int) -> None:
     world = World(seed, 0.0)
     for _ in range(40):
         (world.commit if world.chance.random() < 0.55 else world.end)()
@@ -113,7 +116,7 @@ def test_extended_by_each_commit_it_is_what_it_would_be_anew(seed: int) -> None:
 
 @settings(max_examples=100)
 @given(st.integers(0, 1 << 30))
-def test_nothing_is_planned_before_what_it_waits_for_and_those_whose_time_changed_are_named(seed: int) -> None:
+def test_no_entry_is_planned_before_its_predecessors_end(seed: int) -> None:
     world = World(seed, 0.5)
     for _ in range(40):
         (world.commit if world.chance.random() < 0.55 else world.end)()

@@ -1,4 +1,4 @@
-"""KV transfers: limits are kept, requests are served by first handshake, what is lost blocks nobody."""
+"""KV transfers: limits are kept, requests are served by first handshake, lost slices block no other request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def piece_of(request: str, source: int, target: int, seconds: float) -> KvSlice:
 def run(
     transfers: TransferQueue, adds: list[tuple[float, list[KvSlice]]], backends: int
 ) -> list[tuple[float, KvSlice]]:
-    """Let time pass; checks limits at every step. (end, piece) in order."""
+    """Announce slices at their times and let each take its seconds; return (end, slice) in order of the ends. Limits of
+    senders and receivers are checked at every step."""
+    # negative serial numbers: at equal times announcements come before ends
     heap: list[tuple[float, int, KvSlice | None]] = [(at, -len(adds) + i, None) for i, (at, _) in enumerate(adds)]
     heapq.heapify(heap)
     queue, active, ended, serial = sorted(adds, key=lambda a: a[0]), [], [], 0
@@ -44,7 +46,7 @@ def run(
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_all_pieces_arrive_and_limits_hold(seed: int) -> None:
+def test_all_slices_arrive_within_sender_and_receiver_limits(seed: int) -> None:
     rng = random.Random(seed)
     backends, adds, count = rng.choice((1, 2, 5)), [], 0
     for request in range(rng.randint(1, 8)):
@@ -69,13 +71,14 @@ def test_later_chunks_of_an_earlier_request_go_before_first_chunks_of_others() -
     def adds() -> list[tuple[float, list[KvSlice]]]:
         return [(0.0, pieces("a", range(2))), (0.1, pieces("b", range(2, 6))), (0.2, pieces("a", range(6, 8)))]
 
+    # a's second announcement is the latest, and ranks by its first handshake
     order = [piece.request for _, piece in run(TransferQueue(2), adds(), 2)]
     assert order == ["a"] * 4 + ["b"] * 4
     naive = [piece.request for _, piece in run(TransferQueue(2, "first-come"), adds(), 2)]
     assert naive == ["a"] * 2 + ["b"] * 4 + ["a"] * 2
 
 
-def test_what_has_not_begun_is_dropped_and_what_has_ends() -> None:
+def test_drop_withdraws_waiting_slices_and_lets_granted_ones_finish() -> None:
     transfers = TransferQueue(1)
     transfers.add([KvSlice("b", 0, 9), KvSlice("b", 1, 9)], 0.0)
     (slow,) = transfers.start(0.0)
@@ -84,7 +87,7 @@ def test_what_has_not_begun_is_dropped_and_what_has_ends() -> None:
     assert not transfers.start(9.0)
 
 
-def test_what_is_cancelled_or_lost_frees_both_ends_and_counts_once() -> None:
+def test_cancel_and_loss_free_both_ends_once() -> None:
     transfers = TransferQueue(1)
     transfers.add([KvSlice("a", 0, 9), KvSlice("a", 1, 9)], 0.0)
     transfers.add([KvSlice("b", 0, 8)], 0.0)

@@ -1,4 +1,4 @@
-"""Tetris's planner: the fast one gives the literal algorithms' plans, and every plan keeps what the paper promises."""
+"""Tetris's planner: its plans equal those of the literal algorithms, and every plan has the paper's properties."""
 
 from __future__ import annotations
 
@@ -59,12 +59,15 @@ def test_fast_plans_equal_literal_plans(native: bool) -> None:
         fast, literal = state.fast(native), state.literal()
         assert fast.ttft_s == pytest.approx(literal.ttft_s, rel=1e-9, abs=1e-9)
         assert [len(chunk.group) for chunk in fast.chunks] == [len(chunk.group) for chunk in literal.chunks]
+        # rounding may move a boundary by one token: the closed form and the solver differ in the last bits
         assert [chunk.tokens for chunk in fast.chunks] == pytest.approx([c.tokens for c in literal.chunks], abs=1)
         chunked += len(fast.chunks) > 1
+    # the comparison must not be of single-chunk plans only
     assert chunked > STATE_COUNT / 10
 
 
 def test_fast_plans_equal_literal_plans_without_pruning() -> None:
+    # coefficients for which the lower bound of the rest does not hold
     odd = Eq1Latency(
         {s: Eq1Coefficients(c.a, c.b, c.d, c.d * (1.3 if s == 4 else 1.0)) for s, c in TABLE.sizes.items()}
     )

@@ -44,7 +44,7 @@ def test_one_more_chunk_costs_one_more_constant_and_the_inverse_is_exact(sp: int
     assert TABLE.solve_tokens(first, at.a, group) == 0
 
 
-def test_measured_history_is_fitted_by_itself() -> None:
+def test_fit_recovers_the_coefficients_of_its_samples() -> None:
     truth = Eq1Coefficients(0.05, 2e-5, 3e-9, 1e-9)
     samples = [PrefillSample(4, p, n, truth.prefill_s(p, n)) for p in (0, 8192, 65536) for n in (1024, 16384, 131072)]
     found = eq1.fit(samples).sizes[4]
@@ -71,7 +71,7 @@ def test_bad_fits_and_files_are_refused(tmp_path: Path) -> None:
         eq1.load(bad)
 
 
-def test_cells_are_exact_and_between_them_time_rises() -> None:
+def test_table_cells_are_exact_and_times_rise_between_them() -> None:
     cells = eq1.TableCells(eq1.table1_samples())
     for sample in eq1.table1_samples():
         assert cells.prefill_s(0, sample.tokens, GroupShape(sample.sp)) == pytest.approx(sample.seconds, rel=1e-12)

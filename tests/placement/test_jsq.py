@@ -1,4 +1,4 @@
-"""Replicas behind join-shortest-queue: what a queue's length counts, and that LARS decides inside a replica."""
+"""Join-shortest-queue: the measures of a queue's length, and LARS inside the replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chosen(state: ClusterState, queue: str) -> int:
     return action.group[0]
 
 
-def test_each_measure_of_a_queue_finds_another_replica() -> None:
+def test_each_queue_measure_selects_its_own_replica() -> None:
     state = ClusterState([ClusterInstance(id=i, node=i) for i in range(4)], NET)
     rows = [(6.0, 100, 9), (5.5, 300, 5), (7.0, 50, 8), (8.0, 400, 2)]
     for i, (free_at_s, queued, running) in enumerate(rows):
@@ -75,6 +75,6 @@ def run(policy: str) -> dict[str, list[float]]:
     return waits
 
 
-def test_inside_replicas_lars_lets_chats_by_where_fcfs_does_not() -> None:
+def test_lars_in_replicas_shortens_waits_of_chats() -> None:
     lars, fcfs = run("lars"), run("fcfs")
     assert sorted(lars["chat"])[-6] < 0.7 * sorted(fcfs["chat"])[-6]

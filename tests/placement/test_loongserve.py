@@ -1,4 +1,4 @@
-"""LoongServe as a policy: rounds, groups that shrink to decode and grow again, packing, pools, and no token lost."""
+"""LoongServe as a policy: rounds, scale-down and scale-up of groups, migration, pools, and no token lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LinearGroupLatency:
 
 
 class Watched(Scripted):
-    """Checks after every event what must hold at any time."""
+    """A LoongServe policy whose invariants are checked after every event; `done` records its actions."""
 
     def __init__(self, policy: LoongServe) -> None:
         super().__init__(self._decide)
@@ -100,7 +100,7 @@ def run(
     return watched, simulate_cluster(spec, watched, work, how)
 
 
-def test_one_prompt_takes_what_helps_and_decodes_on_as_few_as_hold_it() -> None:
+def test_prompt_uses_all_helpful_instances_and_decodes_on_the_fewest() -> None:
     policy, result = run(world(), [TraceRequest(0.0, 8000, 20)])
     (commit,) = policy.of(CommitSpans)
     assert commit.spans[0].group == (0, 1, 2, 3)
@@ -112,14 +112,14 @@ def test_one_prompt_takes_what_helps_and_decodes_on_as_few_as_hold_it() -> None:
     assert result.sim.records[0].token_s[0] == pytest.approx(0.0125 + 0.0025)  # one instance: 5 ms + 10 ms
 
 
-def test_a_round_is_split_by_length_and_its_gaps_are_filled() -> None:
+def test_round_is_split_into_batches_by_length() -> None:
     # the long one begins alone on all; while it runs nothing is free; then a batch of what has come
     work = [TraceRequest(0.0, 40_000, 1), *(TraceRequest(0.1, 400, 1) for _ in range(8)), TraceRequest(0.1, 20_000, 1)]
     policy, _ = run(world(), work)
     first, *rest = policy.of(CommitSpans)
     assert (first.request, len(first.spans[0].group)) == ("r0", 4)
     long = next(c for c in rest if c.request == "r9")
-    assert not long.batched_with  # nobody shares the long one's batch
+    assert not long.batched_with  # the long prompt is a batch of its own
     assert any(c.batched_with for c in rest)
     begun = [c.request for _, c in policy.done if isinstance(c, CommitSpans)]
     assert len({at for at, c in policy.done if isinstance(c, CommitSpans)}) == 2, begun
@@ -127,8 +127,8 @@ def test_a_round_is_split_by_length_and_its_gaps_are_filled() -> None:
     assert not any(c.batched_with for c in single.of(CommitSpans))
 
 
-def test_a_round_that_lasts_lets_short_prompts_in() -> None:
-    # 60,000 tokens on at most two instances: two are free for who ends in time, whatever came before it
+def test_short_prompts_fill_idle_instances_of_a_running_round() -> None:
+    # 60,000 tokens on at most two instances: two are free for prompts that end in time, even out of order
     work = [TraceRequest(0.0, 60_000, 1), TraceRequest(0.5, 63_000, 1), TraceRequest(0.6, 2000, 1)]
     policy, result = run(world(), work, max_sp=2)
     ends = [r.token_s[0] for r in result.sim.records]
@@ -137,7 +137,7 @@ def test_a_round_that_lasts_lets_short_prompts_in() -> None:
     assert (at["r2"], at["r1"]) == (pytest.approx(0.6), pytest.approx(3.01))
 
 
-def test_decodes_grow_when_kv_does() -> None:
+def test_decode_groups_scale_up_when_kv_runs_out() -> None:
     # eight prompts share the one instance that a long decode has left; with their output they do not fit on it
     work = [TraceRequest(0.0, 20_000, 20_000), *(TraceRequest(0.5, 7950, 100) for _ in range(8))]
     options: dict[str, Any] = {
@@ -155,18 +155,18 @@ def test_decodes_grow_when_kv_does() -> None:
     alone, result = run(world(), [TraceRequest(0.0, 63_950, 300)], mode="paper")
     assert [action.group for action in alone.of(EnqueueRequest)] == [
         (0, 1)
-    ]  # a scheduler takes nobody it cannot ever hold
+    ]  # a scheduler refuses a request that it could never hold
     assert len(result.sim.records[0].token_s) == 300
 
 
-def test_decodes_grow_when_they_are_many() -> None:
+def test_decode_groups_scale_up_with_many_requests() -> None:
     work = [TraceRequest(0.0, 100, 60) for _ in range(12)]
     policy, result = run(world(), work, decode_batch=3, **WAIT)
     assert max(len(action.group) for action in policy.of(EnqueueRequest)) > 1
     assert [len(r.token_s) for r in result.sim.records] == [60] * 12
 
 
-def test_decodes_are_packed_to_free_instances_for_a_prompt() -> None:
+def test_decodes_are_migrated_to_free_instances_for_a_prompt() -> None:
     work = [*(TraceRequest(0.3 * k, 8000, 4000) for k in range(4)), TraceRequest(1.4, 30_000, 1)]
     policy, result = run(world(), work, preempt=False)
     moved = policy.of(TransferKv)
@@ -180,7 +180,7 @@ def test_decodes_are_packed_to_free_instances_for_a_prompt() -> None:
     assert not still.of(TransferKv)
 
 
-def test_decodes_are_paused_for_a_prompt_that_gains_more_and_merged_with_it() -> None:
+def test_decodes_are_paused_for_a_prompt_that_gains_more_and_join_its_batch() -> None:
     work = [TraceRequest(0.0, 30_000, 20_000), TraceRequest(8.0, 12_000, 5)]
     policy, result = run(world(1), work, decode_step_s=0.001)
     assert [p.request for p in policy.of(PreemptRequest)] == ["r0"]
@@ -193,7 +193,7 @@ def test_decodes_are_paused_for_a_prompt_that_gains_more_and_merged_with_it() ->
     assert not still.of(PreemptRequest)
 
 
-def test_what_can_never_fit_is_rejected() -> None:
+def test_request_larger_than_the_pool_is_rejected() -> None:
     _, result = run(world(2), [TraceRequest(0.0, 127_990, 20), TraceRequest(0.0, 1000, 2)])
     assert "more tokens than" in str(result.sim.records[0].error)
     assert result.sim.records[1].error is None
@@ -203,6 +203,7 @@ def test_a_reserved_pool_keeps_short_prompts_from_long_ones() -> None:
     work = [TraceRequest(0.0, 60_000, 1), TraceRequest(0.01, 60_000, 1), TraceRequest(0.1, 500, 3)]
     policy, result = run(world(), work, reserved=1)
     assert [pool.ids for pool in policy.policy.pools] == [(0, 1, 2), (3,)]
+    # arrival at 0.1, 5 ms for one instance and 50 ms for 500 tokens
     assert result.sim.records[2].token_s[0] == pytest.approx(0.155)
     _, alone = run(world(), work)
     assert alone.sim.records[2].token_s[0] > 1.0
@@ -223,7 +224,7 @@ def test_disaggregated_decodes_go_to_decode_instances(prefill: str) -> None:
     assert result.refused == 0
 
 
-def test_greedy_is_tetris_example() -> None:
+def test_greedy_reproduces_the_example_of_tetris() -> None:
     """§2.4: with 1 s of queue everywhere a prompt of 32k takes all 16 instances."""
     first = [ClusterInstance(id=i, node=i // 8, role="prefill", free_at_s=1.0) for i in range(16)]
     book = ClusterState(first, ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"]))

@@ -27,7 +27,7 @@ def batch_s(tokens: Sequence[int], sp: int, nodes: int) -> float:
 
 
 def splits(n: int, count: int, i: int = 0, k: int = 0) -> Iterator[list[PrefillBatch]]:
-    """Every way to cut prompts i.. into runs, on runs of instances from k on."""
+    """Yield every split of prompts from i on into consecutive batches, on consecutive instances from k on."""
     if i == n:
         yield []
         return
@@ -55,7 +55,7 @@ def value(found: Sequence[PrefillBatch], tokens: Sequence[int], room: Sequence[f
     max_sp=st.sampled_from([0, 1, 3]),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_no_split_is_better(tokens: list[int], room: list[float], most: int, max_sp: int) -> None:
+def test_partition_is_optimal_over_all_splits(tokens: list[int], room: list[float], most: int, max_sp: int) -> None:
     tokens = sorted(tokens, reverse=True)
     nodes = [i // 2 for i in range(len(room))]
     found = partition(tokens, room, nodes, seconds, most, max_sp)
@@ -115,10 +115,12 @@ def test_dispatch_keeps_to_order_memory_and_the_round() -> None:
     assert len(chosen(many, round_tokens=2500)) == 2
 
 
-def test_prompts_wait_for_decodes_or_take_their_place() -> None:
+def test_prompts_wait_for_decodes_or_preempt_them() -> None:
     fresh, old = [1], [50_000] * 4
     assert chosen([request(1_500, "mid")], fresh, used=30_000) == ["mid"]  # one instance is nearly as fast as waiting
-    assert chosen([request(9_000, "long")], fresh, used=30_000) == []  # not for long; who has one token loses too much
+    assert (
+        chosen([request(9_000, "long")], fresh, used=30_000) == []
+    )  # not for long: a decode with one token loses too much
     assert chosen([request(9_000, "long")], old, used=31_000) == []  # KV does not hold both
     assert chosen([request(9_000, "long")], old, used=30_500) == ["long"]  # old ones lose next to nothing
     assert chosen([request(9_000, "long")], old, used=30_500, preempt=False) == []

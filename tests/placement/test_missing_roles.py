@@ -1,4 +1,4 @@
-"""A policy that lacks a kind of instance says so in words: they are what operators and clients read."""
+"""A policy without instances of a role that it needs raises ConfigError, which names the role."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def view(roles: tuple[Role, ...]) -> ClusterSnapshot:
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("tokens", [100, 100_000])
-def test_every_policy_places_a_request_or_says_what_it_lacks(name: str, roles: tuple[Role, ...], tokens: int) -> None:
+def test_every_policy_places_a_request_or_names_the_missing_role(
+    name: str, roles: tuple[Role, ...], tokens: int
+) -> None:
     policy = make_placement(name, SURROUNDINGS)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
     why = None
@@ -46,7 +48,7 @@ def test_every_policy_places_a_request_or_says_what_it_lacks(name: str, roles: t
 
 
 @pytest.mark.parametrize("name", ["fifo", "priority", "fixed-sp", "context-parallel", "reservation"])
-def test_who_prefills_is_named(name: str) -> None:
+def test_missing_prefill_role_is_named(name: str) -> None:
     request = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=5)
     with pytest.raises(ConfigError, match=f"{name} needs at least one instance of role mixed or prefill"):
         make_placement(name, SURROUNDINGS).on_event(RequestArrived(request), view(("decode",)))

@@ -42,7 +42,8 @@ def run(name: str, options: dict[str, Any], requests: list[TraceRequest], instan
 
 
 def check(result: ClusterResult, requests: list[TraceRequest]) -> None:
-    """All output, each token once and in order; the whole of every long prefill, once; no span beside another."""
+    """Check that all output came, each token once and in order; that each long prefill was computed once, as a whole;
+    and that no two spans ran on an instance at the same time."""
     for record, request in zip(result.sim.records, requests, strict=True):
         assert record.ok, record
         assert record.output_tokens == request.output_tokens
@@ -83,12 +84,12 @@ PEERS: list[tuple[str, dict[str, Any]]] = [
 
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from(PEERS))
-def test_peers_lose_nothing_either(seed: int, peer: tuple[str, dict[str, Any]]) -> None:
+def test_reservation_and_priority_lose_no_token(seed: int, peer: tuple[str, dict[str, Any]]) -> None:
     requests = work(seed)
     check(run(peer[0], {**LONG, **peer[1]}, requests), requests)
 
 
-def test_a_decode_steps_aside_only_without_co_location() -> None:
+def test_long_decode_is_paused_only_without_colocation() -> None:
     requests = [TraceRequest(0.0, 3000, 400, klass="long"), *(TraceRequest(1.5 + i * 0.3, 200, 1) for i in range(3))]
     beside = run("pecsched", PECSCHED, requests, instances=4)
     instead = run("pecsched", {**PECSCHED, "colocate": False}, requests, instances=4)
@@ -99,7 +100,7 @@ def test_a_decode_steps_aside_only_without_co_location() -> None:
     assert beside.sim.records[1].token_s[0] < 2.0
 
 
-def test_reservation_keeps_the_parts_apart() -> None:
+def test_reservation_separates_short_and_long_requests() -> None:
     requests = [TraceRequest(0.1 * i, 200, 2, klass="short") for i in range(20)]
     idle = run("reservation", LONG, requests)
     assert sum(use.prefill_tokens > 0 for use in idle.sim.replicas) <= 3
@@ -111,14 +112,14 @@ def test_reservation_keeps_the_parts_apart() -> None:
     assert not spans & shorts
 
 
-def test_reservation_refuses_to_keep_everything() -> None:
+def test_reservation_of_all_instances_is_refused() -> None:
     with pytest.raises(Exception, match="short requests need at least one"):
         run("reservation", {**LONG, "reserved": 6}, work(0))
 
 
 def starved(name: str, options: dict[str, Any], load: float) -> float:
-    """Share of long requests that never ran, of those that came in the first half of 16 s; six instances, and short
-    prompts of 500 tokens (11.5 ms each). A long one takes 0.4 s of five of them; there is one every two seconds."""
+    """Return the share of long requests that never ran, of those that arrived in the first half of 16 s. Six instances;
+    short prompts of 500 tokens take 11.5 ms each. A long one takes 0.4 s of five instances, one every two seconds."""
     rng, at, requests = random.Random(1), 0.0, []
     while (at := at + rng.expovariate(6 * load / 0.0115)) < 16.0:
         requests.append(TraceRequest(at, 500, 1, klass="short"))
@@ -132,7 +133,7 @@ def starved(name: str, options: dict[str, Any], load: float) -> float:
 
 @pytest.mark.long
 def test_priority_starves_long_requests_and_ageing_does_not() -> None:
-    """Short requests alone are 1.1 times what six instances do."""
+    """The load of short requests alone is 1.1 times the capacity of six instances."""
     assert starved("priority", {**LONG, "long_sp": 5}, 1.1) >= 0.75
     pecsched = {**PECSCHED, "long_sp": 5, "disaggregate": False}
     assert starved("pecsched", {**pecsched, "ageing": "off"}, 1.1) >= 0.75

@@ -125,7 +125,7 @@ def stream(gap_s: float, count: int) -> list[Request]:
 
 
 def test_ageing_prevents_starvation_by_a_steady_stream_of_short_requests() -> None:
-    """Three replicas, 0.1 s a short prompt: one every 25 ms is 0.83 of what they can do."""
+    """Three replicas, 0.1 s for a short prompt: one every 25 ms is more than they can do."""
     work = [long("l", 0.0), *stream(0.025, 4000)]
     literal = drilled(policy(mode="paper"), work, 3, 100.0)
     aged = drilled(policy(mode="default"), work, 3, 100.0)

@@ -23,6 +23,6 @@ def _numbers() -> list[tuple[str, str, float]]:
 
 
 @pytest.mark.parametrize(("policy", "option", "value"), _numbers())
-def test_no_number_may_be_negative_or_none(policy: str, option: str, value: float) -> None:
+def test_negative_and_nan_options_are_refused(policy: str, option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"options of {policy}: .*{option}"):
         check_options(policy, {option: value})

@@ -59,7 +59,7 @@ def book_of(spec: ClusterSpec) -> ClusterState:
 
 
 def with_running_group(options: dict[str, Any] | None = None) -> tuple[Any, ClusterState]:
-    """A group of all four instances that runs since 0 and has five more seconds to go at 1."""
+    """Return a policy and a cluster whose four prefill instances run one group since 0 s, expected to end at 6 s."""
     policy, book = made(options), book_of(cluster(4, decode=1, per_node=4))
     (commit,) = ask(policy, book, RequestArrived(request("long", 20_000)), 0.0)
     assert isinstance(commit, CommitSpans)
@@ -189,14 +189,14 @@ def test_every_request_gets_all_tokens_and_groups_compute_each_layer_once(
 
 
 def exclusive(result: ClusterResult) -> None:
-    """No group computes while anything else does on its instances."""
+    """Check that on each instance groups and batches never overlap."""
     for i in range(4):
         bars = sorted((b.start_s, b.end_s) for b in result.bars if b.instance == i and b.kind in ("span", "batch"))
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(bars))
 
 
 def computed(result: ClusterResult) -> None:
-    """Over all its pieces, a span takes what it takes undisturbed, whatever paused it."""
+    """Check that the pieces of each span add up to its undisturbed time, however often it was paused."""
     seconds: dict[tuple[str, str, int], float] = {}
     for bar in result.bars:
         if bar.kind == "span":

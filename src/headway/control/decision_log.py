@@ -1,8 +1,9 @@
-"""A log of all that a driver tells its machine and its hands answer, and of what the policy decided: enough to drive
-the same machine and policy again without the driver (`replay`).
+"""Decision log of a controller: the driver's callbacks, the backend's answers and the policy's decisions, enough to
+drive the same controller and policy again without driver and backend (`replay`).
 
-JSON lines: a header; `do`: a callback, with its time `t`; `said`: what the hands answered to the n-th question of a
-kind, where that is not what they answered before; `event`: one the policy was told, with its `actions`.
+JSON lines: a header; `do`: a callback, with its time `t`; `said`: the backend's answer (`is`) to the n-th question of a
+kind, where it differs from the answer before; `event`: an event passed to the policy, with its `actions`; `wake`: when
+the policy wants to be woken.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, Clus
 
 SCHEMA = "headway.cluster.log/2"
 Sink = Callable[[bytes], object]
-"""Takes one line, with its end: a file's `write`."""
+"""Receives one line, with its line end: a file's `write`."""
 
 
 class RecordingController(ClusterController):
-    """A `ClusterController` that writes down what it is told. Used as one; `about`: whatever the driver wants to
-    find in the log
-    (how to make the policy again)."""
+    """A `ClusterController` that logs its callbacks, its backend's answers and its policy's decisions.
+
+    sink: receives the log. about: data of the driver for the log's header, such as how to make the policy again."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class RecordingController(ClusterController):
         about: object = None,
     ) -> None:
         self._sink = sink
+        # the header, with the cluster as it is before the first callback
         self._write(
             {
                 "schema": SCHEMA,
@@ -54,6 +56,7 @@ class RecordingController(ClusterController):
                 "backends": backends,
                 "order": order,
                 "instances": book.instances,
+                # removed instances keep their entry and id, but have no node
                 "gone": sorted(set(range(len(book.instances))).difference(*book.by_node.values())),
                 "links": book.links,
                 "about": about,
@@ -103,6 +106,7 @@ class RecordingController(ClusterController):
         super().sent(piece, now)
 
     def drop(self, journey: ControlledRequest, why: str, now: float) -> None:
+        # a drop without effect needs no replay
         if not journey.ended:
             self._do("drop", now, request=journey.request.id, why=why)
         super().drop(journey, why, now)
@@ -117,6 +121,7 @@ class RecordingController(ClusterController):
         super().woken(now)
 
     def cancel(self, name: str) -> None:
+        # called by the backend within `forget`: part of that answer, not a callback of the driver
         if self._heard.forgetting:
             self._heard.cancels = True
         else:
@@ -136,6 +141,7 @@ class RecordingController(ClusterController):
         super().open(instance, now)
 
     def tell(self) -> None:
+        # without pending events nothing happens
         if self._news:
             self._do("tell", self.state.now)
         super().tell()
@@ -146,7 +152,7 @@ class RecordingController(ClusterController):
 
 
 class RecordingPolicy:
-    """A policy, and what it decides."""
+    """A policy that logs its decisions: events with their actions, and wake-up times."""
 
     def __init__(self, policy: PlacementPolicy, write: Callable[[dict[str, Any]], None]) -> None:
         self._policy, self._write = policy, write
@@ -163,17 +169,21 @@ class RecordingPolicy:
 
 
 class RecordingBackend(InstanceBackend):
-    """Hands, and what they answer. forgetting: a request is being forgotten; cancels: its pieces were cancelled."""
+    """A backend that logs its answers. Calls without an answer pass through: a replay derives them from the log."""
 
     def __init__(self, hands: InstanceBackend, write: Callable[[dict[str, Any]], None]) -> None:
         self._hands, self._write = hands, write
+        # forgetting: `forget` is under way. cancels: the backend has cancelled the request's transfers in it.
         self.forgetting = self.cancels = False
+        # number of questions of each kind so far
         self._asked: dict[str, int] = {}
+        # last answer to each kind of question
         self._known: dict[str, object] = {}
 
     def _said(self, question: str, answer: object) -> None:
         count = self._asked.get(question, 0)
         self._asked[question] = count + 1
+        # only changes: `refresh` and `busy_s` are asked for every event and mostly answer the same
         if question not in self._known or self._known[question] != answer:
             self._known[question] = answer
             self._write({"said": question, "n": count, "is": answer})
@@ -260,7 +270,7 @@ class RecordingBackend(InstanceBackend):
 
 
 def plain(said: Event | Action) -> list[Any]:
-    """An event or an action as JSON has it: its name and fields, requests in spans by their names."""
+    """Return an event or an action as JSON data: [name of its type, fields]. Requests in spans are named by id."""
     fields = msgspec.to_builtins(said)
     for key in ("spans", "batched_with"):
         for span in fields.get(key, ()):

@@ -1,7 +1,7 @@
-"""A log driven again: the same machine and policy, the driver's part from the log, in the log's own time.
+"""Replay of a decision log: the same controller and policy, with driver and backend replaced by the log.
 
-A policy whose decisions depend on nothing but events, views and its own state decides the same. Where it does not,
-`ReplayResult.run` says at which decision first; nothing after that means anything.
+A policy whose decisions depend on nothing but events, snapshots and its own state decides the same. Where it does not,
+`ReplayResult.run` returns the first decision that differs; later ones have no meaning.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from headway.policy.placement.view import ClusterInstance, ClusterLinks, Cluster
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    """The first decision that is another one. `recorded`, `replayed`: (event, actions), or when to be woken; None:
-    there is none."""
+    """The first decision that differs."""
 
     decision: int
+    """Number of decisions before it."""
     at_s: float
+    """Time in the log, in seconds."""
     recorded: object
+    """(event, actions) or a wake-up time; None: the log has no such decision."""
     replayed: object
+    """Likewise; None: the replay did not come to it."""
 
     def __str__(self) -> str:
         return f"decision {self.decision} at {self.at_s:.6f} s: recorded {self.recorded}, replayed {self.replayed}"
@@ -46,7 +49,7 @@ class _DecisionDiffersError(Exception):
 
 
 class ReplayResult:
-    """decisions: that were the same so far."""
+    """A replay: the controller with its policy and the log. One `run` for each object."""
 
     def __init__(
         self,
@@ -54,11 +57,12 @@ class ReplayResult:
         make: Callable[[ReplayResult], PlacementPolicy],
         noted: Callable[[str], None] | None = None,
     ) -> None:
-        """`make`: the policy, new, as the driver made it (it may look at `machine` and `about` when it is asked).
-        `noted` is told the driver's notes. A last line that is not whole is left out. ConfigError: it is no log, or
-        damaged; it names the line."""
+        """lines: the log; a torn last line is left out. make: makes the policy as the driver made it; called with this
+        object, whose `machine` and `about` are set. noted: called with each note of the driver. Raises ConfigError,
+        with the line's number, for anything that is no log, or a damaged one."""
         header, self._calls, answers, self._decided = _read(lines)
         self.about: Any = header["about"]
+        # decisions so far, all the same as recorded
         self.decisions = 0
         self._noted = noted
         instances = msgspec.convert(header["instances"], list[ClusterInstance])
@@ -77,8 +81,9 @@ class ReplayResult:
         self._policy = make(self)
 
     def run(self) -> ReplayDifference | None:
-        """Drive it to the log's end; None: all decisions were the same. (What follows from the last callback may have
-        been cut off.) ConfigError names a line that nothing can be driven by."""
+        """Drive the controller to the log's end, and return the first difference; None: all decisions were the same.
+        Decisions after the last callback may be missing from a log that was cut off. Raises ConfigError, with the
+        line's number, for a callback that cannot be made."""
         left = len(self._calls)
         try:
             for number, call in self._calls:
@@ -87,13 +92,16 @@ class ReplayResult:
                     self._do(call)
                 except _DecisionDiffersError:
                     raise
+                # a log is input: whatever a damaged callback leads to is an error of its line
                 except Exception as error:
                     what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
                     raise ConfigError(f"line {number} of the log cannot be replayed: {what}") from error
         except _DecisionDiffersError as differs:
+            # the log ends within the last callback: the replay has gone further than it
             if not left and differs.recorded is None:
                 return None
             return ReplayDifference(self.decisions, self.machine.state.now, differs.recorded, differs.replayed)
+        # decisions were recorded to which the replay did not come
         if self.decisions < len(self._decided):
             return ReplayDifference(self.decisions, self.machine.state.now, self._decided[self.decisions], None)
         return None
@@ -101,18 +109,19 @@ class ReplayResult:
     # -- the policy ---------------------------------------------------------------------------------------------------
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """See Placement: the policy's own, compared."""
+        """Return the policy's actions, compared with the recorded ones. See `PlacementPolicy`."""
         actions = self._policy.on_event(event, view)
         self._compare([plain(event), [plain(action) for action in actions]])
         return actions
 
     def next_wakeup(self, now: float) -> float | None:
-        """See Placement."""
+        """Return the policy's wake-up time, compared with the recorded one. See `PlacementPolicy`."""
         at = self._policy.next_wakeup(now)
         self._compare(at)
         return at
 
     def _compare(self, decided: object) -> None:
+        # as the log has it: tuples become lists, and numbers take JSON's form
         decided = msgspec.json.decode(msgspec.json.encode(decided))
         if self.decisions >= len(self._decided):
             raise _DecisionDiffersError(None, decided)
@@ -171,7 +180,7 @@ class ReplayResult:
 def _read(
     lines: Iterable[bytes | str],
 ) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]], dict[str, list[Any]], list[Any]]:
-    """(header, callbacks with their lines' numbers, answers by question, decisions)."""
+    """Return (header, callbacks with their line numbers, answers by question, decisions in order)."""
     read = iter(lines)
     try:
         header = msgspec.json.decode(next(read))
@@ -182,6 +191,7 @@ def _read(
     calls: list[tuple[int, dict[str, Any]]] = []
     answers: dict[str, list[Any]] = {}
     decided: list[Any] = []
+    # number of a line that cannot be read: no error if it is the last one, cut off as it was written
     torn = 0
     for number, text in enumerate(read, start=2):
         if torn:
@@ -208,14 +218,17 @@ def _read(
 
 
 class _LoggedBackend(InstanceBackend):
-    """Answer what was answered. running, sending: what callbacks will name."""
+    """A backend that gives the recorded answers, and computes and sends nothing."""
 
     def __init__(self, answers: dict[str, list[Any]], cancel: Callable[[str], None]) -> None:
         self._cancel = cancel
+        # (number of the question, answer) pairs; a number never reached ends each list
         self._answers = {question: iter([*said, (1 << 62, None)]) for question, said in answers.items()}
         self._next = {question: next(each) for question, each in self._answers.items()}
+        # answer in force for each question, and number of questions so far
         self._now: dict[str, Any] = {}
         self._asked: dict[str, int] = {}
+        # entries and slices that callbacks of the log name, by (request, index) and by number
         self.running: dict[tuple[str, int], SpanEntry] = {}
         self.sending: dict[int, KvSlice] = {}
 
@@ -224,6 +237,7 @@ class _LoggedBackend(InstanceBackend):
         self._asked[question] = count + 1
         if question not in self._next:
             raise _DecisionDiffersError(None, f"the hands were asked: {question}")
+        # the log has changes only: until the next one the last answer is in force
         if self._next[question][0] == count:
             self._now[question] = self._next[question][1]
             self._next[question] = next(self._answers[question])
@@ -273,4 +287,4 @@ class _LoggedBackend(InstanceBackend):
             self._cancel(journey.request.id)
 
     def pump(self, now: float) -> None:
-        """Nothing is computed."""
+        """Do nothing: no iteration is computed."""
