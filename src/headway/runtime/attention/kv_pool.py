@@ -63,8 +63,7 @@ class KvPool:
 
         `narrow_runs` maps slots between the two. kv_heads divides the number of this pool's heads.
         """
-        # No allocation: only the shape differs. Head h of the wide pool becomes `fold` stretches of slots of the narrow
-        # one.
+        # No allocation: a narrow head's slots are those of `fold` neighbouring wide heads, one after the other.
         pool = KvPool.__new__(KvPool)
         fold = self.kv_heads // kv_heads
         pool.layers, pool.kv_heads, pool.slots, pool.head_dim = self.layers, kv_heads, fold * self.slots, self.head_dim

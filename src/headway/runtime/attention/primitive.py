@@ -53,7 +53,7 @@ def attend(
         native = kernels()
         if native is not None:
             return attend_native(native, q, k, v, causal, dim**-0.5 if scale is None else scale, dtype)
-    # ATen's flash kernel returns the log-sum-exp only on CPU.
+    # The flash kernel that returns the log-sum-exp is registered for CPU tensors only.
     attention = _attend_flash if q.device.type == "cpu" else _attend_math
     if causal or q_heads == kv_heads:
         out, lse = attention(q, k, v, causal, scale)

@@ -1,4 +1,4 @@
-"""What torch says of CUDA on this host: asked here, or in a process of its own where this one shall stay without torch.
+"""Probe of the CUDA devices that torch finds, in this process or, to keep torch out of it, in a separate one.
 
 usage: python -m headway.runtime.executor.cuda_probe
 """
@@ -15,7 +15,7 @@ from headway.perf.hardware.device import CudaReport
 
 
 def look() -> CudaReport:
-    """Opens every device, in this process."""
+    """Return the CUDA devices, by importing torch and opening each device in this process."""
     import torch
 
     version = str(torch.__version__)
@@ -27,7 +27,7 @@ def look() -> CudaReport:
 
 
 def look_apart() -> CudaReport:
-    """The same by another process, which has ended when this returns. Raises ConfigError when it cannot say."""
+    """Return the CUDA devices as found by another process, which has ended when this returns. Raises ConfigError."""
     done = subprocess.run(
         [sys.executable, "-m", "headway.runtime.executor.cuda_probe"], capture_output=True, stdin=subprocess.DEVNULL
     )

@@ -1,8 +1,8 @@
 """Links over torch.distributed: ranks of one host or of several, on CPU or on CUDA devices.
 
-Messages from one rank to another go over gloo, from host memory to host memory. NCCL carries the sums of ranks that
-share layers, where they are on CUDA devices: it would hold up a message that is sent behind one that is waited for,
-which our order of asking early relies on not happening.
+Messages from one rank to another go over gloo, from host memory to host memory. On CUDA devices, NCCL carries only the
+sums of ranks that share layers: it would delay a message sent behind one that is still waited for, which the early
+posting of receives relies on not happening.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _ROWS, _TOKENS, _LOGITS, _PEERS = 1, 2, 3, 4
 
 
 class GlooLinks:
-    """Made after `join`. `dtype` and `hidden` are those of the rows that stages pass on; `device` is where this rank
-    computes."""
+    """`RankLinks` over the default process group; made after `join`.
+
+    hidden, dtype: width and type of the rows that stages pass on. device: the device of this rank.
+    """
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class GlooLinks:
         self._group = _tensor_groups(place, "nccl" if device.type == "cuda" else "gloo")
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._answered: deque[tuple[Any, Tensor]] = deque()
+        # At most `stages` batches are in flight, each with at most tp + 2 messages: rows, logits, tokens to tp readers.
         self._most = (stages + 1) * (place.layout.tp + 2)
 
     def sum_(self, x: Tensor) -> Tensor:
@@ -62,12 +65,13 @@ class GlooLinks:
             return None
         x = x.cpu()
         parts = [x, *(x.new_empty(x.shape[0], width) for width in widths[1:])]
+        # All receives are posted before the first is waited for.
         for work in [_asked(part, rank, _LOGITS) for part, rank in zip(parts[1:], ranks[1:], strict=True)]:
             work.wait()
         return torch.cat(parts, dim=1)
 
     def expect_rows(self, rows: int) -> Callable[[], Tensor]:
-        """See `Links.expect_rows`."""
+        """See `RankLinks.expect_rows`."""
         assert self._before is not None, "the first stage has nobody before it"
         hidden = torch.empty(rows, self._hidden, dtype=self._dtype)
         work = _asked(hidden, self._before, _ROWS)
@@ -79,12 +83,12 @@ class GlooLinks:
         return wait
 
     def send_rows(self, hidden: Tensor) -> None:
-        """See `Links.send_rows`."""
+        """See `RankLinks.send_rows`."""
         assert self._behind is not None, "the last stage has nobody behind it"
         self._send(hidden, self._behind, _ROWS)
 
     def expect_tokens(self, count: int) -> Callable[[], list[int]]:
-        """See `Links.expect_tokens`."""
+        """See `RankLinks.expect_tokens`."""
         drawn = torch.empty(count, dtype=torch.int64)
         work = _asked(drawn, self._place.drawer.rank, _TOKENS)
 
@@ -96,7 +100,7 @@ class GlooLinks:
         return wait
 
     def send_tokens(self, tokens: list[int]) -> None:
-        """See `Links.send_tokens`."""
+        """See `RankLinks.send_tokens`."""
         drawn = torch.tensor(tokens, dtype=torch.int64)
         for reader in self._place.readers:
             self._send(drawn, reader.rank, _TOKENS)
@@ -113,8 +117,10 @@ class GlooLinks:
         return wait
 
     def send_to(self, group: int, x: Tensor) -> None:
-        """See `PeerLinks.send_to`. A send is looked at when every peer may have been sent two more layers' messages:
-        the answers to it, or the queries that follow it, have come by then."""
+        """See `PeerLinks.send_to`. A send is waited for only when its buffer count exceeds two layers of all peers.
+
+        By then its answer, or the queries that follow it, have been received, so the wait returns at once.
+        """
         x = x.cpu()
         work = dist.isend(x, self._place.in_group(group).rank, tag=_PEERS)
         assert work is not None
@@ -124,13 +130,12 @@ class GlooLinks:
             done.wait()
 
     def close(self) -> None:
-        """Connections end with the process: leaving the group in order would wait for ranks that may be gone."""
+        """Release buffers. Connections end with the process: an orderly exit would wait for ranks that may be gone."""
         self._sent.clear()
         self._answered.clear()
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Begin to send. Old sends are only looked at when so many batches have followed that they are long done:
-        no more than `stages` batches are in flight."""
+        """Begin to send. Old sends are only waited for when so many have followed that they are long complete."""
         tensor = tensor.cpu()
         work = dist.isend(tensor, rank, tag=tag)
         assert work is not None
@@ -146,11 +151,11 @@ def join(rank: int, world: int, store: Store, timeout_s: float) -> None:
 
 
 def rendezvous(host: str, port: int | None, timeout_s: float) -> TCPStore:
-    """The store at which ranks find each other. port None: be the one that keeps it, on a free port of that address
-    only (torch's own socket would listen on all)."""
+    """Return the rendezvous store of the ranks at (host, port). port None: create it, on a free port of `host`."""
     timeout = timedelta(seconds=timeout_s)
     if port is not None:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    # torch's own listening socket would accept on all interfaces.
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -160,7 +165,9 @@ def rendezvous(host: str, port: int | None, timeout_s: float) -> TCPStore:
 
 def choose_interface(host: str) -> None:
     """Have gloo use the network interface through which `host` is reached, unless GLOO_SOCKET_IFNAME names another.
-    Called before `join`; gloo's own choice is whatever this host's name resolves to."""
+
+    Called before `join`. By default gloo uses the interface of the address that this host's name resolves to.
+    """
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_of(address_towards(host))
         if name is not None:
@@ -168,10 +175,11 @@ def choose_interface(host: str) -> None:
 
 
 def _tensor_groups(mine: RankPosition, backend: str) -> Any:
-    """This stage's process group. Every rank makes all of them, in one order: torch wants it so."""
+    """Return this stage's process group; None without tensor parallelism."""
     layout: ParallelLayout = mine.layout
     own = None
     for place in places(layout):
+        # torch requires that all ranks create all groups, in the same order, also those of other stages.
         if place.tp == 0 and layout.tp > 1:
             group = dist.new_group(list(place.stage_ranks), backend=backend)
             if place.stage_ranks == mine.stage_ranks:

@@ -1,18 +1,17 @@
 """Attention of one rank over requests whose keys lie in several KV groups (KVP, Medha §3.3).
 
-A request's rows are computed in one group, their owner. Layer by layer the owner sends their queries to every group
-that holds a shard of the request, the guests; each attends them over its shard, without mask because all of the shard
-is before the rows, and returns a partial answer in fp32; the owner merges these with its own by log-sum-exp. A group
-may own some requests of a batch and be the guest of others, also of a group that is its own guest.
+A request's rows are computed in one group, their owner. In each layer the owner sends their queries to every other
+group that holds a shard of the request; each such group attends them over its shard, without mask because all of the
+shard is before the rows, and returns a partial answer in fp32; the owner merges these with its own by log-sum-exp. A
+group may own some requests of a batch and hold remote shards of others, also of a group that holds a shard for it.
 
-Why nothing waits for ever. Each layer has three steps on every rank of a batch, always in this order: (1) send own
-queries, (2) attend foreign ones and send the answers, (3) take the answers to one's own. Sends never block. A wait in
+Freedom from deadlock. Each layer has three steps on every rank of a batch, always in this order: (1) send own queries,
+(2) attend foreign queries and send the answers, (3) receive the answers to own queries. Sends never block. A wait in
 step 2 is for a message of another rank's step 1 in the same batch, stage and layer; a wait in step 3 for one of step 2.
 Sums over tensor-parallel ranks come between steps 3 and 1 of the next layer, and rows from the stage before come before
-layer 0. So whatever a rank waits for comes earlier in the order (batch, stage, layer, step), and all ranks go through
-that order upwards: every group carries out its batches in the order in which the engine made them. The least step that
-somebody waits for is therefore always one that can be taken. Two ranks' messages keep their order, so that they need no
-labels.
+layer 0. So every wait is for a step that comes earlier in the order (batch, stage, layer, step), and all ranks proceed
+in that order: every group carries out its batches in the order in which the engine made them. The least step that is
+waited for can therefore always be taken. Messages between two ranks keep their order and need no labels.
 """
 
 from __future__ import annotations
@@ -41,21 +40,24 @@ class RemoteQuery(NamedTuple):
 
 
 class RemoteRows(NamedTuple):
-    """So many rows of another group's request, to be attended over the slots `runs` of this group."""
+    """Rows of another group's request, to be attended over this group's shard."""
 
     owner: int
+    """The group that computes the rows."""
     rows: int
     runs: list[tuple[int, int]]
+    """Slot ranges of the shard."""
 
 
 class _OwnerRows:
-    """What this rank does for one owner: all of its rows come in one message, all answers go in one."""
+    """Rows attended for one owner group: all queries arrive in one message, all answers leave in one."""
 
     def __init__(self, owner: int, visits: Sequence[RemoteRows], pool: KvPool) -> None:
         self.owner = owner
         readings = []
         at = 0
         for visit in visits:
+            # Not causal: every token of a remote shard lies before all of the owner's rows.
             readings.append(PartialRead(at, visit.rows, visit.runs, False))
             at += visit.rows
         self.rows = at
@@ -63,9 +65,10 @@ class _OwnerRows:
 
 
 class SharedPlan:
-    """One iteration of one rank. `own`: the plan of its own rows; it stores all, and attends those not shared.
+    """One iteration of one rank.
 
-    `began_s`: when the first queries of others had come, for a rank without own rows.
+    own: the plan of its own rows, which stores all of them and attends those that are not shared. mine: partial
+    attention of its shared rows over its own shard.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SharedPlan:
         self.own, self.mine = own, mine
         self.guests = guests
         self.began_s = 0.0
+        """When the first queries of another group had arrived: the start of the work of a rank without own rows."""
         self.queries: list[Callable[[], Tensor]] = []
         self.answers: list[Callable[[], Tensor]] = []
         device = pool.data.device
@@ -114,8 +118,10 @@ class GroupAttention:
     def share(
         self, segments: Sequence[BatchSegment], pool: KvPool, asks: Sequence[RemoteQuery], visits: Sequence[RemoteRows]
     ) -> SharedPlan:
-        """`plan` for an iteration in which other groups attend some of these rows, and this one some of theirs. Of
-        segments in `asks`, `past` is what this group holds. No segments: only visits, by `visit`."""
+        """Plan an iteration in which other groups attend some of these rows, or this group attends some of theirs.
+
+        Of segments in `asks`, `past` counts the tokens that this group holds. Without segments, only `visit` is called.
+        """
         shared = {segment.start for ask in asks for segment in ask.segments}
         own = mine = None
         rows = 0
@@ -129,6 +135,7 @@ class GroupAttention:
         owners = sorted({visit.owner for visit in visits})
         guests = [_OwnerRows(owner, [visit for visit in visits if visit.owner == owner], pool) for owner in owners]
         plan = SharedPlan(rows, pool, own, mine, asks, guests)
+        # Receives of layer 0 are posted at planning, those of layer i + 1 at the start of layer i's visits.
         self._expect(plan, 0)
         return plan
 
@@ -137,6 +144,7 @@ class GroupAttention:
         if not isinstance(plan, SharedPlan):
             return self.inner.run(layer, q, k, v, plan)
         assert plan.own is not None
+        # Step 1, before own attention, which then overlaps with that of the remote groups.
         for group, rows in plan.sent:
             self._links.send_to(group, q.index_select(0, rows))
         out = self.inner.run(layer, q, k, v, plan.own)
@@ -146,6 +154,7 @@ class GroupAttention:
             told = [wait() for wait in answers]
             for segment, places in plan.merges:
                 rows_here = slice(segment.start, segment.start + segment.tokens)
+                # An answer has d + 1 columns: the partial output, and its log-sum-exp in the last.
                 theirs = [told[index][at : at + segment.tokens] for index, at in places]
                 outs = [mine[0][rows_here], *(answer[..., :-1] for answer in theirs)]
                 lses = [mine[1][rows_here], *(answer[..., -1] for answer in theirs)]
@@ -153,7 +162,8 @@ class GroupAttention:
         return out
 
     def visit(self, layer: int, plan: SharedPlan) -> list[Callable[[], Tensor]]:
-        """Attend the rows of others and send the answers. Returns the waits for answers to this rank's own queries."""
+        """Attend rows of other groups and send the answers. Returns the waits for answers to own queries."""
+        # Take this layer's receives before `_expect` replaces them by the next layer's.
         queries, answers = plan.queries, plan.answers
         self._expect(plan, layer + 1)
         for guest, wait in zip(plan.guests, queries, strict=True):
@@ -164,7 +174,7 @@ class GroupAttention:
         return answers
 
     def _expect(self, plan: SharedPlan, layer: int) -> None:
-        """Ask for a layer's messages, a layer ahead, so that they come as soon as they are sent."""
+        """Post the receives of a layer's messages, one layer ahead, so that they are received as soon as sent."""
         plan.queries, plan.answers = [], []
         pool = plan.pool
         if layer == pool.layers:

@@ -1,7 +1,7 @@
-"""Seconds of one rank's live code, each part where it stands alone: what a latency profile is made of.
+"""Measurements of single operations of one rank's live code, for latency profiles.
 
 The worker must hold no requests: its pool is used as scratch (values are irrelevant). A forward pass sums over the
-tensor-parallel ranks, so all ranks are asked for the same at the same time.
+tensor-parallel ranks, so all ranks must run the same measurement at the same time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headway.runtime.executor.worker import ModelWorker
 
 
 def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: int) -> float:
-    """The fastest of a few runs: whatever else the machine does can only add.
+    """Return the seconds of the fastest of `repeats` runs: other load on the host can only add time.
 
     kind: "chunk", the attention of `first` tokens over `second` past ones; "decodes", of `first` requests with `second`
     past tokens each; "forward", a chunk of `first` tokens without history through the layers, one row to the LM head.
-    "ask": what it adds to the attention of `first` rows that KV group `second` attends them as well, over one token;
-    the rank in that place there is told "visit" at the same time, which takes no seconds of its own.
+    "ask": the time added to the attention of `first` rows when KV group `second` attends them as well, over one token;
+    the rank in the same place of that group must run "visit" at the same time, which returns 0.
     """
     if kind == "ask":
         return _asking(worker, first, second, repeats)
@@ -35,6 +35,7 @@ def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: in
     if kind == "chunk":
         return _fastest(_attention(worker, [BatchSegment(0, first, second, ((0, second + first),))], first), repeats)
     if kind == "decodes":
+        # Slots of the past and of the new token, disjoint for each request as in a real batch.
         each = second + 1
         segments = [BatchSegment(i, 1, second, ((i * each, each),)) for i in range(first)]
         return _fastest(_attention(worker, segments, first), repeats)
@@ -42,7 +43,7 @@ def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: in
 
 
 def _fastest(run: Callable[[], object], repeats: int) -> float:
-    """As many runs on every rank, and one before to warm up."""
+    """Return the least time of `repeats` runs, after one to warm up. Runs are as many on every rank."""
     run()
     times = []
     for _ in range(repeats):
@@ -55,7 +56,7 @@ def _fastest(run: Callable[[], object], repeats: int) -> float:
 def _attention(
     worker: ModelWorker, segments: list[BatchSegment], rows: int, plan: Callable[[], AttentionPlan] | None = None
 ) -> Callable[[], None]:
-    """`plan`: how it is planned, where that is not the backend's plan of `segments`."""
+    """Return a function that attends `segments` in all layers. plan: replaces the backend's plan of them."""
     decoder, pool = worker.decoder, worker.pool
     config = decoder.config
     q_heads, kv_heads = config.q_heads, config.kv_heads
@@ -64,6 +65,7 @@ def _attention(
 
     def run() -> None:
         with torch.inference_mode():
+            # Planning is part of an iteration's time.
             planned = decoder.backend.plan(segments, pool) if plan is None else plan()
             for layer in range(pool.layers):
                 decoder.backend.run(layer, q, k, v, planned)
@@ -74,8 +76,7 @@ def _attention(
 
 
 def _asking(worker: ModelWorker, rows: int, guest: int, repeats: int) -> float:
-    """Both are measured alike, so that all that sharing costs is in the difference: copies, messages, the guest's
-    plan, and the merge."""
+    """Measure shared minus unshared attention: the cost of copies, messages, the remote group's plan, and the merge."""
     backend = worker.decoder.backend
     assert isinstance(backend, GroupAttention)
     segment = BatchSegment(0, rows, 0, ((0, rows),))

@@ -1,4 +1,4 @@
-"""Does a model fit a layout, and a layout this machine? Asked before anything is started. No torch."""
+"""Checks, before anything is started, that a model fits a layout and that a layout fits this host. No torch."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.shard import WHOLE, ModelShard, divides
 
 WORKER_BYTES = 160 << 20
-"""What a worker process takes besides weights and KV: its libraries' private memory (measured, PSS)."""
+"""Memory of a worker process besides weights and KV: its libraries' private memory (measured, PSS)."""
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes of all ranks together: weights, one token's keys and values (in one group), and the processes' own."""
+    """Bytes of all ranks together."""
 
     weights: int
     kv_per_token: int
+    """Keys and values of one token, which lies in one KV group."""
     processes: int
+    """See `WORKER_BYTES`."""
 
 
 def need(config: DecoderConfig, layout: ParallelLayout, itemsize: int) -> MemoryNeed:
-    """What a layout takes. `itemsize`: bytes of a weight and of a number in the cache."""
+    """Return the memory that a layout takes. itemsize: bytes of a weight and of a number in the cache."""
     shards = [place.shard for place in places(layout)]
     weights = sum(numbers(config, shard) for shard in shards) * itemsize
     pairs = [len(shard.layers(config)) * len(shard.kv_heads(config)) for shard in shards]
+    # A token lies in one of the kvp groups, but `pairs` counts the ranks of all of them. 2: keys and values.
     per_token = sum(pairs) // layout.kvp * 2 * config.head_dim * itemsize
     return MemoryNeed(weights, per_token, WORKER_BYTES * len(shards))
 
 
 def numbers(config: DecoderConfig, shard: ModelShard) -> int:
-    """Weights that a rank holds (norms and biases left out: below 0.1%)."""
+    """Return how many weights a rank holds (without norms and biases, which are below 0.1%)."""
     q, kv = (len(heads) * config.head_dim for heads in (shard.q_heads(config), shard.kv_heads(config)))
+    # q and out have hidden x q weights each, k and v hidden x kv, gate, up and down hidden x mlp.
     layer = config.hidden_size * (2 * q + 2 * kv + 3 * len(shard.mlp(config)))
     words = len(shard.vocabulary(config)) * config.hidden_size
     return len(shard.layers(config)) * layer + (shard.first + shard.last) * words
 
 
 def parameters(config: DecoderConfig) -> int:
-    """All weights of the model, norms and biases as well, none counted twice but a tied head: what one process that has
-    the whole model holds."""
+    """Return how many weights a process with the whole model holds: norms and biases too, a tied head twice."""
     q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
     norms = 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
     biases = (q + 2 * kv) * config.qkv_bias + config.hidden_size * config.out_bias
@@ -68,9 +71,12 @@ def check_shape(config: DecoderConfig, layout: ParallelLayout) -> None:
 def check_memory(
     config: DecoderConfig, layout: ParallelLayout, itemsize: int, available: int, kv_bytes: int | None, tokens: int
 ) -> None:
-    """Raise ConfigError when weights, and the cache of one request of `tokens` tokens, exceed the memory available to
-    all ranks together (one host), or that request exceeds `kv_bytes`, the memory set aside for the caches of all KV
-    groups: a long request lies in all of them."""
+    """Raise ConfigError when the layout does not fit the memory.
+
+    That is when weights, and the cache of one request of `tokens` tokens, exceed `available`, the bytes for all ranks
+    of this host, or when that request exceeds `kv_bytes`, the bytes reserved for the caches of all KV groups together:
+    a long request lies in all of them.
+    """
 
     def takes(other: ParallelLayout) -> tuple[MemoryNeed, int]:
         wanted = need(config, other, itemsize)
@@ -96,7 +102,7 @@ def check_memory(
 
 
 def _nearest(config: DecoderConfig, asked: ParallelLayout, do: str, fits: Callable[[ParallelLayout], bool]) -> str:
-    """The layouts closest to what was asked for that the model can have and that fit, in words: "nearest that `do`"."""
+    """Return the phrase "nearest that `do` …" with the possible and fitting layouts that are closest to `asked`."""
     candidates = [
         ParallelLayout(tp=tp, stages=stages, kvp=kvp)
         for tp in range(1, 2 * asked.tp + 1)

@@ -1,7 +1,8 @@
-"""The engine's executor over many ranks: batches become plans, what ranks report becomes results. No torch.
+"""The engine's executor over many ranks: batches are sent as plans, the ranks' reports become results. No torch.
 
-Several batches are in flight, one a stage. The engine is no rank: it schedules while they compute. It keeps what a
-rank needs to start over: prompts, generated tokens, and the state of the plan stream at the last committed batch.
+Several batches are in flight, one for each pipeline stage. The engine's process is not a rank: it schedules while the
+ranks compute. It keeps the data from which a rank starts over: prompts, generated tokens, and the state of the plan
+stream at the last committed batch.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class MultiProcessExecutor:
         self.layout = layout
         self.plans = self.plan_bytes = self.resyncs = 0
         self.probe_s = 1.0
+        """After so long a silence, ranks with plans in flight are probed."""
         self.stall_s = 900.0
+        """Ranks with plans in flight that send nothing for so long are lost, although their heartbeats arrive."""
         self._transport = transport
         self._places = places(layout)
         self._numbers: dict[str, int] = {}
@@ -80,7 +83,7 @@ class MultiProcessExecutor:
         self.peer_addresses: tuple[str, ...] = ()
         """Where other instances reach each rank, if KV moves."""
         self.on_control: Callable[[int, bytes], None] | None = None
-        """Called with what a rank reports of KV transfers: (rank, message)."""
+        """Called for each `ControlReply` of a rank's KV transfers: (rank, message)."""
         self.hosts: HostLauncher | None = None
         """Set where ranks run on several hosts: corrects their clocks, and ends them with this process."""
 
@@ -101,6 +104,7 @@ class MultiProcessExecutor:
         """See `Executor.free`."""
         if self._lost is not None or self._restart is not None:
             return ()
+        # Plans pass the stages in order: once the newest plan has left all embedding ranks, the first stage is free.
         entered = (group.in_flight[-1].pending_ranks if group.in_flight else () for group in self._groups)
         return tuple(
             index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
@@ -115,6 +119,8 @@ class MultiProcessExecutor:
         kept: bool = False,
     ) -> None:
         """See `Executor.admit`. Ranks that embed get the prompt; the one that samples gets the settings."""
+        # With KV kept from an earlier phase, the blocks at the ranks belong to the old number: the request continues
+        # it.
         number = self._groups[0].writer.holder_number(request_id) if kept else None
         if number is None:
             self._last_number += 1
@@ -125,6 +131,7 @@ class MultiProcessExecutor:
         request.output += output
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
+        # While ranks restart, `_adopt_ranks` admits all live requests to the new ones.
         if self._restart is None:
             for place in self._places:
                 self._admit_to_rank(place, request)
@@ -134,12 +141,15 @@ class MultiProcessExecutor:
         in_flight = []
         for part in batch.parts:
             group = self._groups[part.group]
+            # Before `write`: the plan itself must carry the tokens that this group has not seen.
             foreign = group.unknown_tokens(part, self._requests)
             plan = group.writer.write(part, _query_targets(batch, part.group), foreign)
             ranks = {place.rank for place in group.ranks}
             flight = PlanInFlight(batch.id, part, plan, foreign, ranks, self.layout.stages)
+            # In flight before it is sent: an answer must find its plan.
             group.in_flight.append(flight)
             in_flight.append(flight)
+            # A first batch after idleness follows no silence: every plan sent restarts the stall clock.
             group.touch(time.monotonic())
             frame = _encoder.encode(plan)
             self.plans += 1
@@ -149,12 +159,12 @@ class MultiProcessExecutor:
         self._batches.append(in_flight)
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
-        """KV operations that were made since the last batch, ahead of the next one's. Of one KV group."""
+        """Submit KV operations without a batch, ahead of the next batch. For layouts of one KV group."""
         if ops and self._restart is None:
             self.submit(Batch(id=_NO_BATCH, parts=(GroupBatch(0, DecodeGroup(), (), ops),)))
 
     def number(self, request_id: str) -> int | None:
-        """Return the number of a request at the ranks, live or as the owner of KV; None if they do not know it."""
+        """Return a request's number at the ranks, live or as the owner of KV; None if it has none."""
         return self._numbers.get(request_id, self._groups[0].writer.holder_number(request_id))
 
     def send_control(self, body: bytes) -> None:
@@ -179,6 +189,7 @@ class MultiProcessExecutor:
         if self._start_ranks is None:
             raise self._lost or LostError("these workers cannot be started again")
         self._lost = None
+        # No batch in flight survives, and the new ranks' streams start at plan 1 with empty tables.
         self._batches.clear()
         self._groups = make_groups(self.layout, self._kv_blocks, self._numbers)
         self._restart = RankRestart(self._start_ranks)
@@ -208,6 +219,7 @@ class MultiProcessExecutor:
                 continue
             if self._lost is not None:
                 raise self._lost
+            # Wake at least every `probe_s`: a lost message shows only as silence.
             left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
             if not self._receive(left_s) and until_s is not None and time.monotonic() >= until_s:
                 return None
@@ -224,7 +236,7 @@ class MultiProcessExecutor:
         return True
 
     def poll(self, timeout_s: float) -> None:
-        """Take one message of a rank while no result is asked for. Raises LostError; `result` does then too."""
+        """Process one message of a rank outside `result`. Raises LostError, and then so does every later `result`."""
         if self._lost is not None:
             raise self._lost
         try:
@@ -250,13 +262,14 @@ class MultiProcessExecutor:
             self.hosts.close()
 
     def _probe(self) -> None:
-        """After a silence, ask every rank with plans in flight whether it is alive and has received all of them."""
+        """Probe ranks with plans in flight after a silence: each must be alive and have received all its plans."""
         now = time.monotonic()
         for group in self._groups:
             if now - group.last_contact_s < self.probe_s:
                 continue
             group.last_contact_s = now
             for rank in sorted(set().union(*(flight.pending_ranks for flight in group.in_flight))):
+                # Heartbeats come from a separate thread and go on while a rank hangs in a computation.
                 if now - group.last_progress_s > self.stall_s:
                     raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
                 self._send(rank, RankProbe(group.writer.seq))
@@ -301,6 +314,8 @@ class MultiProcessExecutor:
         elif isinstance(said, PlanDesync):
             self._resync(group, rank, said.why)
         elif isinstance(said, RankAlive):
+            # Messages of a rank keep their order, so the report of a plan computed before must have arrived before this
+            # answer.
             if any(rank in flight.pending_ranks and flight.plan.seq <= said.done for flight in group.in_flight):
                 raise RankLostError(rank, f"has carried out plan {said.done}, and what it said of it was lost")
         elif isinstance(said, ControlReply):
@@ -312,12 +327,13 @@ class MultiProcessExecutor:
             raise InvariantError(f"worker {rank} says {said!r}, which was not asked for")
 
     def _commit(self, batch: list[PlanInFlight]) -> StepResult:
-        """A batch is done on all ranks: advance the committed state by it and report it to the engine."""
+        """Advance the committed state by a batch that all its ranks have carried out; return the engine's result."""
         emitted: list[EmittedToken] = []
         spans: list[tuple[tuple[float, float], ...]] = []
         for flight in batch:
             emitted += self._groups[flight.part.group].commit(flight, self._requests)
             spans.append(tuple(span for span in flight.stage_spans if span is not None))
+        # A batch takes as long as its slowest stage: the stages of successive batches overlap.
         elapsed_s = max(end - start for stages in spans for start, end in stages)
         return StepResult(batch[0].batch_id, emitted, elapsed_s, tuple(spans))
 
@@ -334,6 +350,7 @@ class MultiProcessExecutor:
     # -- messages to ranks ----------------------------------------------------------------------------------------
 
     def _admit_to_rank(self, place: RankPosition, request: TrackedRequest) -> None:
+        # A sampling rank reads the prompt only for a repetition penalty.
         reads = place.embeds or (place.draws and request.params.repetition_penalty != 1.0)
         params = request.params if place.draws else None
         request.known_outputs[place.group] = len(request.output)
@@ -365,6 +382,7 @@ def _pop_finished(batches: deque[list[PlanInFlight]], groups: Sequence[GroupStre
     Groups that share no request advance independently, so this may not be the oldest batch.
     """
     for batch in batches:
+        # In each group a batch must be the oldest plan: the committed state advances plan by plan.
         if all(not f.pending_ranks and groups[f.part.group].in_flight[0] is f for f in batch):
             batches.remove(batch)
             return batch

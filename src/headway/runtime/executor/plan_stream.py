@@ -107,6 +107,7 @@ class PlanWriter:
             foreign_tokens=tuple((numbers[name], known, tokens) for name, known, tokens in told),
         )
         self._forget.clear()
+        # `fold_plan` ignores both checksum fields, so the plan is folded before they are filled in.
         self.plans_checksum = fold_plan(self.plans_checksum, plan)
         self.state_checksum = fold_state(self.state_checksum, replay(self._tables, plan), part.decodes.kv_sum)
         return msgspec.structs.replace(plan, plans_checksum=self.plans_checksum, state_checksum=self.state_checksum)
@@ -114,6 +115,7 @@ class PlanWriter:
     def _delta(self, group: DecodeGroup) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         """(epoch, base, joined, left) as numbers. In full when the group's base is forgotten."""
         epoch, base, epochs = group.epoch, group.base, self._epochs
+        # An unchanged group: base equals epoch, and no member is listed.
         if epoch in epochs:
             epochs.use(epoch, epochs[epoch])
             return epoch, epoch, (), ()
@@ -124,6 +126,7 @@ class PlanWriter:
             left = tuple(members.pop(name) for name in group.left)
             names = group.joined
         else:
+            # The base is unknown or forgotten: base 0, the empty group, makes `joined` the whole group.
             base, members, left, names = 0, {}, (), group.members
         joined = tuple(self._numbers[name] for name in names)
         members.update(zip(names, joined, strict=True))
@@ -144,6 +147,7 @@ class PlanWriter:
             return self._holders.pop(op.request), 0, 0
         if op.verb == "reserve":
             if op.request not in self._numbers:
+                # Negative numbers cannot collide with those of admitted requests, which count up from 1.
                 self._last_stray -= 1
             self._holders[op.request] = self._numbers.get(op.request, self._last_stray)
         return self._holders[op.request], op.blocks, op.start
@@ -172,10 +176,13 @@ class StreamState:
         members: tuple[str, ...] = ()
         if plan.epoch:
             members = self.epochs[plan.base] if plan.base else ()
+            # Order is part of the state: members that stay keep theirs, new ones follow. Tokens are matched by this
+            # order.
             if plan.epoch != plan.base:
                 gone = {str(number) for number in plan.left}
                 kept = tuple(name for name in members if name not in gone) if gone else members
                 members = (*kept, *map(str, plan.joined))
+            # Both ends use epochs in the same order, so both forget the same ones.
             self.epochs.use(plan.epoch, members)
         ops = tuple(KvOp(_verb(blocks, start), str(request), blocks, start) for request, blocks, start in plan.ops)
         chunks = tuple(Chunk(str(c[0]), c[1], c[2], c[3], c[4]) for c in plan.chunks)

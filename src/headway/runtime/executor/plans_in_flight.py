@@ -95,9 +95,11 @@ class GroupStream:
         if flight is None or place.rank not in flight.pending_ranks:
             raise InvariantError(f"worker {place.rank} has carried out plan {done.seq}, which is not in flight")
         flight.pending_ranks.remove(place.rank)
+        # Progress: only desyncs without a plan in between count towards the limit.
         self.resyncs.pop(place.rank, None)
         before = flight.stage_spans[place.stage]
         span = (done.start_s + ahead_s, done.end_s + ahead_s)
+        # A stage lasts from the first begin to the last end of its tensor-parallel ranks.
         flight.stage_spans[place.stage] = span if before is None else (min(before[0], span[0]), max(before[1], span[1]))
         if place.draws:
             flight.result = done
@@ -110,6 +112,7 @@ class GroupStream:
         self.committed.advance(replay(self.committed.tables, plan), flight.part.decodes.kv_sum)
         self.committed_seq = plan.seq
         for number, blocks, start in plan.ops:
+            # Only the first operation of a shard carries its start; freeing its blocks ends the shard.
             if start:
                 self.shard_starts[str(number)] = start
             elif not blocks:
@@ -117,6 +120,7 @@ class GroupStream:
         for name, known, tokens in flight.foreign_tokens:
             if name in requests:
                 outputs = requests[name].known_outputs
+                # `known` and `tokens` count from the prompt's first token, known_outputs from the first output token.
                 outputs[self.index] = max(outputs[self.index], known + len(tokens) - requests[name].prompt_tokens)
         emitted = flight.emitted()
         for one in emitted:

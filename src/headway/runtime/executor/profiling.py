@@ -1,6 +1,6 @@
-"""How long this model takes on this machine and layout, by measuring the live code: what `headway profile` runs.
+"""Latency profile of a model on this host and layout, measured on the live code by `headway profile`.
 
-Three families, each measured where it stands alone: attention of a chunk over a history (all layers, through the
+Three families are measured separately: attention of a chunk over a history (all layers, through the
 backend), attention of a group of decodes, and the rest of a forward pass by its rows. Every point is the fastest of a
 few runs. The whole grid costs up to `budget_s`; points that would not fit are left out, and the table's last slope
 goes on from there.
@@ -17,15 +17,20 @@ from headway.perf.latency.tables import TableSource
 
 
 class ProfileGrid(NamedTuple):
-    """The points that are measured, ascending: rows of a forward pass, chunk sizes, pasts, decode groups (n, past),
-    and rows that KV groups exchange."""
+    """Points to measure, each list ascending, in tokens."""
 
     rows: tuple[int, ...]
+    """Rows of a forward pass."""
     chunks: tuple[int, ...]
+    """Chunk sizes."""
     pasts: tuple[int, ...]
+    """History before a chunk."""
     decodes: tuple[tuple[int, int], ...]
+    """Decode groups: (requests, past of each)."""
     exchanged: tuple[int, ...]
+    """Rows that KV groups exchange."""
     repeats: int
+    """Runs of each point, of which the fastest counts."""
 
 
 QUICK = ProfileGrid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), (1, 16, 128), 3)
@@ -40,8 +45,7 @@ FULL = ProfileGrid(
 
 
 class MeasureFunction(Protocol):
-    """Seconds of `kind` (see `runtime.executor.measure`), the least of `repeats` runs; of many ranks, those of the
-    slowest."""
+    """Returns the seconds of `kind` (`runtime.executor.measure`): the least of `repeats` runs, on the slowest rank."""
 
     def __call__(self, kind: str, first: int, second: int, repeats: int) -> float: ...
 
@@ -55,12 +59,15 @@ def profile(
     provenance: str,
     groups: int = 1,
 ) -> TableSource:
-    """Measure and compile. No requests must be there: the pool of `slots` tokens of each of the KV `groups` is used as
-    scratch."""
+    """Measure all points and fit the tables.
+
+    There must be no requests: the pool of `slots` tokens of each of the KV `groups` is used as scratch.
+    """
     deadline = time.perf_counter() + budget_s
     measure = _RepeatedMeasure(ask, grid.repeats)
     chunks = []
     longest = 0
+    # Chunks get the first 45% of the budget, decodes up to 60%, forward passes the rest.
     share = deadline - 0.55 * budget_s
     for c in grid.chunks:
         points: list[tuple[int, float]] = []
@@ -84,8 +91,11 @@ def profile(
         if t > slots or (len(rows) >= 2 and time.perf_counter() > deadline):
             break
         seconds = measure("forward", t)
+        # A forward pass includes attention of its own rows, which the chunk table counts: subtract it, but keep at
+        # least 20%.
         own = float(np.interp(t, [c for c, _, _ in chunks], [a for _, a, _ in chunks])) if t > 1 else 0.0
         rows.append((t, max(seconds - own, 0.2 * seconds)))
+    # An iteration without rows is not measurable: half of that of the smallest measured one stands for the fixed part.
     fixed = max(0.0, rows[0][1] * 0.5)
     return TableSource(
         fingerprint=fingerprint,
@@ -99,21 +109,23 @@ def profile(
 
 
 def exchange(ask: MeasureFunction, slots: int, grid: ProfileGrid) -> tuple[float, float]:
-    """(s an iteration, s a row and guest group) of `perf.latency.shard_exchange.Exchange`, over the links in use.
-    Takes some
-    tenths of a second: two processes have to run at the same moment, so more runs are disturbed than elsewhere. More
-    rows never take less: a point above a later one was disturbed, and is lowered to it."""
+    """Return (s an iteration, s a row and remote group) of `perf.latency.shard_exchange.Exchange`, over the live links.
+
+    Takes some tenths of a second.
+    """
     points: list[tuple[int, float]] = []
     for rows in sorted(grid.exchanged, reverse=True):
         if rows <= slots:
             seconds = ask("exchange", rows, 0, 4 * grid.repeats)
+            # More rows never take less time: a point above a later (larger) one was disturbed, and is lowered to it.
+            # Two processes have to run at the same moment, so more runs are disturbed than elsewhere.
             points.append((rows, min(seconds, points[-1][1]) if points else seconds))
     points = [(rows, seconds) for rows, seconds in reversed(points) if seconds > 0.0]
     return _line(points) if points else (0.0, 0.0)
 
 
 class _RepeatedMeasure:
-    """Repeats what is short. What takes long is measured once (after a run to warm up): it varies less."""
+    """Repeats short measurements. Long ones (above 0.3 s) run once, after a run to warm up: they vary less."""
 
     def __init__(self, ask: MeasureFunction, repeats: int) -> None:
         self._ask = ask
@@ -127,11 +139,12 @@ class _RepeatedMeasure:
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """a + b * past with relative weights, both not below 0."""
+    """Fit seconds = a + b * past by relative error, a and b at least 0."""
     if len(points) == 1:
         return points[0][1], 0.0
     past = np.array([p for p, _ in points], dtype=np.float64)
     seconds = np.array([s for _, s in points])
+    # Rows divided by the measured seconds: least squares then minimise relative errors.
     design = np.stack([np.ones_like(past), past], axis=1) / seconds[:, None]
     (a, b), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
     if a < 0 or b < 0:
@@ -140,18 +153,20 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _decode_fit(points: list[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """(fixed, per request, per KV token) with relative weights; terms that come out negative are dropped."""
+    """Fit (fixed, per request, per KV token) seconds by relative error; negative terms are dropped."""
     if not points:
         return 0.0, 0.0, 0.0
     n = np.array([p[0] for p in points], dtype=np.float64)
     kv = np.array([p[1] for p in points], dtype=np.float64)
     seconds = np.array([p[2] for p in points])
     columns = np.stack([np.ones_like(n), n, kv], axis=1) / seconds[:, None]
+    # Three terms need at least four points; with fewer, the fixed term is left out.
     active = [1, 2] if len(points) < 4 else [0, 1, 2]
     while active:
         solution, *_ = np.linalg.lstsq(columns[:, active], np.ones_like(seconds), rcond=None)
         if (solution >= 0).all():
             terms = dict(zip(active, (float(x) for x in solution), strict=True))
             return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
+        # The most negative term goes, and the others are fitted again.
         active.pop(int(np.argmin(solution)))
     return 0.0, float(np.median(seconds / n)), 0.0

@@ -1,4 +1,4 @@
-"""What a rank's process is started with. No torch."""
+"""Settings with which a rank's process is started. No torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from headway.perf.latency.layout import ParallelLayout
 
 
 class RankPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs to reach other instances of the cluster."""
+    """Settings by which a rank connects to other instances of the cluster."""
 
     number: int
     """The instance's number."""
     incarnation: int
     """How many processes had the number before."""
     listen: str
-    """Where ranks accept other instances: each under a name of its own (`unix:`), or on a port."""
+    """Where ranks accept connections: a socket path, to which each rank appends its number (`unix:`), or a port."""
     secret: str
     connector: str
     """See `runtime.engine.config.InstanceConfig.kv_connector`."""
 
     def address(self, rank: int) -> str:
-        """Where a rank listens."""
+        """Return the address on which a rank listens."""
         return f"{self.listen}.{rank}" if self.listen.startswith("unix:") else self.listen
 
 
@@ -43,7 +43,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The CUDA device of the host's first rank; the others have those that follow. None: the CPU."""
     nodes: int = 1
     host: str = "127.0.0.1"
-    """The address of node 0, where the rendezvous store is."""
+    """Address of node 0, which has the rendezvous store."""
     token: str | None = None
     """Authenticates to the engine's socket where that can be reached from other hosts."""
     patience_s: float = 300.0
@@ -51,7 +51,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 10.0
     """A rank without heartbeats for so long is lost."""
     start_timeout_s: float = 120.0
-    """The same while it loads."""
+    """Likewise while the rank loads the model."""
     log_level: str = "info"
     log_format: str = "text"
     instance: int | None = None
@@ -60,7 +60,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None where KV does not move."""
 
     def device(self, rank: int) -> str:
-        """Where a rank computes, as torch spells it. Hosts have equally many ranks, in order."""
+        """Return a rank's device, as torch names it. Hosts have equally many ranks, in order."""
         each = self.layout.accelerators // self.nodes
         return "cpu" if self.cuda is None else f"cuda:{self.cuda + rank % each}"
 

@@ -26,7 +26,7 @@ class RankPosition:
 
     @property
     def shard(self) -> ModelShard:
-        """What it holds of the model. All groups hold the same."""
+        """The part of the model that this rank holds. All groups hold the same parts."""
         return ModelShard(self.tp, self.layout.tp, self.stage, self.layout.stages)
 
     @property
@@ -36,7 +36,7 @@ class RankPosition:
 
     @property
     def embeds(self) -> bool:
-        """Whether this rank turns tokens into rows, and so must know them."""
+        """Whether this rank embeds tokens, and so needs their ids."""
         return self.stage == 0
 
     @property
@@ -46,7 +46,7 @@ class RankPosition:
 
     @property
     def readers(self) -> tuple[RankPosition, ...]:
-        """The ranks of this group that must be told which tokens were drawn."""
+        """The ranks of this group that need the ids of sampled tokens."""
         ranks = (RankPosition(self.layout, self.group, 0, tp) for tp in range(self.layout.tp))
         return tuple(place for place in ranks if not place.draws)
 
@@ -56,20 +56,20 @@ class RankPosition:
         return tuple(RankPosition(self.layout, self.group, self.stage, tp).rank for tp in range(self.layout.tp))
 
     def in_group(self, group: int) -> RankPosition:
-        """The rank with the same slice of the same stage in another group."""
+        """Return the rank with the same slice of the same stage in another group."""
         return RankPosition(self.layout, group, self.stage, self.tp)
 
     def at_stage(self, stage: int) -> RankPosition:
-        """The rank with the same slice in another stage."""
+        """Return the rank with the same slice in another stage."""
         return RankPosition(self.layout, self.group, stage, self.tp)
 
 
 def place_of(layout: ParallelLayout, rank: int) -> RankPosition:
-    """The place of a rank number."""
+    """Return the position of a rank number."""
     row, tp = divmod(rank, layout.tp)
     return RankPosition(layout, *divmod(row, layout.stages), tp)
 
 
 def places(layout: ParallelLayout) -> tuple[RankPosition, ...]:
-    """All ranks, in order."""
+    """Return the positions of all ranks, in order."""
     return tuple(place_of(layout, rank) for rank in range(layout.accelerators))

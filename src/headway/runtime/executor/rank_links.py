@@ -1,7 +1,7 @@
-"""What a rank may ask of the others while it computes. Live: `gloo.GlooLinks`; in tests: threads of one process.
+"""Interface of communication between ranks while they compute. Live: `gloo_links.GlooLinks`; in tests: threads.
 
-Sums and gathers are collective; everything else is point to point and asynchronous: whoever sends goes on at once, and
-whoever receives has asked before it needs the answer. Messages between two ranks arrive in the order of sending.
+Sums and gathers are collective; everything else is point to point and asynchronous: sends do not block, and receives
+are posted before their data is needed. Messages between two ranks arrive in the order of sending.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ class PeerLinks(Protocol):
     """One rank's connections with the ranks of the same place in other KV groups."""
 
     def expect_from(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-        """Ask that group's rank for its next message; the result waits for it. Every message is asked for once, in the
-        order of sending."""
+        """Post the receive of that group's next message; the returned function waits for it.
+
+        Every message is received once, in the order of sending.
+        """
 
     def send_to(self, group: int, x: Tensor) -> None:
         """Send to that group's rank. `x` is contiguous and must not change afterwards."""
@@ -30,16 +32,16 @@ class RankLinks(TensorGroup, PeerLinks, Protocol):
     """One rank's connections."""
 
     def expect_rows(self, rows: int) -> Callable[[], Tensor]:
-        """Ask the stage before for its next (rows, hidden); the result waits for them."""
+        """Post the receive of the previous stage's next (rows, hidden); the returned function waits for it."""
 
     def send_rows(self, hidden: Tensor) -> None:
-        """Pass (rows, hidden) to the stage behind. `hidden` must not change afterwards."""
+        """Send (rows, hidden) to the next stage. `hidden` must not change afterwards."""
 
     def expect_tokens(self, count: int) -> Callable[[], list[int]]:
-        """Ask the rank that samples for the next `count` tokens; the result waits for them."""
+        """Post the receive of the next `count` sampled tokens; the returned function waits for them."""
 
     def send_tokens(self, tokens: list[int]) -> None:
-        """Tell everybody who reads tokens what was drawn."""
+        """Send sampled tokens to all ranks that embed. Called by the rank that samples."""
 
     def close(self) -> None:
-        """Nothing more will be sent or asked."""
+        """Release the connections. No other method is called afterwards."""

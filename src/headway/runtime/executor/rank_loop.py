@@ -1,4 +1,4 @@
-"""A rank's loop: plans in, what it did out. Takes plans early, so that what they wait for is asked for in time."""
+"""A rank's message loop: receives plans, carries them out, reports. Receives for queued plans are posted early."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
 class RankLoop:
-    """Drives one worker by the engine's plan stream until told to stop.
+    """Drives one worker by the engine's plan stream until `StopRank`.
 
     A plan is replayed and its checksums compared before anything is computed. When it does not follow from this rank's
-    state, the rank stops there, sends `PlanDesync`, and continues from the snapshot that it gets. kv: moves KV to and
-    from other instances; None where KV does not move.
+    state, the rank stops there, sends `PlanDesync`, and continues from the `GroupSnapshot` sent in reply. kv: moves KV
+    to and from other instances; None where KV does not move.
     """
 
     def __init__(self, worker: ModelWorker, channel: RankChannel, kv: RankKvTransfer | None = None) -> None:
@@ -63,11 +63,11 @@ class RankLoop:
             self.step()
 
     def step(self) -> None:
-        """Take the next message, or carry out the next plan; wait for one.
+        """Process the next message or carry out the next plan; blocks while there is neither.
 
-        A span under way calls it where all ranks of the instance do. Messages behind the one that began the span may
-        have been received already.
+        Also called from within a span, at points that all ranks of the instance reach.
         """
+        # Control messages are ordered with plans: this one precedes the plans that were sent behind it.
         if self._control_is_due:
             self._take_control_messages()
             return
@@ -79,20 +79,21 @@ class RankLoop:
         self._take_control_messages()
 
     def poll(self) -> None:
-        """From within a span: take messages that have come, and carry out plans up to the first that computes.
+        """Process messages that have arrived, and carry out plans up to the first that computes. Never blocks.
 
-        A plan that computes waits for other ranks, which may be inside the span still.
+        Called from within a span. A plan that computes would wait for other ranks, which may still be in the span.
         """
         while not self.stopped and (frames := self._channel.receive(wait=False)) is not None:
             self._on_message(_decoder.decode(frames[0]), frames[1:])
         self._take_control_messages()
+        # Plans without rows only replay block operations, which never wait for other ranks.
         while self._queue and not (self._queue[0][1].tokens or self._queue[0][1].assists or self._span_is_ending):
             self._carry_out(*self._queue.popleft())
             self._take_control_messages()
 
     @property
     def _span_is_ending(self) -> bool:
-        """Whether the span under way is to end: messages behind that one wait until it has ended."""
+        """Whether the span under way is to end: later messages are deferred until it has ended."""
         return self._kv is not None and self._kv.runs.over
 
     def _on_message(self, message: ToRank, frames: list[memoryview]) -> None:
@@ -118,9 +119,10 @@ class RankLoop:
             raise InvariantError(f"the engine says {message!r} to a rank that is at work")
 
     def _enqueue(self, plan: BatchPlan) -> None:
-        """Queue a plan that has come, and post the receives for the rows that it needs."""
+        """Queue a received plan, and post the receives for the rows that it needs."""
         if self._desynced:
             return
+        # Plans in flight behind a lost one arrive first: they are dropped above until the snapshot has come.
         if plan.seq != self._received_seq + 1:
             self._desync(plan.seq, f"plan {plan.seq} came after plan {self._received_seq}")
             return
@@ -130,6 +132,8 @@ class RankLoop:
             self._desync(plan.seq, f"plan {plan.seq} does not follow from what is known here: {error}")
             return
         self._received_seq = plan.seq
+        # After a resync, plans come again whose receives are posted already: a second receive would take a later plan's
+        # rows.
         if plan.seq > self._expected_seq:
             self._expected_seq = plan.seq
             self._worker.expect(part)
@@ -144,6 +148,8 @@ class RankLoop:
     def _carry_out(self, plan: BatchPlan, part: GroupBatch) -> None:
         worker, state = self._worker, self._state
         try:
+            # Blocks first, then foreign tokens: both count in the checksum that is compared before anything is
+            # computed.
             runs = worker.replay(part.kv_ops)
             for number, known, tokens in plan.foreign_tokens:
                 worker.learn_tokens(str(number), known, tokens)
@@ -163,6 +169,7 @@ class RankLoop:
             if plan.seq > self._admitted.get(request, 0):
                 worker.forget(str(request))
                 self._admitted.pop(request, None)
+        # Sent again after a snapshot, but computed here before: its messages to other ranks must not be sent twice.
         if plan.seq <= self._computed_seq:
             worker.skip(part)
             return
@@ -173,11 +180,12 @@ class RankLoop:
             self._kv.computed(part)
         logprobs = tuple(one.logprobs for one in emitted)
         tokens = tuple(one.token for one in emitted)
+        # An empty tuple stands for no log-probabilities at all: most plans need none on the wire.
         reported = logprobs if any(one is not None for one in logprobs) else ()
         self._say(PlanDone(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
 
     def _take_control_messages(self) -> None:
-        """Take control messages of KV transfers whose plans before them have been carried out."""
+        """Process control messages of KV transfers whose preceding plans have been replayed."""
         while self._kv is not None and self._control_is_due:
             self._kv.on_message(self._control_messages.popleft().body)
 
@@ -187,18 +195,20 @@ class RankLoop:
         return bool(waiting) and waiting[0].after <= self._replayed_seq and not self._span_is_ending
 
     def _desync(self, seq: int, why: str) -> None:
+        # Queued plans are sent again behind the snapshot.
         self._queue.clear()
         self._desynced = True
         self._say(PlanDesync(seq, self._computed_seq, why))
 
     def _restore(self, snapshot: GroupSnapshot) -> None:
-        """Start over after `snapshot.seq`. Plans up to the last one computed here only move cursors when sent again."""
+        """Start over after plan `snapshot.seq`. Plans computed here before only move cursors when sent again."""
         held = {str(request): runs for request, _, runs, _ in snapshot.requests if runs}
         bases = {str(request): base for request, _, _, base in snapshot.requests if base}
         tables = BlockTables.of(self._worker.tables.allocator.n_blocks, held)
         self._worker.restore(
             tables, {str(request): known for request, known, _, _ in snapshot.requests if known}, bases
         )
+        # The worker and the stream share one copy of the tables.
         self._state = StreamState(tables, snapshot.plans_checksum, snapshot.state_checksum)
         for epoch, members in snapshot.groups:
             self._state.epochs.use(epoch, tuple(map(str, members)))

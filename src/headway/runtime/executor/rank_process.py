@@ -1,5 +1,7 @@
-"""A rank's process: joins the others, loads its share, serves. Started by `runtime.executor.rank_processes`, never
-by people."""
+"""Entry point of a rank's process: joins the other ranks, loads its share of the model, serves.
+
+Started by `runtime.executor.rank_processes`, never by hand.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ZmqChannel:
-    """`Channel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
+    """`RankChannel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
 
     def __init__(self, rank: int, endpoint: str, token: str | None) -> None:
         self._context = zmq.Context()
@@ -69,7 +71,7 @@ class ZmqChannel:
         self._closed = False
 
     def live(self, rank: int, every_s: float) -> None:
-        """Begin to send beats, over a connection of their own."""
+        """Start to send heartbeats over a separate connection."""
         self._heart = HeartbeatSender(lambda: self._connected(HEARTBEAT_IDENTITY + b"%d" % rank), b"", every_s)
 
     def _connected(self, name: bytes) -> zmq.Socket[Any]:
@@ -84,9 +86,13 @@ class ZmqChannel:
         return socket
 
     def aside(self, rank: int) -> Callable[[bytes], None]:
-        """Sends frames over a connection of its own, from any thread; once the channel is closed they go nowhere."""
+        """Return a function that sends frames over a separate connection, from any thread.
+
+        It drops frames once the channel is closed.
+        """
 
         def send(frame: bytes) -> None:
+            # ZeroMQ sockets are not thread-safe; the lock also orders a send against `close`.
             with self._aside_gate:
                 if self._closed:
                     return
@@ -97,7 +103,7 @@ class ZmqChannel:
         return send
 
     def receive(self, wait: bool) -> list[memoryview] | None:
-        """See `Channel.receive`."""
+        """See `RankChannel.receive`."""
         try:
             frames = self._socket.recv_multipart(0 if wait else zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -105,11 +111,11 @@ class ZmqChannel:
         return [memoryview(frame.buffer) for frame in frames]
 
     def send(self, frame: bytes) -> None:
-        """See `Channel.send`."""
+        """See `RankChannel.send`."""
         self._socket.send(frame)
 
     def close(self) -> None:
-        """What was sent last still goes out."""
+        """Close all connections after sending what is queued (for at most 1 s each)."""
         if self._heart is not None:
             self._heart.stop()
         with self._aside_gate:
@@ -121,7 +127,7 @@ class ZmqChannel:
 
 
 def main(rank: int, endpoint: str, settings: bytes) -> None:
-    """Serve until told to stop, or until the engine is gone. Never returns."""
+    """Serve until `StopRank`, or until the engine's process has ended. Never returns."""
     _end_with_the_engine()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     config = msgspec.json.decode(settings, type=RankConfig)
@@ -141,11 +147,13 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
         channel.send(_encoder.encode(failure(error)))
         code = 1
     channel.close()
-    os._exit(code)  # nobody waits for connections of ranks that may be gone
+    # Not an orderly exit: torch.distributed's teardown would wait for ranks that may be gone.
+    os._exit(code)
 
 
 def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     place = place_of(config.layout, rank)
+    # Rank 0 creates the store before it reports the port; the others join after the welcome, which carries the port.
     store = None if rank else rendezvous(config.host, None, config.patience_s)
     _say(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), 0 if store is None else store.port))
     frames = channel.receive(wait=True)
@@ -160,6 +168,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     path = Path(config.model) / "config.json"
     shape = read_config(read_json(path), config.max_model_len, str(path))
     device = torch.device(config.device(rank))
+    # Checked before the model is loaded, and in the rank: the engine does not import torch.
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise ConfigError(f"worker {rank} shall compute on {device}, and this host has {torch.cuda.device_count()}")
@@ -174,6 +183,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     held = decoder.weights.parameters * decoder.dtype.itemsize
     dtype = str(decoder.dtype).removeprefix("torch.")
     kv = None
+    # KV moves between host memories only.
     if config.peer is not None and device.type == "cpu":
         aside = channel.aside(rank)
         kv = RankKvTransfer(
@@ -196,8 +206,11 @@ def _say(channel: ZmqChannel, message: FromRank) -> None:
 
 
 def _end_with_the_engine() -> None:
-    """The engine holds one end of a pipe for as long as it lives, however it ends. Its forkserver, our parent, ends
-    with it; then the system ends even a rank that is stopped and watches nothing."""
+    """Have this process end with the engine, in two ways.
+
+    The parent's sentinel is a pipe that the engine holds open for as long as it lives: a thread watches it. The parent,
+    the engine's forkserver, ends with the engine; the kernel then kills even a rank that is stopped by a signal.
+    """
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()

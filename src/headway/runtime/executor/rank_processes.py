@@ -1,4 +1,4 @@
-"""Ranks as processes: started by forkserver with torch preloaded, spoken to over ZeroMQ. No torch here.
+"""Ranks as processes: started by forkserver with torch preloaded, connected over ZeroMQ. No torch here.
 
 The forkserver imports once and each rank is a fork of it, so that ten ranks start nearly as quickly as one.
 """
@@ -37,18 +37,19 @@ from headway.runtime.launcher.remote_rank import RemoteProcess
 M = TypeVar("M", RankHello, RankReady)
 
 _GRACE_S = 3.0
+"""How long `close` waits for ranks to stop before it kills them."""
 _LOOK_S = 0.5
-"""Time between two looks at who is silent."""
+"""Interval between two checks for silent ranks."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 class ProcessTransport:
-    """`Wire` to the ranks of `config.layout`, started at construction and ready after `start`. `hosts`: where those
-    ranks run that are not on this host.
+    """`RankTransport` to the ranks of `config.layout`, started at construction and ready after `start`.
 
-    Each rank sends a beat from a thread of its own: one that is hung or cut off is lost after `config.timeout_s`.
+    hosts: launches the ranks that run on other hosts. Each rank sends heartbeats from a separate thread; one that hangs
+    or is cut off counts as lost after `config.timeout_s`.
     """
 
     def __init__(self, config: RankConfig, hosts: HostCoordinator | None = None) -> None:
@@ -59,6 +60,7 @@ class ProcessTransport:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        # Sending to a rank without a connection is an error, not a silent drop.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that was cut off may be back before that is noticed
         if hosts is None:
@@ -80,11 +82,14 @@ class ProcessTransport:
 
     @property
     def waits_on(self) -> tuple[Any, ...]:
-        """See `Wire.waits_on`."""
+        """See `RankTransport.waits_on`."""
         return (self._socket, *(process.sentinel for process in self.processes))
 
     def start(self) -> list[RankReady]:
-        """Wait until all ranks have met and loaded; what each has, by rank. ConfigError with a rank's own words."""
+        """Wait until all ranks have connected and loaded. Returns their reports, by rank.
+
+        Raises ConfigError, with the rank's own message, when one cannot start.
+        """
         try:
             hellos = self._gather(RankHello)
             for rank, hello in enumerate(hellos):
@@ -98,6 +103,7 @@ class ProcessTransport:
             ready = self._gather(RankReady)
             if len({one.mark for one in ready}) > 1:
                 raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
+            # Until here the longer start time-out applied.
             self._pulse.timeout_s = self._timeout_s
             return ready
         except RankLostError as error:
@@ -110,7 +116,7 @@ class ProcessTransport:
             raise
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
-        """See `Wire.send`."""
+        """See `RankTransport.send`."""
         try:
             self._socket.send_multipart([b"%d" % rank, *frames], copy=False)
         except zmq.ZMQError as error:
@@ -119,11 +125,12 @@ class ProcessTransport:
             raise RankLostError(rank, f"cannot be reached ({error})") from error
 
     def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
-        """See `Wire.receive`. What a rank said before it ended comes first."""
+        """See `RankTransport.receive`. Messages that a rank sent before it ended are returned before the loss."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                # A rank has up to three connections; any message on any of them counts as a sign of life.
                 rank = int(name.removeprefix(HEARTBEAT_IDENTITY).removeprefix(CONTROL_IDENTITY))
                 self._pulse.heard(rank, time.monotonic())
                 if not name.startswith(HEARTBEAT_IDENTITY):
@@ -133,19 +140,20 @@ class ProcessTransport:
                 self._check_silence()
             left_s = _LOOK_S if until is None else max(0.0, min(_LOOK_S, until - time.monotonic()))
             ready = dict(self._poller.poll(round(left_s * 1000.0)))
+            # Only with an empty socket: what a rank sent before it ended is delivered first.
             if self._socket not in ready:
                 self._check_alive()
                 if until is not None and time.monotonic() >= until:
                     return None
 
     def kill(self) -> None:
-        """See `Wire.kill`."""
+        """See `RankTransport.kill`."""
         for process in self.processes:
             process.kill()
         self.close()
 
     def close(self) -> None:
-        """See `Wire.close`."""
+        """See `RankTransport.close`."""
         for rank, process in enumerate(self.processes):
             if process.is_alive():
                 try:
@@ -174,7 +182,7 @@ class ProcessTransport:
             raise RankLostError(silent, f"was not heard of for {self._pulse.timeout_s:g} s: it hangs or is cut off")
 
     def _gather(self, kind: type[M]) -> list[M]:
-        """One message of that kind from every rank, by rank."""
+        """Receive one message of that kind from every rank; return them by rank."""
         told: dict[int, M] = {}
         while len(told) < len(self.processes):
             message = self.receive(None)
@@ -190,7 +198,7 @@ class ProcessTransport:
 
 
 def _ended(process: ForkServerProcess | RemoteProcess) -> str | None:
-    """Why a process is gone, in words that follow 'worker 3'; None while it is there."""
+    """Return why a process has ended, as a phrase that follows 'worker 3'; None while it runs."""
     if isinstance(process, RemoteProcess):
         return process.ended
     return None if process.exitcode is None else f"has ended with {end_words(process.exitcode)}"

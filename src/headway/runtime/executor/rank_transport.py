@@ -1,6 +1,7 @@
-"""How messages travel between the engine and its ranks. Live: ZeroMQ to processes
-(`runtime.executor.rank_processes`); in tests:
-queues to threads."""
+"""Interface of message transport between the engine and its ranks.
+
+Live: ZeroMQ to processes (`runtime.executor.rank_processes`); in tests: queues to threads.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Frame = bytes | memoryview
 
 
 class RankLostError(LostError):
-    """A rank's process has ended or is not heard of any more, or it has said that it cannot go on."""
+    """A rank's process has ended, is silent, or has reported that it cannot go on."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"worker {rank} {why}")
@@ -28,33 +29,33 @@ class RankTransport(Protocol):
         """Sockets and file descriptors for a `zmq.Poller`: readable when `receive` has something, or a rank is gone."""
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
-        """Never blocks."""
+        """Send one message. Never blocks. Raises RankLostError."""
 
     def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
-        """(rank, frames) of the next message; None when none comes in time. Raises RankLostError."""
+        """Return (rank, frames) of the next message; None when none comes in time. Raises RankLostError."""
 
     def close(self) -> None:
-        """Tell all ranks to stop, end those that do not, and wait until they are gone."""
+        """Send all ranks `StopRank`, kill those that do not end, and wait until they are gone."""
 
     def kill(self) -> None:
-        """End all ranks at once, whatever they are doing or waiting for, and wait until they are gone."""
+        """Kill all ranks at once, and wait until they are gone."""
 
 
 class HostLauncher(Protocol):
-    """The hosts that ranks run on, where there are several."""
+    """The hosts on which ranks run, where there are several."""
 
     def ahead_s(self, rank: int) -> float:
-        """Seconds to add to the clock of that rank's host to have the engine's."""
+        """Return the seconds to add to times of that rank's host to convert them to the engine's clock."""
 
     def close(self) -> None:
-        """The instance ends, in order, on all of them. After the wire's own `close`."""
+        """End the instance on all hosts, in order. Called after the transport's own `close`."""
 
 
 class RankChannel(Protocol):
     """A rank's end."""
 
     def receive(self, wait: bool) -> list[memoryview] | None:
-        """The next message's frames; None when there is none and `wait` is false."""
+        """Return the next message's frames; None when there is none and `wait` is false."""
 
     def send(self, frame: bytes) -> None:
-        """To the engine. Never blocks."""
+        """Send one frame to the engine. Never blocks."""

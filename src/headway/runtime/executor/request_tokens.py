@@ -1,4 +1,4 @@
-"""The tokens of one request where the model is: its prompt, as received once, and what it has generated."""
+"""Tokens of one request on a rank: its prompt, received once, and its generated tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headway.runtime.model.sampling import SamplerState, make_state
 
 
 class RequestTokens:
-    """A request's token state on one rank. `known` counts prompt and generated tokens.
+    """A request's token state on one rank.
 
     Ids are kept only on ranks that embed or sample, and may arrive after they are counted: `count` is called with the
-    plan, `append` with the token. Only the rank that samples has a `sampler`.
+    plan, `append` with the token.
     """
 
     __slots__ = ("_prompt", "_prompt_tokens", "known", "last", "output", "sampler")
@@ -24,9 +24,12 @@ class RequestTokens:
         self._prompt = None if prompt is None else np.frombuffer(prompt, dtype=np.int32)
         self._prompt_tokens = prompt_tokens
         self.known = prompt_tokens
+        """Prompt and generated tokens, including those whose ids have not arrived."""
         self.output: list[int] = []
         self.last = -1 if self._prompt is None else int(self._prompt[-1])
+        """The newest id; -1 where this rank keeps none."""
         self.sampler = sampler
+        """Set on the rank that samples only."""
 
     @property
     def behind(self) -> bool:
@@ -34,25 +37,25 @@ class RequestTokens:
         return self._prompt_tokens + len(self.output) < self.known
 
     def count(self) -> None:
-        """Count one token more. Its id comes later, or never on ranks that do not need it."""
+        """Count one more token. Its id arrives later, or never on ranks that do not need it."""
         self.known += 1
 
     def append(self, token: int) -> None:
-        """Take the id of the oldest token that was counted without one."""
+        """Append the id of the oldest token that was counted without one."""
         self.output.append(token)
         self.last = token
         if self.sampler is not None:
             self.sampler.append(token)
 
     def learn(self, known: int, tokens: tuple[int, ...]) -> None:
-        """Take tokens generated in another group or instance, behind the first `known` ones. Known ones are skipped."""
+        """Append tokens generated in another group or instance, behind the first `known`. Those held are skipped."""
         self.known = max(self.known, known + len(tokens))
         if self._prompt is not None or self.sampler is not None:
             for token in tokens[self._prompt_tokens + len(self.output) - known :]:
                 self.append(token)
 
     def tokens(self, start: int, count: int) -> Tensor:
-        """Tokens [start, start + count) as int64, whether of the prompt or generated."""
+        """Return tokens [start, start + count) of prompt and output as int64."""
         if self._prompt is None:
             raise InvariantError("this rank keeps no prompts")
         stop = start + count
@@ -68,6 +71,6 @@ class RequestTokens:
 def sampler_of(
     prompt: memoryview | bytes | None, params: SamplingParams, vocab_size: int, eos: tuple[int, ...]
 ) -> SamplerState:
-    """A request's sampler. Only a repetition penalty looks at the prompt."""
+    """Make a request's sampler. Only a repetition penalty reads the prompt."""
     ids = np.empty(0, dtype=np.int32) if prompt is None else np.frombuffer(prompt, dtype=np.int32)
     return make_state(params, ids, vocab_size, eos)

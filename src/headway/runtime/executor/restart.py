@@ -1,4 +1,4 @@
-"""New ranks in the making, on a thread of its own: the engine goes on listening to its clients meanwhile. No torch."""
+"""Restart of ranks on a separate thread, while the engine keeps serving its clients' messages. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PATIENCE_S = 5.0
 
 
 class RankRestart:
-    """Begun at construction by calling `make`, which starts ranks and waits until they are ready. `ready` is a file
-    descriptor that becomes readable when it is over."""
+    """Runs `make` on a thread from construction on: it starts ranks and waits until they are ready."""
 
     def __init__(self, make: Callable[[], RankTransport]) -> None:
         self.ready = os.eventfd(0, os.EFD_CLOEXEC)
+        """File descriptor that becomes readable when `make` has returned or failed."""
         self._make = make
         self._made: RankTransport | None = None
         self._error: Exception | None = None
@@ -25,8 +25,10 @@ class RankRestart:
         self._thread.start()
 
     def wire(self, timeout_s: float | None) -> RankTransport | None:
-        """The wire to the new ranks; None while there is none. Raises LostError when they could not start. To be called
-        until it gives one of these two."""
+        """Return the transport to the new ranks; None while they start. Raises LostError when they could not start.
+
+        Must not be called again after it has returned a transport or raised: it then has closed `ready`.
+        """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return None
@@ -36,7 +38,7 @@ class RankRestart:
         return self._made
 
     def abandon(self) -> None:
-        """Nobody wants the ranks any more. Those that start for too long end with this process."""
+        """Kill the new ranks, if they are ready within `_PATIENCE_S`. Otherwise they end with this process."""
         self._thread.join(_PATIENCE_S)
         if self._made is not None:
             self._made.kill()
@@ -46,4 +48,5 @@ class RankRestart:
             self._made = self._make()
         except Exception as error:  # raised again by `wire`
             self._error = error
+        # Last: whatever `wire` reads is set before the descriptor becomes readable.
         os.eventfd_write(self.ready, 1)

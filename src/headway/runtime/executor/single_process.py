@@ -49,17 +49,17 @@ class SingleProcessExecutor:
         self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
-        """KV operations that were made since the last batch, ahead of the next one's."""
+        """Carry out KV operations without a batch, ahead of the next batch."""
         self.worker.replay(ops)
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         return self._done.popleft() if self._done else None
 
     def recover(self) -> None:
-        """Never called: what is lost here takes the engine with it."""
+        """Never called: this executor has no workers to lose apart from the engine's process."""
 
     def forget(self, request_id: str) -> None:
         self.worker.forget(request_id)
 
     def close(self) -> None:
-        """Memory goes with the process."""
+        """Nothing to close: memory is released with the process."""

@@ -1,9 +1,9 @@
-"""The threads that compute together, each on cores of its own when they begin again after a pause.
+"""Pinning of compute threads to cores during the first iteration after a pause.
 
-Seen under KVM with two cores: when all have slept for some 100 ms, the system wakes the team on the one core that is
-awake, and leaves it there for as long as a short prefill takes, which doubles it (320 tokens: 77 ms, bound 56). So for
-the first iteration after a pause each thread is bound to its share of the cores. For that one only: where another
-process is busy, bound threads take a third longer.
+Observed under KVM with two cores: when all threads have slept for some 100 ms, the kernel wakes all of them on the one
+core that is awake and leaves them there for as long as a short prefill takes, which nearly doubles its time (320
+tokens: 77 ms, pinned 56 ms). So for the first iteration after a pause each thread is pinned to its share of the cores.
+Only for that iteration: where another process is busy, pinned threads take a third longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.core.cpu_affinity import CORES, shares
 
 PAUSE_S = 0.08
 _CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""A user who has one of these set says himself where threads run."""
+"""Environment variables by which a user places threads: with any of them set, nothing is pinned."""
 
 
 class ThreadPinning:
@@ -38,22 +38,26 @@ class ThreadPinning:
         self._bound = False
 
     def begin(self, now: float) -> None:
-        """Before an iteration. Not the first of all: threads that are started in it would be bound with this one. Nor
-        where somebody has bound the calling thread meanwhile (`taskset -p`)."""
+        """Pin the threads if this iteration, which begins at `now`, follows a pause.
+
+        Does nothing where the affinity of the calling thread was changed from outside (`taskset -p`).
+        """
+        # Not before the first iteration: threads started in it would inherit the calling thread's single-core affinity.
         paused = self._ended_s is not None and now - self._ended_s >= PAUSE_S
         if self._shares and paused and os.sched_getaffinity(0) == set(CORES):
             self._bound = True
             self._place(self._shares)
 
     def end(self, now: float) -> None:
-        """Behind it, also when it failed."""
+        """Unpin the threads. Called after each iteration, also after one that failed."""
         self._ended_s = now
         if self._bound:
             self._bound = False
             self._place(repeat(CORES))
 
     def _place(self, places: Iterable[tuple[int, ...]]) -> None:
-        """The calling thread has the first of them. Threads that have ended meanwhile are no matter."""
+        """Set the affinity of each compute thread, the calling one first. Threads that have ended are ignored."""
+        # Python's own threads (heartbeats, watchers) do not compute and are not moved.
         known = {thread.native_id for thread in threading.enumerate()} | self._strangers
         for thread, place in zip((threading.get_native_id(), *sorted(_threads() - known)), places, strict=False):
             with suppress(OSError):

@@ -1,6 +1,6 @@
-"""One rank's share of a model: a batch in, sampled tokens out where this rank is the one that samples.
+"""Computation of one rank's share of a model: takes a batch, and returns tokens on the rank that samples.
 
-It keeps its own copy of the block tables by replaying each batch's KV operations, so that no table is ever sent. A
+A rank keeps its own copy of the block tables by replaying each batch's KV operations, so that no table is ever sent. A
 single process is a rank that holds the whole model and has no links.
 """
 
@@ -68,7 +68,7 @@ class ModelWorker:
         params: SamplingParams | None,
         output: tuple[int, ...] = (),
     ) -> None:
-        """Keep what this rank needs of a request. The prompt is not copied."""
+        """Store the parts of a request that this rank needs. The prompt is not copied."""
         sampler = None
         if self._draws and params is not None:
             sampler = sampler_of(prompt, params, self.decoder.config.vocab_size, self._eos)
@@ -83,8 +83,9 @@ class ModelWorker:
         self._residents.pop(request_id, None)
 
     def learn_tokens(self, request_id: str, known: int, tokens: tuple[int, ...]) -> None:
-        """Take tokens of a request that other KV groups generated, behind its first `known` ones."""
+        """Append tokens of a request that other KV groups generated, behind its first `known` ones."""
         if self._embeds and not self._draws:
+            # `learn` appends at the end: ids of tokens counted before must have arrived first.
             while self._residents[request_id].behind:
                 self._receive_tokens()
         self._residents[request_id].learn(known, tokens)
@@ -102,12 +103,14 @@ class ModelWorker:
                 held.append(self.tables.runs(request))
                 continue
             if verb == "free":
+                # Before the blocks are free: a KV transfer may still read them.
                 self.on_free(request)
                 self.tables.free(request)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
                 held.append(())
                 continue
+            # Only the first operation of a shard names its first token.
             if start:
                 self._bases[request] = start
             self.tables.add(request, blocks)
@@ -124,7 +127,7 @@ class ModelWorker:
         return known - sum(map(self._base, group.members)) if self._bases else known
 
     def skip(self, part: GroupBatch) -> None:
-        """Move cursors as `run` would, for a part that was run before: its tokens are here or on their way."""
+        """Move cursors as `run` does, for a part that was run before: its tokens have arrived or are being sent."""
         for resident in self._yielding(part):
             resident.count()
 
@@ -139,6 +142,7 @@ class ModelWorker:
         self._residents = {name: resident for name, resident in self._residents.items() if name in known}
         for name, tokens in known.items():
             self._residents[name].known = tokens
+        # Cached members may be requests that the snapshot dropped.
         self._group = (-1, [])
 
     # -- computing ----------------------------------------------------------------------------------------------
@@ -172,23 +176,29 @@ class ModelWorker:
             self._links.send_rows(hidden)
         emitted: list[EmittedToken] = []
         if wanted and self._ends:
+            # The head is the largest matrix: only rows that yield a token are multiplied, and a batch of decodes is not
+            # copied.
             whole = len(wanted) == hidden.shape[0]
             logits = self.decoder.head(
                 hidden if whole else hidden.index_select(0, torch.tensor(wanted, device=hidden.device))
             )
             if logits is not None:
                 emitted = self._draw(names, yielding, logits)
+        # Counted at once, so that the next batch can be laid out before the token's id has arrived.
         for resident in yielding:
             resident.count()
         if wanted and self._embeds and not self._draws:
             assert self._links is not None
+            # The receive is posted now and completed by `_receive_tokens`, when a later batch embeds the token.
             self._drawn.append((yielding, self._links.expect_tokens(len(yielding))))
         return emitted
 
     def _layout(self, part: GroupBatch, decoding: list[RequestTokens]) -> tuple[list[BatchSegment], Tensor, list[int]]:
         """Rows of the forward pass: decodes first, then chunks. (segments, positions, rows that yield a token)."""
+        # A decode computes the newest known token, whose KV is not stored yet.
         positions = [resident.known - 1 for resident in decoding]
         segments = [
+            # `past` counts slots of this group's shard, not tokens of the request.
             BatchSegment(row, 1, position - self._base(name), self._slots[name])
             for row, (name, position) in enumerate(zip(part.decodes.members, positions, strict=True))
         ]
@@ -258,6 +268,7 @@ class ModelWorker:
         samplers = [resident.sampler for resident in residents]
         drawn = sample(logits, [s for s in samplers if s is not None], [resident.known for resident in residents])
         if self._links is not None:
+            # First to the other ranks: the first stage waits for these ids to begin its next batch.
             self._links.send_tokens([result.token for result in drawn])
         for resident, result in zip(residents, drawn, strict=True):
             resident.append(result.token)
