@@ -1,4 +1,5 @@
-"""One attempt at a request, as the controller and its instances know it: what was sent where, and where its KV is."""
+"""One attempt at a request, as the controller and the instances identify it: what was sent where, and where its KV
+is."""
 
 from __future__ import annotations
 
@@ -13,28 +14,17 @@ from headway.runtime.cluster.messages import SendKv, SpanTask
 
 
 class KvMovement:
-    """KV of a request under way: which instances still have to send, and what follows when all have."""
+    """KV of a request on its way to one instance."""
 
     __slots__ = ("sources", "then")
 
     def __init__(self, sources: set[int], then: Callable[[], None]) -> None:
+        """sources: instances whose part has not arrived. then: called when all parts have."""
         self.sources, self.then = sources, then
 
 
 class RequestAttempt:
-    """`request` is what the policy sees; `wire` the id by which instances know it (its name, or another one when a
-    scheduler begins with it anew).
-
-    admitted: instances that have its prompt. runs: spans that were begun, in order; running: who has not yet told the
-    end, or a pause, of the one under way, which is `entry`. spread: the group over which its KV lies; whole:
-    instances that have all of it, ready to decode. at: the instance in whose scheduler it is. gathers: its KV is
-    being brought together, to be decoded there. wanted: the group that is to decode it; (): none now. stopping:
-    nobody may, and it has not stopped yet; halts: its scheduler was told so. step: the number of the run that
-    computes its next token, where a group decodes, `count` of all runs; token: that run; steps: runs that say where
-    KV lies then; home: the instance where a scheduler has left it, until a run has taken it up. left: instances
-    that have nothing of it any more. room: instances that were asked to keep room, and whether they do, `space` for
-    how many tokens, `asked_as` by which number; unsent: what waits for that, with its senders; late: pieces that
-    wait until its last span is computed; early: pieces that are there before their span is."""
+    """The state of one attempt at a request: its tasks, its KV, its residency and its migrations."""
 
     __slots__ = ("admitted", "asked", "asked_as", "at", "base", "count", "early", "entry", "finished", "gathers",
                  "halts", "home", "journey", "late", "left", "moving", "request", "room", "running", "runs", "space",
@@ -43,59 +33,89 @@ class RequestAttempt:
     journey: ControlledRequest
 
     def __init__(self, asked: ClusterRequest, request: Request) -> None:
+        # `request` is what the policy sees.
         self.asked, self.request = asked, request
         self.wire = request.id
+        """Id on the instances: the request's name, with a suffix after it restarted on another scheduler."""
         self.base = len(asked.told)
+        """Output tokens that earlier attempts had emitted; they are part of this attempt's prompt."""
         self.admitted: set[int] = set()
+        """Instances that have the prompt."""
         self.runs: list[SpanTask] = []
+        """Tasks of the prompt's spans that have begun, in order."""
         self.running: set[int] = set()
+        """Instances that have not reported the end or the pause of the task under way."""
         self.entry: SpanEntry | None = None
+        """The span under way."""
         self.spread: tuple[int, ...] = ()
+        """The group over which the KV is distributed."""
         self.whole: set[int] = set()
+        """Instances that have all of the KV, ready to decode."""
         self.at: int | None = None
+        """The instance on whose scheduler the request is resident."""
         self.gathers = False
+        """Whether the KV is being gathered on one instance, for a decode there."""
         self.wanted: tuple[int, ...] = ()
+        """The group that is to decode the request; (): none for now."""
+        # stopping: it is to be off its instance, and is not yet; halts: `HaltDecode` was sent for that.
         self.stopping = self.halts = False
         self.step: int | None = None
+        """Number of the task that computes the next token, while a group decodes in place."""
         self.count = 0
+        """Number of all tasks so far, over all groups."""
         self.token: SpanTask | None = None
+        """The task of that step."""
         self.steps: list[SpanTask] = []
+        """Tasks from which the layout of the KV follows while a group decodes."""
         self.home: int | None = None
+        """The instance where a scheduler left the KV, until a task has taken it up."""
         self.left: set[int] = set()
+        """Instances that dropped their part, and may get one again."""
         self.finished = False
+        """Whether the last output token has been emitted."""
         self.room: dict[int, bool] = {}
+        """Instances that were asked to reserve blocks, and whether they have."""
         self.space: dict[int, int] = {}
+        """Tokens of each of those reservations."""
         self.asked_as: dict[int, int] = {}
+        """Serial number of each of those reservations."""
         self.unsent: list[tuple[int, SendKv]] = []
+        """(sender, message) that wait for a reservation."""
         self.moving: dict[int, KvMovement] = {}
+        """Movements under way, by number."""
         self.late: list[KvSlice] = []
+        """Slices that wait until the last span is computed, or blocks are reserved."""
         self.early: list[KvSlice] = []
+        """Slices that arrived before their span was complete on the whole group."""
 
     @property
     def said(self) -> int:
-        """Output tokens of this attempt."""
+        """Number of output tokens of this attempt."""
         return len(self.asked.told) - self.base
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that have KV once the prompt is computed: all but the last one that is known."""
+        """Tokens that have KV once the prompt is computed: all but the last known one."""
+        # The newest token gets its KV in the iteration that computes the next one.
         return self.request.prompt_tokens + max(0, self.said - 1)
 
     def places(self) -> set[int]:
-        """Instances without which it cannot go on as it is."""
+        """Return the instances whose loss ends this attempt."""
         found = {*self.running, *self.spread, *self.whole, *self.room}
         if self.at is not None:
             found.add(self.at)
         return found
 
     def may_lose(self, number: int) -> bool:
-        """Whether an instance does something for it that it can fail at: a run, room or KV that moves. What it says of
-        anything else is late: the request has gone on without that."""
+        """Whether an instance has a task, a reservation or a transfer for this attempt that it can fail at.
+
+        A loss report without any of them is late: the request has continued without the lost part.
+        """
         return number in self.running or number in self.room or bool(self.moving)
 
 
 class AttemptTable:
-    """The attempts under way, by the id that instances know."""
+    """The attempts under way, by their id on the instances and by the request's name."""
 
     def __init__(self) -> None:
         self._of: dict[str, RequestAttempt] = {}
@@ -108,24 +128,24 @@ class AttemptTable:
         return len(self._of)
 
     def named(self, name: str) -> RequestAttempt | None:
-        """By the name that the policy knows."""
+        """Return the attempt with the name that the policy uses."""
         return self._named.get(name)
 
     def get(self, wire: str) -> RequestAttempt | None:
-        """None: whoever speaks of it does not know yet that it was given up."""
+        """Return the attempt with that id; None: it was given up, and the message about it is late."""
         return self._of.get(wire)
 
     def add(self, attempt: RequestAttempt) -> None:
-        """It begins."""
+        """Add an attempt that begins."""
         self._of[attempt.wire] = self._named[attempt.request.id] = attempt
 
     def remove(self, attempt: RequestAttempt) -> None:
-        """It has ended. Harmless when repeated."""
+        """Remove an attempt that has ended. Harmless when repeated."""
         self._of.pop(attempt.wire, None)
         self._named.pop(attempt.request.id, None)
 
     def rename(self, attempt: RequestAttempt) -> None:
-        """What instances say of it under its old name is not heard any more."""
+        """Give an attempt a new id on the instances: messages under the old one are ignored from now on."""
         del self._of[attempt.wire]
         attempt.wire += "'"
         attempt.admitted.clear()

@@ -41,22 +41,22 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the cluster now.
-
-    waiting: requests that have not begun anywhere; transfers: pieces of KV under way or due. Of decodes under way, how
-    often so far: one left a scheduler to go on elsewhere (decodes_moved), the group of one that decodes in place grew,
-    shrank.
-    """
+    """The state of the cluster now."""
 
     schema: Literal["headway.cluster/1"] = "headway.cluster/1"
     placement: str
     state: str
     requests: int
     waiting: int
+    """Requests that have not begun anywhere."""
     transfers: int
+    """KV movements under way or due."""
     decodes_moved: int = 0
+    """How often so far a decode left a scheduler to continue elsewhere."""
     groups_grown: int = 0
+    """How often so far a group that decodes in place got instances."""
     groups_shrunk: int = 0
+    """How often so far a group that decodes in place lost instances."""
     instances: Sequence[InstanceReport]
 
 
@@ -65,11 +65,11 @@ class InstanceAdmin(Protocol):
     """What the endpoints for operators need of a cluster's client."""
 
     def report(self) -> ClusterReport:
-        """All of it, instances by id."""
+        """Return the state of the cluster, instances by id."""
 
     def join(self, pool: int) -> InstanceReport:
         """Start one more instance like those of a pool; it gets work once it is ready. Raises RequestError."""
 
     def leave(self, number: int) -> InstanceReport:
-        """Drain an instance: nothing new goes there, and when nothing is left there it ends. Raises RequestError where
-        there is no such instance, or nobody else of its kind is left."""
+        """Drain an instance: nothing new is placed on it, and it ends when nothing is left there. Raises RequestError
+        for an unknown number, and for an instance without which the cluster could not serve."""

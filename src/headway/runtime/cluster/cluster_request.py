@@ -1,4 +1,4 @@
-"""A request that the cluster has accepted: the output that its client has, and the attempts at it."""
+"""A request that the cluster has accepted: the output that was sent to its client, and the attempts at it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from headway.runtime.engine.rejections import rejection_error
 
 
 class ClusterRequest:
-    """One request. After a loss, another attempt continues behind the output that the client has.
-
-    Whatever is lost of it, another attempt goes on behind what the client was told.
-    """
+    """One request. After a loss, another attempt continues after the output that was sent to the client."""
 
     __slots__ = (
         "_news",
@@ -35,26 +32,30 @@ class ClusterRequest:
     def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         self.submit, self.prompt = submit, prompt
         self.told: list[int] = list(submit.output)
+        """Output tokens that the client has, those of before this cluster's start included."""
         self.answered = False
-        """Whether there was any word of it since it was accepted."""
+        """Whether any output was sent since it was accepted."""
         self.attempt = 0
+        """Number of attempts so far."""
         self.runs_lost = 0
+        """How often a task of it was lost, with or without an instance."""
         self.losses = 0
-        """Instances that were lost with it on them."""
+        """Number of instances that were lost with it on them."""
         self.name = ""
-        """Of the attempt under way; empty: it waits for instances."""
+        """Name of the attempt under way; empty: it waits for instances."""
         self.over = False
+        """Whether its last output, or its error, was sent."""
         self.first_s: float | None = None
-        """When work on it began, until that was told."""
+        """Time at which its first task began; None again once a delta has carried it."""
         self._news: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
 
     @property
     def left(self) -> int:
-        """Output tokens that may still come."""
+        """Number of output tokens that may still come."""
         return self.submit.params.max_tokens - len(self.told)
 
     def try_again(self) -> Request:
-        """Another attempt, as a request of its own: its prompt is all that is known."""
+        """Return another attempt as a request of its own, whose prompt is the prompt and all output so far."""
         self.attempt += 1
         submit = self.submit
         self.name = f"{submit.id}#{self.attempt}"
@@ -68,7 +69,7 @@ class ClusterRequest:
         )
 
     def tell(self, delta: OutputDelta) -> None:
-        """An instance has something for the client."""
+        """Send an instance's output to the client, under the client's request id."""
         if self.over:
             return
         first_s = delta.first_scheduled_s if self.first_s is None else self.first_s
@@ -79,13 +80,13 @@ class ClusterRequest:
         self._news.put_nowait(msgspec.structs.replace(delta, id=self.submit.id, first_scheduled_s=first_s))
 
     def fail(self, error: Exception) -> None:
-        """It cannot be answered, or not further."""
+        """End the request with an error. Harmless when it has ended."""
         if not self.over:
             self.over = True
             self._news.put_nowait(error)
 
     async def answer(self) -> AsyncIterator[OutputDelta]:
-        """What the client gets, to the last. Raises what the request failed with."""
+        """Yield the client's deltas up to the last one. Raises the error that the request failed with."""
         while True:
             delta = await self._news.get()
             if isinstance(delta, Exception):

@@ -1,9 +1,9 @@
-"""Requests that wait for each other's KV blocks for ever: found, so that one of them can be started again.
+"""Detection of requests that wait for each other's KV blocks for ever, so that one of them can be restarted.
 
-A request keeps its KV where it was computed until all of it is where it is to be decoded. Two that are to go each
-other's way between two full instances both wait for what the other has, and whoever wants to send from there waits
-behind them. No instance can see that; who sees all of them can, and needs no limit of time, under which requests that
-merely wait for long decodes would suffer too.
+A request keeps its KV where it was computed until all of it has arrived where it is decoded. Two requests that migrate
+in opposite directions between two full instances both wait for the other's blocks, and every other slice of those
+senders waits behind them. No instance can see that; the controller sees all of them, and needs no timeout, which would
+also hit requests that merely wait for long decodes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 
 EVERY_S = 1.0
-"""How often to look while anybody waits."""
+"""Seconds between two searches while a request waits for blocks."""
 _SURE_S = 2.0
-"""What looks like a knot for so long is one: until then an answer may be on its way."""
+"""Seconds for which a request must have waited to count as blocked: until then an answer may be on its way."""
 
 
 def knotted(
@@ -25,9 +25,13 @@ def knotted(
     behind: Mapping[str, Collection[str]],
     holders: Mapping[int, Collection[str]],
 ) -> set[str]:
-    """Those of a set of requests of whom each waits for room on an instance where nobody but them has any, or for a
-    sender that one of them keeps: the largest such set. waits: for room on which instances; behind: whom, for senders;
-    holders: who has KV on each instance, or goes on there."""
+    """Return the largest set of deadlocked requests.
+
+    Each of them waits for KV blocks on an instance whose blocks are all held by members of the set, or for a sender
+    that a member occupies. waits: the instances on which a request waits for blocks. behind: the requests behind whose
+    slices a request waits. holders: the requests that hold KV, or make progress, on each instance.
+    """
+    # Greatest fixed point: begin with all that wait, and remove those that a request outside the set can free.
     left = {*waits, *behind}
     while True:
         stuck = {
@@ -42,7 +46,7 @@ def knotted(
 
 
 class DeadlockDetector:
-    """Finds the requests to start again in one cluster."""
+    """Finds the request to restart in one cluster."""
 
     def __init__(self, fleet: InstanceRegistry, attempts: AttemptTable, transfers: TransferQueue) -> None:
         self._fleet, self._attempts, self._transfers = fleet, attempts, transfers
@@ -51,12 +55,16 @@ class DeadlockDetector:
         self._heard: dict[int, float] = {}
 
     def heard(self, number: int, now: float) -> None:
-        """An instance has sent a snapshot."""
+        """Note the time of an instance's last snapshot."""
         self._heard[number] = now
 
     def find(self, now: float, order: Iterable[str]) -> tuple[RequestAttempt, bool] | None:
-        """The youngest of a knot, by the `order` of acceptance of what is asked, and whether others go on once it lets
-        go of its KV. None: there is no knot. To be asked every `EVERY_S` seconds while anybody waits for room."""
+        """Return the youngest deadlocked request, and whether its restart lets others continue; None without deadlock.
+
+        order: ids of the accepted requests, oldest first. Called every `EVERY_S` seconds while a request waits for
+        blocks.
+        """
+        # A silent instance may be inside a long iteration, with its answers still to come.
         silent = {each.number for each in self._fleet if now - self._heard.get(each.number, now) > _SURE_S}
         still = self._still(now) - silent
         waits: dict[str, set[int]] = {}
@@ -69,12 +77,12 @@ class DeadlockDetector:
                 waits[name] = asked
             places = _places(attempt)
             taken |= places
+            # On a working scheduler it will free its blocks, and so is a holder that breaks a deadlock; on a still one not.
             for i in places - ({attempt.at} & still):
                 holders.setdefault(i, set()).add(name)
         self._since = {name: self._since.get(name, now) for name in waits}
-        waits = {  # where nobody has anything, an answer is on its way
-            name: asked & taken for name, asked in waits.items() if now - self._since[name] >= _SURE_S
-        }
+        # On an instance without any KV the reservation cannot be blocked: its answer is on its way.
+        waits = {name: asked & taken for name, asked in waits.items() if now - self._since[name] >= _SURE_S}
         found = knotted(waits, self._transfers.behind(), holders)
         if not found:
             return None
@@ -82,14 +90,17 @@ class DeadlockDetector:
         for name in found:
             for i in waits.get(name, ()):
                 wanted |= holders.get(i, set()) - {name}
+        # Preferably a request whose blocks another member waits for: only its restart lets that one continue.
         youngest = {name: age for age, name in enumerate(order)}
         give_way = found & wanted
         attempts = [attempt for attempt in self._attempts if attempt.request.id in (give_way or found)]
         return max(attempts, key=lambda attempt: youngest.get(attempt.asked.submit.id, -1)), bool(give_way)
 
     def _still(self, now: float) -> set[int]:
-        """Instances whose schedulers have computed nothing for a while, and do not: who is there goes on no more than
-        others."""
+        """Return the instances whose schedulers have computed nothing for `_SURE_S` and have nothing in flight.
+
+        Requests resident there make no progress.
+        """
         for each in self._fleet:
             done = each.stats.prefill_tokens_total + each.stats.decode_tokens_total
             goes_on = each.stats.in_flight or each.stats.recovering
@@ -99,7 +110,7 @@ class DeadlockDetector:
 
 
 def _places(attempt: RequestAttempt) -> set[int]:
-    """Where a request has KV, or room for some, or is in a scheduler."""
+    """Return the instances where a request has KV, has blocks reserved, or is resident on the scheduler."""
     found = {*attempt.running, *attempt.spread, *attempt.whole, *(i for i, there in attempt.room.items() if there)}
     if attempt.entry is not None and attempt.runs:
         found.update(attempt.runs[-1].group)

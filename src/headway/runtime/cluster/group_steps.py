@@ -1,14 +1,15 @@
 """Decodes in place: a group continues, token by token, over the KV that its instances hold together (LoongServe §4.2).
 
-Each token is a run of its own, which the router begins when the group has told the end of the one before: a round trip
-a token, which the paper, whose instances have a scheduler in common, has not. A group changes between two tokens. It
-grows without moving anything: who joins holds nothing, and gets the KV of what is decoded from then on, being the
-master. It shrinks with a token: while the layers of that are computed, KV of those that leave is brought to those that
-stay, evenly. (The paper scales down while a prompt is computed, and so needs no movement; a decode it never does.)
+Each token is a span task of its own, which the controller begins when the whole group has reported the end of the one
+before: a round trip per token, which the paper's instances, with one common scheduler, do not have. A group changes
+between two tokens. It grows without moving KV: a joining instance holds nothing, becomes the master, and gets the KV of
+the tokens decoded from then on. It shrinks with a token: while that token's layers are computed, KV of the leaving
+instances moves to the remaining ones, evenly. (The paper scales down during the prefill, which needs no movement, and
+never scales down a decode.)
 
-A prompt that was computed with Ulysses leaves KV that is cut by heads. Its group decodes so too: each gets its heads of
-every token, and nothing moves. Once its group changes, or one of it is full, KV is laid out by tokens with the next
-token (a ring, as above), as soon as those who are to have it have room for that beside what they have.
+A prompt that was computed with Ulysses leaves KV cut by heads. Its group decodes in that form: each instance gets its
+heads of every token, and nothing moves. Once the group changes, or one of its instances is full, the KV is laid out by
+tokens with the next token (a ring, as above), as soon as the keepers have room for that beside what they have.
 """
 
 from __future__ import annotations
@@ -21,43 +22,49 @@ from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.messages import ComputeSpan, SpanTask, SpanTaskDone
 
 _LOW = 64
-"""KV tokens that are to be free: with less room the master is followed by the roomiest of the group."""
+"""Free KV tokens below which the master is replaced by the group's instance with the most free tokens."""
 
 _WHAT = "layout"
 
 
 class GroupDecodeSteps:
-    """The decode steps of groups. grown, shrunk: how often a group has changed while it decoded."""
+    """The decode steps of groups."""
 
     def __init__(self, fleet: InstanceRegistry) -> None:
         self._fleet = fleet
+        # How often so far a decoding group has got, and has lost, instances.
         self.grown = self.shrunk = 0
 
     def begin(self, attempt: RequestAttempt) -> None:
-        """From now on its group decodes it, over the KV that its runs have left. `next` follows."""
+        """Let a group decode a request, over the KV that its span tasks have left. The caller calls `next` after it."""
+        # Step numbers follow those of the spans, and grow also over a stay in a scheduler: late messages do not match.
         attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
         attempt.steps = list(attempt.runs)
 
     def take_up(self, attempt: RequestAttempt, home: int) -> None:
-        """From now on a group decodes it, over the KV that a scheduler has left on one instance. `next` follows."""
+        """Let a group decode a request, over the KV that a scheduler has left on `home`. The caller calls `next`."""
         attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
+        # One made-up task on `home` alone describes where all of the KV lies, however it was computed.
         attempt.steps = [SpanTask(0, attempt.kv_tokens, (home,))]
         attempt.spread, attempt.whole, attempt.home = (home,), set(), home
 
     def end(self, attempt: RequestAttempt) -> None:
-        """Its KV is on one instance, in whose scheduler it goes on."""
+        """End the decode in place: the KV is on one instance, whose scheduler continues it."""
         attempt.step = attempt.home = attempt.token = None
         attempt.steps.clear()
 
     def next(self, attempt: RequestAttempt, group: tuple[int, ...]) -> None:
-        """Compute a token; these instances have all KV with that, whoever has it before: as soon as each has room for
-        its part of it."""
+        """Begin the next token on `group`, which then holds all KV, as soon as each instance has room for its share.
+
+        Until then the present holders compute with it.
+        """
         assert attempt.step is not None
         asked, held = attempt.asked, set(attempt.spread)
         known = asked.submit.prompt_tokens + len(asked.told)
         run = attempt.token = self._run(attempt, group, known)
         order = run.group
-        begins = attempt.home is not None or bool(set(order) - held)  # some know nothing of what was
+        # An instance that joins knows neither the tokens decoded so far nor the layout of the KV before.
+        begins = attempt.home is not None or bool(set(order) - held)
         self._fleet.admit(attempt, order)
         for number in self._anew(attempt, run):
             self._fleet.promises.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
@@ -74,7 +81,7 @@ class GroupDecodeSteps:
         self._fleet.tell(order, message)
 
     def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> bool:
-        """An instance has done its part of a token; True when all have."""
+        """Handle one instance's part of a token; True when all of the group have reported."""
         if message.index != attempt.step or number not in attempt.running:
             return False
         if message.delta is not None:
@@ -93,6 +100,7 @@ class GroupDecodeSteps:
         self._fleet.promises.forget(attempt.request.id, _WHAT)
         attempt.step = attempt.count = attempt.step + 1
         attempt.home = None
+        # Tokens that differ in their number only are merged into one task: `before` must not grow with the output.
         last = attempt.steps[-1]
         if last.in_place and not run.keepers and msgspec.structs.replace(last, start=run.start, end=run.end) == run:
             attempt.steps[-1] = msgspec.structs.replace(last, end=run.end)
@@ -102,42 +110,50 @@ class GroupDecodeSteps:
         attempt.spread = tuple(sorted(kept))
         self.grown += bool(kept - held)
         self.shrunk += bool(held - kept)
+        # For now, not for good: the group may grow to those instances again.
         if held - kept:
             self._fleet.leave(attempt, but=kept)
 
     def _run(self, attempt: RequestAttempt, group: tuple[int, ...], known: int) -> SpanTask:
-        """The token's, in the form that KV has, or gets with it."""
+        """Return the span task of token `known - 1`, in the layout that the KV has or gets with it."""
         last, held = attempt.steps[-1], set(attempt.spread)
         everybody = tuple(sorted(held.union(group)))
+        # Holders that are to leave take part in this token; `keepers` (none: all) have the KV after it.
         keepers = tuple(sorted(group)) if held.difference(group) and self._fits(attempt, group) else ()
         if last.strategy.attn == "ulysses" and not keepers:
             full = {number for number in held if self._fleet.free(number) <= _LOW}
             others = tuple(number for number in everybody if number not in full)
+            # By heads every instance grows with every token: one full instance stops all, so it has to leave.
             if full and others and self._fits(attempt, others):
                 keepers = others
+            # Unchanged group, or no room yet for the layout by tokens: go on by heads, on the present holders.
             elif held.issuperset(group) or not self._fits(attempt, everybody):
                 return SpanTask(known - 1, known, last.group, last.strategy, last.node, True)
+        # The first of the order is the master: it computes the token and keeps its KV.
         master = self._master(attempt, keepers or group)
         order = (master, *(number for number in everybody if number != master))
         return SpanTask(known - 1, known, order, Strategy("ring"), None, True, keepers=keepers)
 
     def _fits(self, attempt: RequestAttempt, group: tuple[int, ...]) -> bool:
-        """Whether KV that is dealt to these evenly fits, whoever has how much of it before."""
+        """Whether a group has free tokens for an even layout of all KV, beside what its instances hold already."""
         return all(self._fleet.room(number) >= self._share(attempt, group) for number in group)
 
     def _share(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
-        """Room that each needs for that."""
+        """Return the tokens that each instance needs for an even layout."""
         return attempt.kv_tokens // len(group) + _LOW
 
     def _anew(self, attempt: RequestAttempt, run: SpanTask) -> tuple[int, ...]:
-        """Who gets more KV with a run than its token's."""
+        """Return the instances that get more KV with a task than its token's: keepers, or all at a change of layout."""
         if run.keepers:
             return run.keepers
         return run.group if attempt.steps[-1].strategy.attn == "ulysses" != run.strategy.attn else ()
 
     def _master(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
-        """Who computes the token, and gets its KV: who did, while its group is the same and it has room; one that
-        joins, where it has any; else the roomiest."""
+        """Return the instance that computes the token and gets its KV.
+
+        The master of the last token while the group is the same and it has free tokens; else a joining instance that
+        has some; else the instance with the most free tokens.
+        """
         before, run = set(attempt.spread), attempt.token
         if (
             run is not None

@@ -6,10 +6,10 @@ from headway.runtime.engine.protocol import EngineStats
 
 
 class InstanceLoad:
-    """One instance: requests that it has, what of their prompts is left, and when that will be done.
+    """Requests on one instance's scheduler, the uncomputed tokens of their prompts, and the seconds that these take.
 
-    The engine's count of prefill tokens, in each snapshot, says how far the waiting prompts have come together; which
-    of them is not said, so that progress is spread over them by length.
+    Each snapshot has the engine's count of prefill tokens over all requests, not per request: progress is spread over
+    the waiting prompts by length.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,8 @@ class InstanceLoad:
         self._counted = 0
 
     def add(self, request: str, prompt_tokens: int, prefill_s: float) -> None:
-        """A request is placed there; its prefill alone takes `prefill_s`."""
+        """Add a request whose prefill takes `prefill_s` seconds on an idle instance."""
+        # Nothing waits: what was computed beyond the known prompts must not count for this one.
         if not self._waiting:
             self._credit, self._tokens, self._seconds = 0, 0, 0.0
         self._waiting[request] = (prompt_tokens, prefill_s)
@@ -28,43 +29,45 @@ class InstanceLoad:
         self._seconds += prefill_s
 
     def entered(self, request: str) -> None:
-        """It is in the scheduler, or will be as soon as its KV is there."""
+        """Note a request on the scheduler, or one that will be there as soon as its KV has arrived."""
         self._here.add(request)
 
     def left(self, request: str) -> None:
-        """It is not any more. Harmless when repeated."""
+        """Note that a request is not on the scheduler any more. Harmless when repeated."""
         self._here.discard(request)
 
     @property
     def requests(self) -> int:
-        """In the scheduler."""
+        """Number of requests on the scheduler."""
         return len(self._here)
 
     def first_token(self, request: str) -> None:
-        """Its prompt is computed. Harmless when repeated."""
+        """Note that a request's prompt is computed. Harmless when repeated."""
+        # Its tokens leave both the total and the credit: the progress was made on this prompt.
         self._credit = max(0, self._credit - self._pop(request))
 
     def remove(self, request: str) -> None:
-        """It has ended, or left."""
+        """Remove a request that has ended or left."""
         self._pop(request)
         self._here.discard(request)
 
     def _pop(self, request: str) -> int:
-        """Its prompt's tokens, which do not wait any more."""
+        """Take a request's prompt out of the waiting ones; return its tokens."""
         tokens, seconds = self._waiting.pop(request, (0, 0.0))
         self._tokens -= tokens
         self._seconds = max(0.0, self._seconds - seconds)
         return tokens
 
     def take(self, stats: EngineStats) -> None:
-        """A snapshot; the same one may be given again."""
+        """Take in a snapshot; the same one may be given again."""
+        # Tokens of span tasks are counted by the engine too, but are no progress of the scheduler's prompts.
         counted = stats.prefill_tokens_total - stats.run_tokens_total
         self._credit += max(0, counted - self._counted)
         self._counted = max(self._counted, counted)
 
     @property
     def expects(self) -> bool:
-        """Whether prompts are there that are not computed."""
+        """Whether there are prompts that are not computed."""
         return bool(self._waiting)
 
     @property

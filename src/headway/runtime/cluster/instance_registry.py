@@ -37,27 +37,27 @@ class InstanceRegistry:
         return self._of.get(number)
 
     def add(self, instance: LiveInstance) -> None:
-        """One more."""
+        """Add an instance."""
         self._of[instance.number] = instance
 
     def remove(self, number: int) -> None:
-        """One less."""
+        """Remove an instance."""
         del self._of[number]
 
     def tell(self, numbers: Iterable[int], message: msgspec.Struct, *frames: Any) -> None:
-        """The same to each; who is gone does not hear it."""
+        """Send a message to several instances; those that are gone are skipped."""
         for number in numbers:
             instance = self._of.get(number)
             if instance is not None:
                 instance.tell(message, *frames)
 
     def meet(self) -> None:
-        """Tell everybody who is there."""
+        """Send the addresses of all reachable instances to each of them."""
         peers = tuple(peer for instance in self if (peer := instance.peer) is not None)
         self.tell([peer.instance for peer in peers], MeetPeers(peers))
 
     def admit(self, attempt: RequestAttempt, numbers: Iterable[int]) -> None:
-        """See that these instances have a request's prompt."""
+        """Send a request's prompt to those of these instances that do not have it."""
         new = [number for number in numbers if number not in attempt.admitted]
         if not new:
             return
@@ -72,7 +72,8 @@ class InstanceRegistry:
         self.tell(new, admit, asked.prompt)
 
     def forget(self, attempt: RequestAttempt) -> None:
-        """A request has nothing to do any more with the instances that know it."""
+        """Drop a request on all instances that may have anything of it."""
+        # `left` too: transfers of instances that were left for now may still be under way there.
         known = attempt.admitted | attempt.whole | attempt.left
         if attempt.at is not None:
             known.add(attempt.at)
@@ -87,7 +88,7 @@ class InstanceRegistry:
         attempt.admitted.clear()
 
     def leave(self, attempt: RequestAttempt, but: Iterable[int]) -> None:
-        """A request that goes on has nothing now on the instances that know it, but for some. It may come again."""
+        """Drop a request for now on all instances but some; it may come to the others again."""
         known = (attempt.admitted | attempt.whole) - set(but)
         self.tell(
             [number for number in sorted(known) if (one := self._of.get(number)) is not None and one.moves_kv],
@@ -97,15 +98,15 @@ class InstanceRegistry:
         attempt.admitted -= known
 
     def free(self, number: int) -> int:
-        """KV tokens that are free on an instance by its last snapshot."""
+        """Return the KV tokens that are free on an instance by its last snapshot."""
         instance = self._of[number]
         total = 0 if instance.info is None else instance.info.kv_tokens_total
         return total - instance.stats.kv_tokens_used
 
     def room(self, number: int) -> int:
-        """KV tokens that are free on an instance and promised to nobody."""
+        """Return the KV tokens that are free on an instance and not reserved."""
         return self.free(number) - self.promises.on(number)
 
     def roomiest(self, group: Iterable[int]) -> int:
-        """The instance with the most room for KV; of equals the first."""
+        """Return the instance with the most free tokens; of equals the first."""
         return max(sorted(group), key=self.room)

@@ -1,8 +1,8 @@
 """Whether a span's KV fits on its group: blocks that are free there and not reserved (`KvReservations`).
 
-A run that finds no room keeps its instances waiting, and with them those who would give room back. So a span begins
-when there is room for all of its prompt, and the spans of the prompt behind the first one need not ask. What it will
-take is promised until the ends of its spans are told.
+A span that waits for blocks on its group stops the group, and with it the requests whose end would free blocks. So a
+prompt's first span begins when there are free tokens for the whole prompt, and its later spans need no check. The
+prompt's tokens stay reserved until the ends of its spans are reported.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from headway.control.queue_entries import SpanEntry
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 
 _SLACK = 32
-"""Tokens more than are needed: of blocks that are not full."""
+"""Tokens required beyond the need, for blocks that are only partly filled."""
 _WHAT = "prompt"
 PATIENCE_S = 60.0
-"""A span that has found no room for so long begins all the same: the instances say why it cannot."""
+"""Seconds after which a span begins in spite of too few free tokens: the instances then report why it cannot."""
 
 
 class KvAdmission:
@@ -28,13 +28,15 @@ class KvAdmission:
 
     @property
     def waiting(self) -> bool:
-        """Whether a span waits for room."""
+        """Whether a span waits for free tokens."""
         return bool(self._since)
 
     def fits(self, entry: SpanEntry) -> bool:
-        """See `Hands.fits`."""
+        """See `InstanceBackend.fits`."""
+        # The first span's check covered the whole prompt, and a paused span has its blocks.
         if entry.index or entry.resumed:
             return True
+        # Members of a batch may share instances: their needs add up.
         needs: dict[int, int] = {}
         members = _members(entry)
         for member in members:
@@ -47,14 +49,14 @@ class KvAdmission:
         return now - self._since.setdefault(members[0].owner, now) >= PATIENCE_S
 
     def _has(self, number: int, tokens: int) -> bool:
-        """A pool of which nothing is taken has to do."""
+        """Whether an instance has so many free tokens. An empty pool counts as enough: waiting would not help."""
         one = self._fleet.get(number)
         if one is None or (not self._fleet.promises.on(number) and not one.stats.kv_tokens_used):
             return True
         return self._fleet.room(number) >= tokens + _SLACK
 
     def begun(self, entry: SpanEntry) -> None:
-        """A span begins, with those along."""
+        """Reserve the tokens of a span that begins, and of the members of its batch."""
         for member in _members(entry):
             self._since.pop(member.owner, None)
             if not member.index and not member.resumed:
@@ -62,31 +64,35 @@ class KvAdmission:
                     self._fleet.promises.make(number, member.owner, _WHAT, tokens)
 
     def done(self, entry: SpanEntry) -> None:
-        """A span is complete: the snapshots of its group show what there is of its KV."""
+        """Shrink the reservation of a complete span, whose KV its group's snapshots show from now on."""
         for member in _members(entry):
             needs = _needs(member)
             for number in member.group:
+                # Later spans of the prompt will take the rest; after the last one nothing is outstanding.
                 left = 0 if member.last else needs[number] - _share(member.span.end, member)
                 self._fleet.promises.kept(number, member.owner, _WHAT, left)
 
     def forget(self, name: str) -> None:
-        """A request has ended."""
+        """Release the reservations of a request that has ended."""
         self._since.pop(name, None)
         self._fleet.promises.forget(name)
 
 
 def _members(entry: SpanEntry) -> list[SpanEntry]:
-    """Of a batch those that are left: it goes on without those whose requests have ended, the first one's too."""
+    """Return the members of a batch whose requests have not ended; the first may be missing too."""
     return [member for member in (entry, *entry.along) if not member.journey.ended]
 
 
 def _share(tokens: int, entry: SpanEntry) -> int:
+    # Rounded up: an even split leaves some instances of the group one token more.
     return -(-tokens // len(entry.group))
 
 
 def _needs(entry: SpanEntry) -> dict[int, int]:
-    """Tokens of KV of a request that each instance has when its prompt is computed, or has had before: as far as its
-    spans are known, and on the last one's group all of it."""
+    """Return, for each instance, the most tokens of a request's KV that it holds at any time of the prefill.
+
+    From the spans that are known; the last of them is taken to compute all of the prompt's rest.
+    """
     found: dict[int, int] = {}
     entries = entry.journey.entries or [entry]
     for each in entries:

@@ -1,8 +1,8 @@
-"""The scheduler's side of KV transfers: room for KV that arrives, in order of asking, and what has arrived or may be
-sent.
+"""The scheduler's side of KV transfers: reservations for KV that will arrive, in order of request, and what has arrived
+or may be sent.
 
-Implements `member.Moves` over a port, the worker's side. Where KV of a request is to be found here follows from who has
-it: the scheduler (as far as it has computed), custody (all of it), or runs (layer by layer).
+Implements `instance_agent.KvTransferManager` over a port, the worker's side. The place of a request's KV follows from
+its owner: the scheduler (as far as it has computed), `StagedKv` (all of it), or span tasks (layer by layer).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
 from headway.runtime.kv_transfer.ends import instance_of
 
 _UNTOLD = 1024
-"""KV operations that may wait for a batch to carry them."""
+"""Number of KV operations that may wait for a batch to carry them; with more they are replayed without one."""
 
 
 class KvPoolPort(Protocol):
@@ -47,14 +47,12 @@ class KvPoolPort(Protocol):
 
 
 class KvConnectorScheduler:
-    """The KV transfers of one engine.
-
-    `replay`: the executor's, for KV operations that no batch carries.
-    """
+    """The KV transfers of one engine."""
 
     def __init__(
         self, core: EngineCore, port: KvPoolPort, replay: Callable[[tuple[KvOp, ...]], None], clock: ClockProtocol
     ) -> None:
+        """replay: the executor's, for KV operations that no batch carries."""
         custody = core.scheduler.custody
         assert custody is not None, "KV does not move between instances of several KV groups"
         self._scheduler, self._custody, self._ledger = core.scheduler, custody, core.scheduler.ledgers[0]
@@ -65,8 +63,9 @@ class KvConnectorScheduler:
         core.kv_incomplete = self.kv_incomplete
 
     def take(self, message: ReserveKv | SendKv) -> None:
-        """See `Moves`."""
+        """See `KvTransferManager.take`."""
         name = message.id
+        # What is there already goes at once; the rest follows as `turn` and `behind` find more.
         if isinstance(message, SendKv):
             self._port.send(SaveKv(name, message.piece, message.to), message.start, message.end)
             self._advance(name)
@@ -78,35 +77,38 @@ class KvConnectorScheduler:
             self._words.append(SpanTaskLost(name, str(error)))
 
     def granted(self, name: str) -> None:
-        """See `Moves`."""
+        """See `KvTransferManager.granted`."""
         self._came[name] = self._asked[name].tokens
         self._port.receive(name, self._asked[name].tokens, self._ledger.where(name))
 
     def kv_incomplete(self, name: str, tokens: int) -> bool:
-        """Whether KV of the first `tokens` tokens has not all come for a decode that is about to take it. What it takes
-        is the scheduler's from then on, and grows with it."""
+        """Whether KV of the first `tokens` tokens is missing for a decode that is about to begin.
+
+        If nothing is missing, the KV becomes the scheduler's, which extends it.
+        """
         if self._port.awaits(name) or self._came.get(name, tokens) < tokens:
             return True
         self._came.pop(name, None)
         return False
 
     def settle(self, name: str) -> None:
-        """See `Moves`."""
+        """See `KvTransferManager.settle`."""
         self._port.settle(name)
 
     def behind(self, name: str, layers: int) -> None:
-        """See `Moves`."""
+        """See `KvTransferManager.behind`."""
         self._port.layers_are_there(name)
 
     def finished(self, name: str) -> None:
-        """See `Moves`."""
+        """See `KvTransferManager.finished`."""
         self._port.layers_are_there(name)
 
     def turn(self) -> list[FromInstance]:
-        """See `Moves`."""
+        """See `KvTransferManager.turn`."""
         for name in self._port.sending():
             self._advance(name)
         received, lost = self._port.finished()
+        # `KvReserved` only once the worker's side is open: a sender may push as soon as it is sent.
         words, self._words = self._words, []
         words += [KvReserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
         words += [KvArrived(*one) for one in received]
@@ -116,13 +118,14 @@ class KvConnectorScheduler:
         return words
 
     def forget(self, name: str) -> None:
-        """See `Moves`."""
+        """See `KvTransferManager.forget`."""
         self._asked.pop(name, None)
         self._came.pop(name, None)
         self._port.forget(name)
 
     def _advance(self, name: str) -> None:
-        """Send what is there of pieces that have been asked for."""
+        """Send the available part of the slices that were requested."""
+        # A scheduled request first: its staged KV, if it had any, has become the scheduler's.
         if name in self._scheduler:
             self._port.tokens_are_there(name, self._scheduler.progress(name), self._ledger.where(name))
         elif (lease := self._custody.lease(name)) is not None and not self._port.awaits(name):

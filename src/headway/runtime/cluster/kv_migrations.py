@@ -1,9 +1,9 @@
-"""KV on its way between instances: a reservation first, then the slices, then what waited for them.
+"""KV migrations between instances: a reservation on the target first, then the slices, then the action that waits.
 
-A piece of a span is sent by its holder as soon as the machine grants it and there is room, layer by layer while the
-span is computed. When another span of the request has begun meanwhile, KV has been spread over that one's group: such a
-piece waits until the last span is computed, and all of that group send what they have of it. (Of a batch a span that
-has begun may have to wait for others' runs; so do its pieces.)
+A slice of a span is sent by its holder as soon as the controller grants it and the target has reserved blocks, layer by
+layer while the span is computed. When another span of the request has begun meanwhile, the KV has been spread over that
+span's group: such a slice waits until the last span is computed, and all instances of that group send their part of it.
+(A span of a batch that has begun may have to wait for other members' tasks; so do its slices.)
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ _WHAT = "move"
 
 class LiveKvMigrations:
     def __init__(self, fleet: InstanceRegistry, sent: Callable[[KvSlice], None]) -> None:
-        """sent: told of each of the machine's pieces that is there."""
+        """sent: called with each slice of the controller that has arrived."""
         self._fleet, self._sent = fleet, sent
         self._serial = self._asked = 0
         self.under_way = 0
-        """Movements that have not arrived."""
+        """Number of movements that have not arrived."""
         self.waiting: set[str] = set()
-        """Requests that wait for room somewhere."""
+        """Names of requests that wait for a reservation on some instance."""
 
     def send(self, attempt: RequestAttempt, piece: KvSlice) -> None:
-        """The machine grants a piece. Of a decode that is to stop it waits until that has (`stays`). Where one goes on
-        it may have said more since room was asked for: what there is no room for stays."""
+        """Send a slice that the controller has granted, or keep it until it can be sent.
+
+        A slice of a decode (`entry` None) that is being halted waits for the halt (`LiveResidency`). A decode that
+        continues may have emitted tokens since blocks were reserved: KV beyond the reservation is not sent.
+        """
         entry = piece.entry
+        # The KV of an ended answer is not needed, but the controller waits for the slice: count it as sent.
         if entry is None and attempt.finished:
             self._sent(piece)
             return
@@ -42,21 +46,25 @@ class LiveKvMigrations:
         if entry is None and attempt.step is not None:
             self._of_group(attempt, piece)
             return
+        # The slice's span is not the newest task: it has not begun yet, or a later one has re-spread its KV.
         if entry is not None and len(attempt.runs) != entry.index + 1:
             attempt.late.append(piece)
             self.computed(attempt)
             return
         self.reserve(attempt, piece.target)
-        if entry is not None and not attempt.room[piece.target]:  # another run may begin before there is room
+        # Not queued at the sender: another span may begin before blocks are free, and then the holders are others.
+        if entry is not None and not attempt.room[piece.target]:
             attempt.late.append(piece)
             return
-        known = attempt.kv_tokens  # a decode has said more than it had when its piece was announced
+        # A decode has emitted more tokens than it had when its slice was announced, so `piece.end` is too small.
+        known = attempt.kv_tokens
         end = min(known if entry is None else min(piece.end, known), attempt.space[piece.target])
         self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
 
     def _of_group(self, attempt: RequestAttempt, piece: KvSlice) -> None:
-        """Of a decode of a group, all who hold anything send with the first of the pieces, whatever the policy thinks
-        of who that is."""
+        """Send the KV of a decode on a group: every holder sends its part with the first of the slices, whichever
+        holders the policy assumes."""
+        # A reservation there means that the first slice has started the movement of all KV.
         if piece.target in attempt.room:
             self._sent(piece)
         else:
@@ -65,26 +73,27 @@ class LiveKvMigrations:
             )
 
     def begun(self, attempt: RequestAttempt) -> None:
-        """A run was begun, later than its span where others of a batch came first, or there is room: pieces may go."""
+        """Try the waiting slices again: a span task has begun, a decode has halted, or blocks were reserved."""
+        # Swapped first: `send` puts back into `late` what still cannot go.
         late, attempt.late = attempt.late, []
         for piece in late:
             self.send(attempt, piece)
 
     def computed(self, attempt: RequestAttempt) -> None:
-        """A run is complete: pieces that are there already count now, and pieces that came too late for theirs may go
-        when it was the last one."""
+        """Report slices that arrived before their span was complete, and send the waiting ones if it was the last."""
         early, attempt.early = attempt.early, []
         for piece in early:
             self._there(attempt, piece)
         if attempt.running or len(attempt.runs) < len(attempt.journey.entries):
             return
         late, attempt.late = attempt.late, []
+        # One movement for all slices of the same tokens and target: the whole group sends its part in each of them.
         for start, end, target in sorted({(piece.start, piece.end, piece.target) for piece in late}):
             pieces = [piece for piece in late if (piece.start, piece.end, piece.target) == (start, end, target)]
             self.bring(attempt, target, attempt.runs[-1].group, start, end, partial(self._all_there, attempt, pieces))
 
     def gather(self, attempt: RequestAttempt, target: int, then: Callable[[], None]) -> None:
-        """All KV of a request on one instance, whatever the policy thinks of where it is."""
+        """Bring all KV of a request to one instance, wherever the policy assumes it; then call `then`."""
         holders = attempt.spread or tuple(sorted(attempt.whole))
         self.bring(attempt, target, holders, 0, attempt.kv_tokens, then)
 
@@ -97,7 +106,10 @@ class LiveKvMigrations:
         end: int,
         then: Callable[[], None],
     ) -> None:
-        """Move what these have of tokens [start, end); `then` follows when all of it is there."""
+        """Move the KV of tokens [start, end) that `holders` have to `target`; call `then` when all of it has arrived.
+
+        Each holder sends what it has of the range, which may be nothing, and reports that too.
+        """
         self._serial += 1
         self.under_way += 1
         attempt.moving[self._serial] = KvMovement(set(holders), then)
@@ -109,27 +121,32 @@ class LiveKvMigrations:
         self._flush(attempt)
 
     def announced(self, attempt: RequestAttempt, target: int) -> None:
-        """KV of it will be sent there: see to room at once, unless there will be more of it by then."""
+        """Reserve blocks on a target ahead of the transfer, unless the KV will have grown by then."""
+        # A decode that runs, or is about to stop, emits more tokens: its reservation is made when it has stopped.
         if not attempt.stopping and not attempt.finished and attempt.step is None:
             self.reserve(attempt, target)
 
     def reserve(self, attempt: RequestAttempt, target: int) -> None:
-        """Have room kept for a request's KV, if that was not asked for: as soon as it is known where that goes, so that
-        its pieces do not keep their senders while room is awaited."""
+        """Ask an instance to reserve blocks for all KV of a request, once per target.
+
+        As soon as the target is known, so that slices do not occupy their senders while they wait for blocks.
+        """
         if target not in attempt.room:
             self._fleet.admit(attempt, (target,))
             attempt.room[target] = False
             attempt.space[target] = attempt.kv_tokens
             self.waiting.add(attempt.request.id)
             self._fleet.promises.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
+            # The serial tells this reservation's answer from that of an earlier one, which may still be on its way.
             self._asked += 1
             attempt.asked_as[target] = self._asked
             self._fleet.tell((target,), ReserveKv(attempt.wire, attempt.kv_tokens, self._asked))
 
     def reserved(self, attempt: RequestAttempt, target: int, serial: int) -> None:
-        """There is room for what was asked for as `serial`."""
+        """Handle `KvReserved`: send what waits for that reservation. Answers to an earlier serial are ignored."""
         if target in attempt.room and serial == attempt.asked_as[target]:
             attempt.room[target] = True
+            # The instance sent a snapshot before this answer: from now on that shows the blocks as used.
             self._fleet.promises.kept(target, attempt.request.id, _WHAT)
             if all(attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
@@ -137,7 +154,7 @@ class LiveKvMigrations:
             self.begun(attempt)
 
     def arrived(self, attempt: RequestAttempt, message: KvArrived) -> None:
-        """What one instance has sent is there."""
+        """Handle `KvArrived`: one holder's part of a movement is there; the last one calls `then`."""
         movement = attempt.moving.get(message.piece)
         if movement is None:
             return
@@ -148,7 +165,7 @@ class LiveKvMigrations:
             movement.then()
 
     def settled(self, attempt: RequestAttempt) -> None:
-        """Room that was asked for is not needed, and nothing that waits for it is sent: its KV is where it stays."""
+        """Withdraw a request's reservations and unsent slices: its KV is where it is decoded."""
         self._fleet.promises.forget(attempt.request.id, _WHAT)
         attempt.room.clear()
         attempt.space.clear()
@@ -157,7 +174,7 @@ class LiveKvMigrations:
         self.waiting.discard(attempt.request.id)
 
     def forget(self, attempt: RequestAttempt) -> None:
-        """Nothing of it is awaited."""
+        """Drop all movements and reservations of a request. The instances drop theirs at `ForgetRequest`."""
         self.under_way -= len(attempt.moving)
         attempt.moving.clear()
         attempt.late.clear()
@@ -165,7 +182,7 @@ class LiveKvMigrations:
         self.settled(attempt)
 
     def _flush(self, attempt: RequestAttempt) -> None:
-        """Send what has room."""
+        """Send the queued slices whose target has reserved blocks."""
         waiting = []
         for source, send in attempt.unsent:
             if attempt.room[send.to]:
@@ -175,7 +192,7 @@ class LiveKvMigrations:
         attempt.unsent = waiting
 
     def _there(self, attempt: RequestAttempt, piece: KvSlice) -> None:
-        """A piece is there; it counts when its span is complete on all of its group."""
+        """Report an arrived slice, once its span is complete on all of its group."""
         if piece.entry is not None and piece.entry.state == "running":
             attempt.early.append(piece)
         else:

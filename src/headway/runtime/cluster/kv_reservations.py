@@ -1,7 +1,7 @@
 """KV reservations on instances that their snapshots do not show yet.
 
-Where KV goes is decided by snapshots, ten a second; what was decided since then is counted here. An engine says that it
-keeps room, or that a run which takes some has ended, behind a snapshot that shows it: from then on it counts there.
+KV targets are chosen by snapshots, ten per second; decisions since the last one are counted here. An engine sends a
+snapshot before `KvReserved` and before `SpanTaskDone` of a span that took blocks: from then on the snapshot counts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class KvReservations:
         self._on: Counter[int] = Counter()
 
     def make(self, number: int, request: str, what: str, tokens: int) -> None:
-        """An instance is to find so much room; in place of what it was to find for the same before."""
+        """Reserve tokens on an instance for a request and a purpose, in place of an earlier reservation of the two."""
         self.kept(number, request, what)
         self._of.setdefault(request, {})[number, what] = tokens
         self._on[number] += tokens
 
     def kept(self, number: int, request: str, what: str, left: int = 0) -> None:
-        """A snapshot shows it, but for so much. Harmless where nothing was promised."""
+        """Release a reservation that a snapshot shows now, but for `left` tokens. Harmless without a reservation."""
         promised = self._of.get(request, {})
         tokens = promised.pop((number, what), None)
         if tokens is None:
@@ -36,11 +36,11 @@ class KvReservations:
             del self._of[request]
 
     def forget(self, request: str, what: str | None = None) -> None:
-        """A request needs no more room anywhere, for that or at all."""
+        """Release a request's reservations on all instances, for one purpose or (None) for all."""
         for number, each in list(self._of.get(request, ())):
             if what in (None, each):
                 self.kept(number, request, each)
 
     def on(self, number: int) -> int:
-        """Tokens that an instance has promised."""
+        """Return the tokens reserved on an instance."""
         return self._on[number]

@@ -54,7 +54,7 @@ class LiveBackend:
     ) -> None:
         """latency_of: predictor of an instance, and of a group that begins with it. in_place: groups decode where KV
         lies. rows: see `SpanTask.rows`. sent: called with a slice that has arrived; it must not call the controller at
-        once. cancel: withdraws a request from the policies, by name.
+        once. cancel: ends the transfers of a request, by name.
         """
         self.fleet, self.attempts = fleet, attempts
         self._latency_of, self._sent, self._cancel, self._clock = latency_of, sent, cancel, clock

@@ -1,8 +1,7 @@
 """One instance of a cluster as the controller sees it: process after process under one number.
 
-Unlike `runtime.engine.client`, nothing is handed over when a process is lost: it is lost whole, with all KV on it,
-and another
-comes in its place, empty. Whose work was on it is the router's business, which is told.
+Unlike `runtime.engine.client`, nothing is recovered when a process is lost: all KV on it is gone, and an empty process
+takes its place. The controller, which gets `InstanceListener.lost`, restarts the requests that were there.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ log = logging.getLogger("headway.cluster")
 _encoder = msgspec.msgpack.Encoder()
 
 InstanceState = Literal["starting", "ready", "draining", "lost", "failed", "left"]
-"""lost: its process is gone and another one starts; failed: that was given up; left: it was drained and has ended."""
+"""lost: its process is gone and another one starts; failed: restarts were given up; left: it was drained and ended."""
 
 
 class HasPid(Protocol):
@@ -49,7 +48,7 @@ class HasPid(Protocol):
 
 
 class InstanceProcess(Protocol):
-    """What an instance needs of `runtime.engine.engine_child.EngineChild`; tests have a double."""
+    """The part of `runtime.engine.engine_child.EngineChild` that an instance uses; tests have a double."""
 
     fatal_error: FatalError | None
     served: bool
@@ -75,7 +74,7 @@ class InstanceProcess(Protocol):
 
 
 Launch = Callable[[EngineConfig, int], InstanceProcess]
-"""(settings, how many there were before) to a process that is starting."""
+"""(settings, number of processes that had the number before) to a process that is starting."""
 
 
 class InstanceListener(Protocol):
@@ -85,29 +84,32 @@ class InstanceListener(Protocol):
         """A process is ready and empty: the first, or a new one."""
 
     def said(self, number: int, message: FromInstance) -> None:
-        """It tells of a run, a piece of KV or a reservation."""
+        """A message about a span task, a KV slice or a reservation has come."""
 
     def heard(self, number: int, delta: OutputDelta) -> None:
-        """Its scheduler has something for a request."""
+        """The scheduler has emitted output of a request, or its end."""
 
     def measured(self, number: int) -> None:
-        """There is a new snapshot."""
+        """A new stats snapshot has come."""
 
     def lost(self, number: int, why: str) -> None:
-        """Its process is gone, after `joined`. What follows is told as its state."""
+        """The process is gone, after `joined`. The instance's state shows what follows."""
 
     def ended(self, number: int) -> None:
-        """It has left or was given up: nothing follows."""
+        """The instance has left or was given up: nothing follows."""
 
 
 def seen(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> ClusterInstance:
-    """An instance on which nothing is, as policies see it."""
+    """Return an instance without any requests, as policies see it."""
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     return ClusterInstance(id=number, node=node, role=role, tp=tp, stages=stages, capacity=kv_tokens)
 
 
 class LiveInstance:
-    """Started at construction, so that it loads while the router imports its own modules. `look_after` is its life."""
+    """An instance, started at construction, so that it loads while the controller's process imports its own modules.
+
+    `look_after` runs for as long as the instance has a process.
+    """
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class LiveInstance:
         incarnation: int = 0,
         host: int = 0,
     ) -> None:
-        """pool: which one of the file's it was made for; incarnation: how many processes had the number before; host:
+        """pool: index of the cluster file's pool. incarnation: number of processes that had the number before. host:
         where `launch` starts them."""
         self.number, self.role, self.node, self.pool, self.host = number, role, node, pool, host
         self.config = config
@@ -139,63 +141,67 @@ class LiveInstance:
         self._process = launch(config, incarnation)
         self._restarts = RestartLimit(config.max_restarts, f"instance {number}")
         self.heard_s = time.monotonic()
-        """When it has said something: an engine tells its figures several times a second, whatever it does."""
+        """Time of the last message: an engine sends stats several times a second, whatever it does."""
 
     @property
     def stats(self) -> EngineStats:
-        """The newest snapshot, with what earlier processes had counted."""
+        """The newest snapshot, with the counters of earlier processes added."""
         return self._stats
 
     @property
     def serves(self) -> bool:
-        """Whether it can be given work."""
+        """Whether the instance can be given work."""
         return self.state in ("ready", "draining")
 
     @property
     def moves_kv(self) -> bool:
-        """Whether KV can come from it and to it. It can then take part in runs as well, with others of as many
-        processes; else it computes whole prompts only, in its scheduler."""
+        """Whether KV can move from and to this instance.
+
+        It can then compute spans in a group too, with instances of as many processes; else only whole prompts, on its
+        scheduler.
+        """
         return self.info is not None and self.info.peer_address is not None
 
     @property
     def ranks(self) -> int:
-        """How many processes take part in a run for it."""
+        """Number of its processes that take part in a span task."""
         return 1 if self.info is None else 1 + len(self.info.peer_others)
 
     @property
     def pid(self) -> int:
-        """Of its process now; 0 while its host has not said it."""
+        """Process id now; 0 until its host has reported it."""
         return self._process.process.pid or 0
 
     @property
     def seen(self) -> ClusterInstance:
-        """As policies see it when nothing is there."""
+        """The instance without any requests, as policies see it."""
         kv_tokens = 0 if self.info is None else self.info.kv_tokens_total
         return seen(self.number, self.node, self.role, self.config, kv_tokens)
 
     @property
     def peer(self) -> PeerAddress | None:
-        """How others reach it; None when they cannot."""
+        """Address for other instances; None when they cannot reach this one."""
         if self.info is None or self.info.peer_address is None or not self.serves:
             return None
         return PeerAddress(self.number, self.incarnation, self.info.peer_address, self.info.peer_others)
 
     def tell(self, message: msgspec.Struct, *frames: Any) -> None:
-        """Never blocks; what a process that is gone did not read is lost with it."""
+        """Send a message. Never blocks; what the process has not read when it ends is lost with it."""
         if self.serves:
             self._process.send([_encoder.encode(message), *frames])
 
     def submit(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
-        """Give its scheduler a request. Its own limit of waiting ones does not count: the router has one."""
+        """Give the scheduler a request. The engine's own queue limit does not apply: the cluster has one."""
+        # On another host the monotonic clock differs: times leave in the instance's clock.
         received_s = submit.received_s - self._process.ahead_s
         self.tell(msgspec.structs.replace(submit, resubmitted=True, received_s=received_s), prompt)
 
     def abort(self, name: str) -> None:
-        """Take a request from its scheduler, with its KV."""
+        """Remove a request from the scheduler, with its KV."""
         self.tell(AbortRequest(name))
 
     def drain(self) -> None:
-        """Take nothing new, end what is there, then end. The state becomes `left`."""
+        """Finish what is there, take nothing new, then end. The state becomes `left`."""
         if self.serves:
             self.tell(DrainEngine())
         else:
@@ -205,18 +211,18 @@ class LiveInstance:
             self.state = "draining"
 
     def fail(self, why: str) -> None:
-        """It cannot be of this cluster: it is given up."""
+        """Give up an instance that cannot be part of this cluster."""
         self._fail(why)
         self._ended = True
         self._process.end(at_once=True)
 
     def restart(self, why: str, for_good: bool) -> None:
-        """End its process at once, as if that had been lost. for_good: it is given up."""
+        """End the process at once, as if it had been lost. for_good: without starting another one."""
         self._doomed, self._given_up = why, for_good
         self._process.end(at_once=True)
 
     def end(self) -> None:
-        """End its process, whatever it is doing. Harmless when repeated."""
+        """End the process, whatever it is doing. Harmless when repeated."""
         if self.state not in ("failed", "left"):
             self.state = "left"
         self._process.end()
@@ -224,7 +230,7 @@ class LiveInstance:
     # -- one process after another ----------------------------------------------------------------------------------
 
     async def look_after(self, listener: InstanceListener) -> None:
-        """For as long as there is a process or hope of one."""
+        """Run the instance's processes, one after another, until it has left or is given up; report to `listener`."""
         try:
             while True:
                 why = await self._live(listener)
@@ -236,10 +242,13 @@ class LiveInstance:
                 why = f"the process of instance {self.number} {why}" if fatal is None else f"{fatal.error}{where}"
                 why, self._doomed = self._doomed or why, None
                 self._process.end(at_once=True)
+                # The state before the listener: it must not place anything here while it handles the loss.
                 self.state = "left" if leaves else "lost"
+                # Counters stay, gauges fall to zero with the process.
                 self._stats = accumulate_counters(self._stats, EngineStats())
                 if served:
                     listener.lost(self.number, why)
+                # Asked again: the listener may have drained the instance while it handled the loss.
                 if leaves or self._leaves():
                     self.state = "left"
                     break
@@ -253,16 +262,17 @@ class LiveInstance:
         listener.ended(self.number)
 
     def _leaves(self) -> bool:
-        """Whether it is to end when nothing is left there."""
+        """Whether the instance is being drained."""
         return self.state == "draining"
 
     async def _live(self, listener: InstanceListener) -> str:
-        """Listen to a process until it is gone; how it went."""
+        """Receive a process's messages until it is gone; return how it ended."""
         listening = asyncio.create_task(self._listen(listener))
         going = asyncio.ensure_future(self._process.wait_until_exited())
         try:
             await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
-            if self._ended or self._doomed is not None:  # its socket is closed, which is no word of the process
+            # Ended from here: the socket was closed from this side, and its error says nothing about the process.
+            if self._ended or self._doomed is not None:
                 return "was ended"
             if listening.done():
                 listening.result()
@@ -278,6 +288,7 @@ class LiveInstance:
             message = await process.receive()
             self.heard_s = time.monotonic()
             if isinstance(message, IterationOutputs):
+                # Before the deltas: what follows from a token is decided by the newest free blocks.
                 if message.stats is not None:
                     self._stats = accumulate_counters(self._before, message.stats)
                     listener.measured(self.number)
@@ -297,8 +308,11 @@ class LiveInstance:
                 listener.said(self.number, message)
 
     def _goes_on(self, why: str, served: bool, fatal: FatalError | None) -> bool:
-        """Whether another process was started. One that has never started is not tried again, nor one whose host has
-        not come back, and what a process that had served called final is."""
+        """Start another process; False: the instance is given up.
+
+        Given up are an instance that never started, one whose host has not come back, one that `restart` ended for
+        good, and one that served and reported a final error; and any after too many restarts.
+        """
         first = self.info is None
         if first or self._process.abandoned or (fatal is not None and fatal.final and served):
             self._fail(why if fatal is not None or not first else f"{why} while starting")
@@ -319,9 +333,11 @@ class LiveInstance:
         self.incarnation += 1
         self._stats = self._before = accumulate_counters(self._stats, EngineStats(engine_restarts_total=1))
         config = self.config
-        if config.kv_cache_bytes is None and self.info is not None:  # the same room, however little is free now
+        # The same pool size as before: accepted requests rely on it, however little memory is free now.
+        if config.kv_cache_bytes is None and self.info is not None:
             config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)
-        if config.event_log is not None:  # the log of the one that is gone stays
+        # A file of its own: the event log of the lost process is kept.
+        if config.event_log is not None:
             config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self.incarnation}")
         try:
             self._process = self._launch(config, self.incarnation)
@@ -334,6 +350,6 @@ class LiveInstance:
 
 
 def _seen(task: asyncio.Future[Any]) -> None:
-    """What became of it does not matter."""
+    """Retrieve a cancelled task's exception, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()

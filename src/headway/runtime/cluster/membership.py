@@ -15,30 +15,31 @@ from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import EngineStats
 
 Another = Callable[[int, int, int, int | None], LiveInstance]
-"""Starts one more instance, of (number, pool, how many processes had the number, bytes of KV that others of the pool
-have; None: nobody of it is there). Raises RequestError."""
+"""Starts one more instance, from (number, pool, number of processes that had the number before, bytes of KV of the
+pool's other instances; None: there are none). Raises RequestError."""
 
 
 class ClusterMembership:
-    """gone: counters of instances that have left."""
+    """Membership of one cluster."""
 
     def __init__(self, fleet: InstanceRegistry, listener: InstanceListener, another: Another | None) -> None:
         self._fleet, self._listener, self._another = fleet, listener, another
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._incarnations: dict[int, int] = {}
         self.gone = EngineStats()
+        """Counters of the instances that have left."""
 
     def look_after(self, instance: LiveInstance) -> None:
-        """From now on what it says is heard."""
+        """Start the task that runs an instance and receives its messages."""
         self._tasks[instance.number] = asyncio.create_task(instance.look_after(self._listener))
 
     def stop(self) -> None:
-        """Nobody is heard any more."""
+        """Cancel the tasks of all instances."""
         for task in self._tasks.values():
             task.cancel()
 
     def reports(self, live: LiveController | None) -> list[InstanceReport]:
-        """All instances now."""
+        """Return the reports of all instances."""
         placed = Counter[int]() if live is None else live.placed()
         return [self._report(each, live, placed) for each in self._fleet]
 
@@ -71,7 +72,7 @@ class ClusterMembership:
         )
 
     def join(self, pool: int, live: LiveController) -> InstanceReport:
-        """See `listing.Instances`. It has the lowest number that is free."""
+        """See `InstanceAdmin.join`. The instance gets the lowest free number."""
         if self._another is None:
             raise RequestError("this cluster cannot start more instances", "pool")
         number = 0
@@ -87,13 +88,14 @@ class ClusterMembership:
         return self._report(instance, live, live.placed())
 
     def _kv_bytes(self, pool: int) -> int | None:
-        """What instances of a pool have, whatever was free when they began."""
+        """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
         infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
         return max((info.kv_bytes for info in infos), default=None)
 
     def leave(self, number: int, live: LiveController) -> InstanceReport:
-        """See `listing.Instances`."""
+        """See `InstanceAdmin.leave`."""
         instance = self._fleet[number]
+        # Without a process there is nothing to drain: the instance leaves at once.
         if not instance.serves:
             instance.drain()
             if instance.state == "failed":
@@ -107,15 +109,16 @@ class ClusterMembership:
         return self._report(instance, live, live.placed())
 
     def look(self, live: LiveController) -> None:
-        """Let instances end that are drained and have nothing left."""
+        """End the drained instances on which nothing is left. Called after every event."""
         for number in list(live.leaving):
             if live.quiet(number):
                 live.leaving.discard(number)
                 self._fleet[number].drain()
 
     def remove(self, instance: LiveInstance) -> None:
-        """It is no longer in the cluster."""
+        """Remove an instance from the cluster, and keep its counters."""
         self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
+        # A later instance of this number goes on counting, so that its peers can tell it from this one.
         self._incarnations[instance.number] = instance.incarnation + 1
         self._fleet.remove(instance.number)
         self._tasks.pop(instance.number, None)

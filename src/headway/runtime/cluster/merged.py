@@ -17,7 +17,10 @@ _NEWEST = ("last_chunk_tokens", "last_iteration_s")
 
 
 def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """ConfigError when they do not serve the same model. The longest request is what every one of them can hold."""
+    """Merge the instances' reports; `max_model_len` is what every instance can hold.
+
+    Raises ConfigError when they do not serve the same model.
+    """
     first = infos[0]
     for i, info in enumerate(infos):
         for name in _SAME:
@@ -33,7 +36,7 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:
-    """Counts are sums; of the last iteration, the slowest."""
+    """Merge the instances' stats: sums of all counts, and of the last iteration's figures the largest."""
     sums = {
         name: sum(getattr(stats, name) for stats in all_stats)
         for name in EngineStats.__struct_fields__

@@ -1,8 +1,8 @@
 """Placement policies, replaced as instances come and go.
 
-Policies keep what they know of instances: groups, queues, who is reserved. None of them is told that an instance came
-or went; instead a new one is made, which knows those that are there now and gets all new requests. The ones before it
-go on with requests that they have placed, until the last of these has ended; what they had not placed begins anew.
+Policies keep state about instances: groups, queues, reservations. They do not handle a change of membership; instead a
+new policy is made from the present instances, and gets all new requests. The older ones continue with the requests that
+they have placed, until the last of these has ended; requests that they had not placed go to the new one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logging.getLogger("headway.cluster")
 
 
 class PlacementChain:
-    """A `PlacementPolicy` of placements: each request is its own policy's. `may`: whether a request may be given to an
-    instance; not to one that is gone."""
+    """A `PlacementPolicy` made of several: each request belongs to the one that was the newest at its arrival."""
 
     def __init__(self, make: Callable[[], PlacementPolicy], may: Callable[[str, int], bool]) -> None:
+        """make: returns a new policy. may: whether a request may be given to an instance; not to one that is gone."""
         self._make, self._may = make, may
         self._newest = make()
         self._of: dict[str, PlacementPolicy] = {}
@@ -45,17 +45,19 @@ class PlacementChain:
         self._placed: set[str] = set()
         self._due: list[tuple[PlacementPolicy, float]] = []
         self.stranded: list[str] = []
-        """Requests that were to go to an instance that is gone, in order: they have to begin anew."""
+        """Requests that were to go to an instance that is gone, in order: they have to be placed again."""
 
     def renew(self) -> list[str]:
-        """Instances have come or gone. Requests that no policy has placed: the caller drops them and lets them arrive
-        again, under other names."""
+        """Make a new policy after a change of membership; return the requests that no policy has placed.
+
+        The caller drops these and lets them arrive again, under other names.
+        """
         self._newest = self._make()
         self._alive = [policy for policy in self._alive if self._has.get(id(policy))] + [self._newest]
         return [name for name in self._of if name not in self._placed]
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """See Placement."""
+        """See `PlacementPolicy.on_event`."""
         if isinstance(event, RequestArrived):
             self._of[event.request.id] = self._newest
             self._has[id(self._newest)] = self._has.get(id(self._newest), 0) + 1
@@ -78,7 +80,7 @@ class PlacementChain:
         return self._ask(policy, event, view)
 
     def next_wakeup(self, now: float) -> float | None:
-        """See Placement."""
+        """See `PlacementPolicy.next_wakeup`."""
         self._due = []
         for policy in self._alive:
             try:
@@ -91,8 +93,10 @@ class PlacementChain:
         return min((at for _, at in self._due), default=None)
 
     def _ask(self, policy: PlacementPolicy, event: Event, view: ClusterSnapshot) -> list[Action]:
-        """What a policy wants. One that fails, an older one at a cluster that it does not know say, does not take the
-        router with it: the request begins anew, with the newest."""
+        """Return a policy's actions; if it raises, its request is placed again, by the newest policy.
+
+        An older policy may raise at a cluster that it does not know.
+        """
         try:
             return self._wanted(policy.on_event(event, view))
         except Exception:
@@ -103,17 +107,18 @@ class PlacementChain:
             return []
 
     def _left(self, policy: PlacementPolicy) -> None:
-        """One of its requests has ended; one without any ends, unless it is the newest."""
+        """Count the end of one of a policy's requests; drop the policy after its last one, unless it is the newest."""
         self._has[id(policy)] -= 1
         if not self._has[id(policy)]:
             del self._has[id(policy)]
             self._alive = [one for one in self._alive if one is self._newest or id(one) in self._has]
 
     def _wanted(self, actions: Sequence[Action]) -> list[Action]:
-        """Without those that name an instance that is gone."""
+        """Return the actions without those that name an instance that is gone."""
         wanted = []
         for action in actions:
             name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
+            # One impossible action drops all later ones of that request: they may build on it.
             if name in self.stranded:
                 continue
             if all(self._may(name, i) for i in _instances(action)):
@@ -136,8 +141,8 @@ def _instances(action: Action) -> list[int]:
 
 
 def may_of(machine: ClusterController) -> Callable[[str, int], bool]:
-    """Whether a request may be given to an instance: not to one that is gone; to one that takes nothing new, what has
-    something there."""
+    """Return whether a request may be given to an instance: to none that is gone, and to one that is drained only with
+    something there already."""
     state = machine.state
 
     def may(name: str, number: int) -> bool:

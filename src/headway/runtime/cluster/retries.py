@@ -10,26 +10,28 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.cluster_request import ClusterRequest
 
 MOST_RUNS_LOST = 16
-"""A request whose runs were lost so often, with or without an instance, is given up."""
+"""Lost tasks, with or without an instance, after which a request is given up."""
 PAUSE_S = 0.25
-"""How long a request waits after a run was lost, unless an instance is known to be gone sooner: peers notice that one
-is gone before its process is seen to have ended. Longer, the more often it was lost; at most 5 s."""
+"""Seconds that a request waits after its first lost task, unless membership changes sooner: peers notice a loss before
+the end of the process is seen. Doubled with each further loss, up to 5 s."""
 
 
 class RetryQueue:
-    """lost_tokens: that were computed, or being computed, and have to be again."""
+    """Requests between two attempts."""
 
     def __init__(self, ring: Callable[[], None], most_losses: int) -> None:
-        """ring: called when a pause is over. most_losses: instances that may be lost with a request on them; one more,
-        and it is taken to be the cause."""
+        """ring: called when a pause is over. most_losses: instances that may be lost with a request on them; with one
+        more it counts as the cause."""
         self._ring, self._most_losses = ring, most_losses
         self._due: list[ClusterRequest] = []
         self._waiting: dict[str, ClusterRequest] = {}
         self._pausing: dict[str, tuple[ClusterRequest, asyncio.TimerHandle]] = {}
         self.lost_tokens = 0
+        """Tokens whose KV was lost and has to be computed again."""
 
     def count(self, attempt: RequestAttempt) -> None:
-        """An attempt has come to nothing."""
+        """Count the tokens of a failed attempt."""
+        # One that never began has lost nothing.
         if attempt.runs or attempt.at is not None:
             self.lost_tokens += attempt.kv_tokens
 
@@ -45,12 +47,13 @@ class RetryQueue:
         self._pausing[asked.submit.id] = asked, timer
 
     def wait(self, asked: ClusterRequest) -> None:
-        """Nobody could place it."""
+        """Keep a request until the cluster can place requests again."""
         asked.name = ""
         self._waiting[asked.submit.id] = asked
 
     def release(self, able: bool) -> None:
-        """Instances have come or gone; `able`: somebody can place requests."""
+        """End all pauses after a change of membership. able: requests can be placed; end the other waits too."""
+        # A lost instance is known now: a pause had only been waiting for that.
         for asked, timer in self._pausing.values():
             timer.cancel()
             self._due.append(asked)
@@ -60,19 +63,19 @@ class RetryQueue:
             self._waiting.clear()
 
     def take(self) -> list[ClusterRequest]:
-        """Those whose time has come, once."""
+        """Return the requests that are due, each once."""
         due, self._due = self._due, []
         return due
 
     def forget(self, asked: ClusterRequest) -> None:
-        """It is over."""
+        """Drop a request that has ended."""
         name = asked.submit.id
         self._waiting.pop(name, None)
         if name in self._pausing:
             self._pausing.pop(name)[1].cancel()
 
     def lost_with(self, asked: ClusterRequest) -> Exception | None:
-        """An instance was lost with it; why it is not tried again."""
+        """Count an instance that was lost with a request on it; return the error if that was one too many."""
         asked.losses += 1
         if asked.losses <= self._most_losses:
             return None
@@ -80,13 +83,13 @@ class RetryQueue:
         return UnavailableError(why, 30.0)
 
     def given_up(self, asked: ClusterRequest) -> Exception | None:
-        """Why it is not tried once more; None: it is."""
+        """Return the error of a request that lost too many tasks; None: it may be tried again."""
         if asked.runs_lost < MOST_RUNS_LOST:
             return None
         return UnavailableError(f"runs of the request were lost {asked.runs_lost} times; try again later", 5.0)
 
     def close(self) -> None:
-        """No pause ends any more."""
+        """Cancel all timers."""
         for _, timer in self._pausing.values():
             timer.cancel()
 

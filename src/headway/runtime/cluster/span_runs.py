@@ -1,11 +1,10 @@
 """Spans on live instances: begun on their groups, paused, resumed, and reported when all of a group have reported.
 
-A batch (`policy.placement.base.Commit.along`) is computed one run after the other, on the group that it has for
-itself, and
-its end is told for all of it at the last one's.
+A batch (`policy.placement.base.CommitSpans.batched_with`) is computed one span task after the other, on a group of its
+own, and is reported complete at the end of its last task.
 
-Where an instance can only compute whole prompts (of which no KV moves), a span that is a whole prompt is a stay in its
-scheduler, which ends as a span with the first token.
+On an instance that can only compute whole prompts (no KV moves from or to it), a span that is a whole prompt is given
+to the scheduler, and ends as a span with the first token.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from headway.runtime.engine.protocol import OutputDelta
 
 
 class LiveSpanBatch:
-    """What the controller keeps of spans that are being computed.
-
-    over: requests that have all of their output with it; paused: the last word of where it was.
-    """
+    """Progress of a batch of spans that is being computed, kept at its first entry."""
 
     __slots__ = ("done", "over", "paused")
 
     def __init__(self) -> None:
         self.done: set[str] = set()
+        """Members whose task is complete."""
         self.over: set[str] = set()
+        """Members that have all of their output with it."""
         self.paused: SpanTaskPaused | None = None
+        """The last pause report."""
 
 
 class LiveSpanRuns:
@@ -47,18 +46,18 @@ class LiveSpanRuns:
         submit: Callable[[RequestAttempt, int, Phase], None],
         begun: Callable[[RequestAttempt], None],
     ) -> None:
-        """rows: see `Run.rows`. submit: give a whole request to an instance's scheduler; begun: told when a group has
-        been told of a run."""
+        """rows: see `SpanTask.rows`. submit: gives a whole request to an instance's scheduler. begun: called when a
+        task was sent to its group."""
         self._fleet, self._shape, self._rows, self._submit, self._begun = fleet, shape, rows, submit, begun
 
     def committed(self, entry: SpanEntry) -> None:
-        """Its prompt goes to its group ahead of its turn."""
+        """Send the prompts of a committed batch to its group, ahead of its turn."""
         for member in (entry, *entry.along):
             if self.computes(member):
                 self._fleet.admit(_attempt(member.journey), member.group)
 
     def begin(self, entry: SpanEntry) -> None:
-        """Its turn has come."""
+        """Begin or resume a span, or a batch of them."""
         attempt = _attempt(entry.journey)
         if entry.resumed:
             attempt.running = set(entry.group)
@@ -68,15 +67,17 @@ class LiveSpanRuns:
         self._next(entry)
 
     def pause(self, entry: SpanEntry) -> None:
-        """At the next layer edge."""
+        """Pause a span at the next layer edge. Raises ActionImpossible when part of its group is done with it."""
         attempt = _attempt(entry.journey)
         if not self.computes(entry) or attempt.running != set(entry.group):
             raise ActionImpossible(f"{entry.owner} cannot be paused any more")
+        # Only the first instance is asked: the others follow it, so that all stop at the same layer.
         self._fleet.tell(entry.group[:1], PauseSpan(attempt.wire))
 
     def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> SpanEntry | None:
-        """An instance has computed its part; the entry that is complete with that."""
+        """Handle `SpanTaskDone`; return the entry that is complete with it, for a batch its first."""
         entry = attempt.entry
+        # Late: of a task before the present one.
         if entry is None or number not in attempt.running or message.index != entry.index:
             return None
         lead = entry.lead or entry
@@ -92,7 +93,7 @@ class LiveSpanRuns:
         return None if attempt.running else self._complete(attempt, entry)
 
     def paused(self, number: int, attempt: RequestAttempt, message: SpanTaskPaused) -> SpanEntry | None:
-        """An instance has stopped; the entry of which all have."""
+        """Handle `SpanTaskPaused`; return the entry once its whole group has paused."""
         entry = attempt.entry
         if entry is None or number not in attempt.running or message.index != entry.index:
             return None
@@ -101,7 +102,7 @@ class LiveSpanRuns:
         return None if attempt.running else entry
 
     def first_token(self, attempt: RequestAttempt, delta: OutputDelta) -> SpanEntry | None:
-        """A whole prompt has its first token: the span that it was is complete."""
+        """Complete the span that is a whole prompt on one scheduler: it has its first token."""
         entry = attempt.entry
         if entry is None:
             return None
@@ -110,7 +111,8 @@ class LiveSpanRuns:
         return self._complete(attempt, entry)
 
     def left(self, attempt: RequestAttempt) -> SpanEntry | None:
-        """A request has ended while its run was under way; the entry that is complete with that, of a batch."""
+        """Continue the batch of a request that has ended; return its first entry if the batch is complete with that."""
+        # Cleared before the next member starts: reports of the ended task must find nothing.
         entry = attempt.entry
         attempt.entry = None
         attempt.running.clear()
@@ -121,6 +123,7 @@ class LiveSpanRuns:
 
     def _complete(self, attempt: RequestAttempt, entry: SpanEntry) -> SpanEntry | None:
         attempt.entry = None
+        # On a scheduler (`at`) the KV is that scheduler's, and no holder to take slices from.
         if attempt.at is None:
             attempt.spread = entry.group if len(entry.group) > 1 else ()
             attempt.whole = set() if attempt.spread else set(entry.group)
@@ -129,7 +132,7 @@ class LiveSpanRuns:
         return self._next(lead)
 
     def _next(self, lead: SpanEntry) -> SpanEntry | None:
-        """Begin the batch's next run; the batch, when there is none."""
+        """Begin the batch's next task; return the batch's first entry when there is none left."""
         for member in (lead, *lead.along):
             if member.owner not in lead.driver.done and not member.journey.ended:
                 self._start(member)
@@ -153,15 +156,20 @@ class LiveSpanRuns:
             preemptible=not entry.along and entry.lead is None,
         )
         self._fleet.admit(attempt, entry.group)
+        # `before` above is a copy made without this task: the layout that the instances find.
         attempt.runs.append(run)
         attempt.running = set(entry.group)
+        # To all of the group at once and in one order: groups that overlap cannot wait for each other.
         self._fleet.tell(entry.group, compute)
         self._begun(attempt)
 
     def _run(self, span: Span, group: tuple[int, ...]) -> SpanTask:
-        """The span as instances compute it. Where its nodes are uneven they count as one, and where the model's heads
-        cannot be cut for Ulysses, or each of an instance's processes keeps its own, it is a ring: what is computed is
-        the same."""
+        """Return the task that computes a span.
+
+        Uneven nodes count as one node. A ring replaces Ulysses where the model's heads cannot be divided by the group,
+        or instances are tensor-parallel; the result is the same.
+        """
+        # `node`: instances per node; None: the group is, or counts as, one node.
         size, nodes = len(group), len({self._fleet[i].node for i in group})
         node = size // nodes if nodes > 1 and size % nodes == 0 else None
         strategy, width = span.strategy, node or size
@@ -173,12 +181,12 @@ class LiveSpanRuns:
         return SpanTask(span.start, span.end, group, strategy, node, rows=self._rows)
 
     def computes(self, entry: SpanEntry) -> bool:
-        """Whether a span is a run of its group; else a stay in a scheduler."""
+        """Whether a span is a task of its group; otherwise a scheduler computes it as a whole prompt."""
         return all((one := self._fleet.get(i)) is not None and one.moves_kv for i in entry.group)
 
 
 def _divides(shape: ModelShape, ranks: int) -> bool:
-    """Whether the heads can be shared by so many."""
+    """Whether query and KV heads can be divided evenly by so many ranks, KV heads also by repeating them."""
     return shape.q_heads % ranks == 0 and (shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)
 
 
