@@ -77,7 +77,7 @@ class DeadlockDetector:
                 waits[name] = asked
             places = _places(attempt)
             taken |= places
-            # On a working scheduler it will free its blocks, and so is a holder that breaks a deadlock; on a still one not.
+            # On a working scheduler the request will free its blocks, which breaks a deadlock; on a still one not.
             for i in places - ({attempt.at} & still):
                 holders.setdefault(i, set()).add(name)
         self._since = {name: self._since.get(name, now) for name in waits}
