@@ -1,8 +1,8 @@
-"""Attention of decodes: by how many there are and how much KV they read together.
+"""Attention of decodes, by number of requests and cached tokens of each.
 
-A grid of measured times over (requests, cached tokens each), bilinear in logarithms. Beyond it time goes on with the
-bytes read, at the bandwidth that large reads reach on this device: efficiency rises with bytes (A100: 0.26 at
-10-50 MB, 0.74 beyond 300 MB), so the slope of a small grid's end must not be used.
+A grid of measured times over (requests, cached tokens each), bilinear in logarithms. Beyond it time grows with the
+bytes read, at the bandwidth that large reads reach on the device: efficiency rises with bytes (A100: 0.26 at 10-50 MB,
+0.74 beyond 300 MB), so the slope at the end of a small grid must not be used.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from headway.perf.latency.operators.heads import Heads, name, neighbours
 from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 LARGE_BYTES = 3e8
+"""KV bytes from which on a read reaches the device's bandwidth for large reads."""
 _DEFAULT_TAIL = 0.8
 
 
 class DecodeGrid(msgspec.Struct, frozen=True):
-    """`ms[i][j]`: counts[i] requests of past[j] cached tokens each."""
+    """Measured times of one source and head count."""
 
     counts: tuple[int, ...]
+    """Numbers of requests, ascending."""
     past: tuple[int, ...]
+    """Cached tokens of each request, ascending."""
     ms: tuple[tuple[float, ...], ...]
+    """`ms[i][j]`: counts[i] requests of past[j] cached tokens each."""
 
 
 class DecodeFit(msgspec.Struct, frozen=True):
-    """`grids[source][heads]`; tails[source]: share of the peak bandwidth that its large reads reach. One for each
-    source, because they are different kernels: on H100 vLLM's reach 0.93 and those of Frontier's profile 0.50."""
+    """Decode attention of one die, by source (kernel library) and head counts."""
 
     device: str
+    """Name of the die."""
     head_dim: int
+    """Head dimension that the grids hold for."""
     grids: dict[str, dict[str, DecodeGrid]]
+    """`grids[source][heads]`."""
     tails: dict[str, float]
+    """`tails[source]`: share of peak bandwidth that large reads reach. Per source, because kernels differ: on H100
+    vLLM's reach 0.93 and those of Frontier's profile 0.50."""
 
     def ms(self, count: Column, past: Column, heads: Heads, source: str) -> Column:
-        """Milliseconds of `count` requests with `past` cached tokens each (elementwise over both)."""
+        """Return the milliseconds of `count` requests with `past` cached tokens each (elementwise over both)."""
         measured = self.grids[source]
         # A stand-in is read at the count that gives it as many KV heads in all: the same bytes, the same tiles.
         total = np.zeros(count.size)
@@ -48,6 +56,7 @@ class DecodeFit(msgspec.Struct, frozen=True):
         return np.asarray(np.exp(total), dtype=np.float64)
 
     def _inside(self, grid: DecodeGrid, count: Column, past: Column, kv: int, source: str) -> Column:
+        # past + 1: the logarithm of an empty history is 0.
         table = np.log(np.array(grid.ms))
         lc, lp = np.log(np.array(grid.counts, dtype=np.float64)), np.log(np.array(grid.past, dtype=np.float64) + 1)
         c, p = np.log(np.maximum(count, 1.0)), np.log(past + 1)
@@ -60,32 +69,38 @@ class DecodeFit(msgspec.Struct, frozen=True):
             (1 - u) * ((1 - v) * table[i, j] + v * table[i, j + 1])
             + u * ((1 - v) * table[i + 1, j] + v * table[i + 1, j + 1])
         )
+        # Keys and values of 2 bytes each.
         bytes_a_token = 4.0 * kv * self.head_dim
         moved = np.outer(grid.counts, grid.past) * bytes_a_token
         large = moved > LARGE_BYTES
         rates = (moved / np.exp(table))[large] * 1e3
+        # This grid's own rate where it has enough large reads, else the source's.
         speed = float(np.quantile(rates, 0.75)) if rates.size > 4 else self.speed(source)
+        # KV tokens beyond the grid's edge.
         more = np.exp(c) * (np.exp(p) - 1) - np.exp(cc) * (np.exp(pp) - 1)
         return np.asarray(time + np.maximum(more, 0.0) * bytes_a_token * 1e3 / speed, dtype=np.float64)
 
     def speed(self, source: str) -> float:
-        """Bytes/s at which a source's long histories are read."""
+        """Return the bytes/s at which a source's kernels read long histories."""
         return accelerator(self.device).bandwidth * self.tails[source]
 
 
 def fit_decode(device: str, profiles: Sequence[OperatorProfile]) -> DecodeFit:
-    """Grids by source and heads. A grid's cells that were not measured (they did not fit the memory) are filled with
-    the tail law from the last measured one of their row or column, so that a lookup needs no case for them."""
+    """Fit grids by source and heads.
+
+    Cells of a grid that were not measured (they did not fit the memory) are extrapolated from the last measured cell of
+    their row or column by bytes at the tail bandwidth, so that a look-up needs no case for them."""
     own = accelerator(device)
     large: dict[str, list[float]] = {}
     cells: dict[str, dict[Heads, dict[tuple[int, int], float]]] = {}
     for p in profiles:
         moved = 4.0 * p.x["batch"] * p.x["past"] * p.x["kv_heads"] * p.x["head_dim"]
+        # Where a profile reaches far enough, only reads of 4 × LARGE_BYTES count: efficiency still rises below.
         most = moved > (LARGE_BYTES if moved.max() < 4 * LARGE_BYTES else 4 * LARGE_BYTES)
         large.setdefault(p.source, []).extend(moved[most] / (p.ms[most] * 1e-3) / own.bandwidth)
         for b, past, q, kv, ms in zip(p.x["batch"], p.x["past"], p.x["q_heads"], p.x["kv_heads"], p.ms, strict=True):
             cells.setdefault(p.source, {}).setdefault((int(q), int(kv)), {})[int(b), int(past)] = float(ms)
-    # Above 0.95 bytes were counted that nobody read (Frontier's 405B profile holds FP8 KV).
+    # Above 0.95 the byte count must be too high (Frontier's 405B profile holds FP8 KV): cap.
     tails = {s: round(min(float(np.median(r)) if r else _DEFAULT_TAIL, 0.95), 4) for s, r in sorted(large.items())}
     grids: dict[str, dict[str, DecodeGrid]] = {}
     for source, by_heads in sorted(cells.items()):
@@ -108,13 +123,15 @@ def _filled(
         for j, p in enumerate(past):
             if not np.isnan(table[i][j]):
                 continue
+            # From the cell before in the column and in the row, filled or measured: their mean.
             options = []
             if i and not np.isnan(table[i - 1][j]):
                 options.append(table[i - 1][j] + (b - counts[i - 1]) * p * byte_ms)
             if j and not np.isnan(table[i][j - 1]):
                 options.append(table[i][j - 1] + b * (p - past[j - 1]) * byte_ms)
             table[i][j] = float(np.mean(options)) if options else np.nan
-    for i in range(len(counts)):  # nothing measured below either: the nearest neighbour in the row, then in the column
+    # Cells with neither (at the table's start): the nearest measured cell of the row.
+    for i in range(len(counts)):
         row = np.array(table[i])
         if np.isnan(row).any() and not np.isnan(row).all():
             good = np.flatnonzero(~np.isnan(row))

@@ -1,4 +1,4 @@
-"""All operator families of one accelerator's die, fitted, in one file."""
+"""Fits of all operator families of one accelerator's die, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTW
 _T = TypeVar("_T")
 SCHEMA = "headway.operators/2"
 ATTENTION = ("vllm", "sglang", "frontier")
-"""Whose attention kernels are taken where several libraries were measured."""
+"""Kernel libraries in order of preference, where the attention of several was measured."""
 
 
 class DeviceFit(msgspec.Struct, frozen=True, kw_only=True):
-    """A family without measurements is None; `compile` says what it derives in its place."""
+    """Fits of one die. A family without measurements is None, and `compile` derives it."""
 
     schema: str = SCHEMA
     device: str
@@ -43,15 +43,16 @@ def fit_device(
     tolerance: float = 0.01,
     slim: bool = True,
 ) -> DeviceFit:
-    """Fit every family that `profiles` cover for the die of `device`. `slim` keeps one attention library and the NVLink
-    switch's collectives: what `compile` uses. ConfigError when nothing is about this device."""
+    """Fit every family that `profiles` cover for the die of `device`. Raises ConfigError when none is of this die.
+
+    slim: keep only what `compile` uses: one attention library, and collectives over the NVLink switch."""
     die = accelerator(device).kernels
     own = [p for p in profiles if accelerator(p.device).kernels == die and len(p)]
     if not own:
         found = sorted({p.device for p in profiles})
         raise ConfigError(f"no profile of {die} among those read; they are of {', '.join(found) or 'nothing'}")
     by = {family: [p for p in own if p.family == family] for family in (LINEAR, ELEMENTWISE, PREFILL, DECODE)}
-    # An A800's links are slower than an A100's: collectives count for the very device only.
+    # An A800 shares the A100's die but has slower links: collectives are fitted from the die's own device only.
     collectives = [p for p in own if p.family == COLLECTIVE and p.device == die]
     prefill = fit_prefill(die, by[PREFILL], tolerance / 2) if by[PREFILL] else None
     decode = fit_decode(die, by[DECODE]) if by[DECODE] else None
@@ -74,7 +75,7 @@ def fit_device(
 
 
 def preferred_source(sources: Sequence[str]) -> str:
-    """vLLM's kernels before SGLang's before FlashInfer's as Frontier ran them; by name among equals."""
+    """Return the preferred source: vLLM's kernels, SGLang's, then FlashInfer's in Frontier's profile; ties by name."""
     return min(sources, key=lambda s: (next((i for i, a in enumerate(ATTENTION) if s.startswith(a)), 9), s))
 
 
@@ -86,12 +87,12 @@ def _preferred(sources: dict[str, _T]) -> dict[str, _T]:
 
 
 def encode(fit: DeviceFit) -> bytes:
-    """The file's bytes; the same fit gives the same bytes."""
+    """Return the fit's file content; equal fits give equal bytes."""
     return msgspec.json.encode(fit) + b"\n"
 
 
 def decode(data: bytes, where: str) -> DeviceFit:
-    """ConfigError naming `where` when the bytes are no such file."""
+    """Parse a file's content. Raises ConfigError that names `where` when it is not an operator fit."""
     try:
         fit = msgspec.json.decode(data, type=DeviceFit)
     except msgspec.MsgspecError as error:
@@ -102,6 +103,7 @@ def decode(data: bytes, where: str) -> DeviceFit:
 
 
 def load(path: Path) -> DeviceFit:
+    """Read the file of an operator fit. Raises ConfigError when it cannot be read."""
     try:
         return decode(path.read_bytes(), str(path))
     except OSError as error:

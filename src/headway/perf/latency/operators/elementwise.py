@@ -14,19 +14,23 @@ OPS = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "a
 
 
 class ElementwiseFit(msgspec.Struct, frozen=True):
-    """`curves[op][width]`: ms by tokens."""
+    """Fitted elementwise operators of one die."""
 
     curves: dict[str, dict[str, SizeCurve]]
+    """`curves[op][width]`: ms by tokens; width: elements a row."""
 
     def ms(self, op: str, tokens: Column, width: int) -> Column:
-        """Milliseconds. A width between two measured ones is interpolated (in logarithms, by width); one outside scales
-        with the nearest beyond its floor."""
+        """Return the milliseconds of `op` on `tokens` rows of `width` elements.
+
+        A width between two measured ones is interpolated (log time over log width); outside the measured widths, rows
+        are converted to rows of the nearest one with the same number of elements."""
         known = self.curves[op]
         if str(width) in known:
             return known[str(width)](tokens)
         widths = np.array(sorted(int(w) for w in known))
         at = int(np.searchsorted(widths, width))
         if at in (0, widths.size):
+            # At least one row of the measured width: below it lies only the fixed cost.
             edge = int(widths[min(at, widths.size - 1)])
             return known[str(edge)](np.maximum(tokens * width / edge, 1.0))
         low, high = int(widths[at - 1]), int(widths[at])
@@ -36,7 +40,7 @@ class ElementwiseFit(msgspec.Struct, frozen=True):
 
 
 def fit_elementwise(profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> ElementwiseFit:
-    """One curve an operator and width, of all models that have it (median by tokens)."""
+    """Fit one curve per operator and width, over all models with that width (median by tokens)."""
     points: dict[str, dict[int, dict[float, list[float]]]] = {}
     for p in profiles:
         for tokens, width, ms in zip(p.x["tokens"], p.x["width"], p.ms, strict=True):

@@ -1,4 +1,4 @@
-"""Attention measured for some head counts, asked for any: which measured ones stand in, and with what weight."""
+"""Interpolation over head counts: the measured ones that stand in for an unmeasured one, and their weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ Heads = tuple[int, int]
 
 
 def parse(key: str) -> Heads:
+    """Return the heads of a key such as "32/8"."""
     q, kv = key.split("/")
     return int(q), int(kv)
 
 
 def name(heads: Heads) -> str:
+    """Return the key of head counts, such as "32/8"."""
     return f"{heads[0]}/{heads[1]}"
 
 
 def neighbours(wanted: Heads, measured: Iterable[str], most: int = 3) -> list[tuple[str, float]]:
-    """The nearest measured head counts and their weights (sum 1): distance in octaves of query heads and of the group
-    size (query heads a KV head), inverse squares, the
-    group counting more. An exact match stands alone."""
+    """Return up to `most` nearest measured head counts with weights that sum to 1; an exact match has weight 1.
+
+    Weights are inverse squared distances, in octaves of query heads and (counting double) of the group size, the query
+    heads per KV head."""
     found: list[tuple[float, str]] = []
     for key in measured:
         q, kv = parse(key)
         here = math.log2(wanted[0] / q)
         group = math.log2((wanted[0] / wanted[1]) / (q / kv))
-        split = (wanted[0] == wanted[1]) != (q == kv)  # kernels that pack the group are others than those that cannot
+        # Multi-head attention runs other kernels than grouped-query attention: three octaves apart.
+        split = (wanted[0] == wanted[1]) != (q == kv)
         distance = here * here + 2 * group * group + (9.0 if split else 0.0)
         if distance == 0:
             return [(key, 1.0)]

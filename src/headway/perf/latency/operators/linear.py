@@ -1,7 +1,7 @@
-"""Matrix products. A measured (k, n) is looked up, with its staircase; any other is a roofline × a fitted residual.
+"""Matrix products: tables of measured (k, n) with their staircases; for any other shape a roofline × fitted residual.
 
-roofline: t0 + max(2mkn / (peak · compute), bytes / (bandwidth · memory)). The residual is learned over the shape and
-over how much of the last wave of tiles is wasted, for several tile shapes, because that is what makes the staircase.
+Roofline: t0 + max(2mkn / (peak · compute), bytes / (bandwidth · memory)). The residual is learned over the shape and
+the waste of the last wave of tiles, for several tile shapes, because that waste makes the staircase.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from headway.perf.latency.operators.curves import SizeCurve, curve
 from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 T0_MS, COMPUTE, MEMORY = 0.006, 0.75, 0.85
-"""Where the residual starts from; it takes up what these leave, so they need not be exact."""
+"""Constants of the roofline: fixed milliseconds, shares of peak arithmetic and bandwidth. The residual absorbs their
+error, so they need not be exact."""
 
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 128), (64, 64))
 _FEATURES = (
@@ -27,28 +28,34 @@ _FEATURES = (
     *("pad128", "pad64", "slimness", "weights", "alignment", "vidur"),
 )
 _GRID_WEIGHT = 0.1
-"""Where a layer was profiled, what a point of the general grid counts: it is of another library version."""
+"""Weight of a point of a general GEMM grid relative to a layer profile's: the grid is of another library version."""
 
 
 class LinearFit(msgspec.Struct, frozen=True):
-    """`curves["k,n"]`: measured ms by rows. `trees`: log residual for every other shape. top: rows measured."""
+    """Fitted matrix products of one die."""
 
     device: str
+    """Name of the die."""
     curves: dict[str, SizeCurve]
+    """`curves["k,n"]`: measured ms by rows."""
     trees: BoostedTrees
+    """Log residual over the roofline for every other shape."""
     top: int
+    """Most rows measured."""
 
     def knows(self, k: int, n: int) -> bool:
+        """Return whether this shape was measured."""
         return f"{k},{n}" in self.curves
 
     def ms(self, m: Column, k: int, n: int) -> Column:
-        """Milliseconds of an m × k by k × n product for each m."""
+        """Return the milliseconds of an m × k by k × n product for each m."""
         known = self.curves.get(f"{k},{n}")
         if known is None:
             return self.derived_ms(m, k, n)
         time = known(m)
+        # Beyond the measured rows: the roofline, scaled to meet the last measured time.
         beyond = m > known.top
-        if beyond.any():  # go on as the roofline grows
+        if beyond.any():
             device = accelerator(self.device)
             ends = np.array([known.top])
             scale = known(ends) / base_ms(device, ends, np.full(1, float(k)), np.full(1, float(n)))
@@ -57,26 +64,29 @@ class LinearFit(msgspec.Struct, frozen=True):
         return time
 
     def derived_ms(self, m: Column, k: int, n: int) -> Column:
+        """Return the milliseconds by roofline and residual, whether or not the shape was measured."""
         device = accelerator(self.device)
         kk, nn = np.full(m.size, float(k)), np.full(m.size, float(n))
         return base_ms(device, m, kk, nn) * np.exp(self.trees(features(device, m, kk, nn, np.ones(m.size))))
 
 
 def base_ms(device: AcceleratorSpec, m: Column, k: Column, n: Column) -> Column:
-    """The roofline, in milliseconds (16-bit operands)."""
+    """Return the roofline in milliseconds (16-bit operands)."""
     arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
     traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
     return np.asarray(T0_MS + 1e3 * np.maximum(arithmetic, traffic), dtype=np.float64)
 
 
 def features(device: AcceleratorSpec, m: Column, k: Column, n: Column, vidur: Column) -> Matrix:
-    """What the residual is learned over; logarithms to base 2, rounded so that files are the same everywhere."""
+    """Return the residual's features (rows × `_FEATURES`): base-2 logarithms, rounded so that fits are the same on
+    every platform. vidur: 1 for layer profiles, 0 for a general GEMM grid."""
     arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
     traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
     columns = [np.log2(m), np.log2(k), np.log2(n), np.log2(arithmetic / traffic)]
     columns.append(np.log2(np.maximum(arithmetic, traffic)))
     tiles = [np.ceil(m / rows) * np.ceil(n / cols) for rows, cols in _TILES]
     waves = [np.ceil(count / device.multiprocessors) for count in tiles]
+    # Waste: outputs that whole waves of tiles could compute, over those wanted.
     for (rows, cols), count in zip(_TILES, waves, strict=True):
         columns.append(np.log2(count * device.multiprocessors * rows * cols / (m * n)))
     for at in range(3):
@@ -87,8 +97,10 @@ def features(device: AcceleratorSpec, m: Column, k: Column, n: Column, vidur: Co
 
 
 def fit_linear(device: str, profiles: Sequence[OperatorProfile], tolerance: float = 0.0, trees: int = 250) -> LinearFit:
-    """Fit all profiles of one device. Shapes measured by several models or operators are one curve (their median by
-    rows); shapes of a general GEMM grid teach the residual only, since their steps in m are too coarse for a table."""
+    """Fit all profiles of one device.
+
+    Shapes measured by several models or operators become one curve (median by rows); shapes of a general GEMM grid
+    train the residual only, since their steps in m are too coarse for a table."""
     own = accelerator(device)
     curves: dict[str, SizeCurve] = {}
     layer = [p for p in profiles if p.op != "gemm"]

@@ -1,13 +1,13 @@
-"""Attention of one prefill chunk: a(chunk) from an empty cache, b(chunk) for each token that is already cached.
+"""Attention of one prefill chunk: a(chunk) from an empty cache, and b(chunk) for each cached token.
 
-a is kept by head counts and chunk, as measured (batch 1), and interpolated as a factor on floor + arithmetic + a tile's
-walk over the chunk, in logarithms: the factor moves slowly where times move by orders of magnitude. Beyond the measured
-chunks the last stays.
+a is stored by head counts and chunk, as measured (batch 1), and interpolated as a factor on floor + arithmetic + one
+tile's walk over the chunk, in logarithms: the factor changes slowly where times change by orders of magnitude. Beyond
+the measured chunks time continues as a parabola (`_tail`).
 
-b is one curve over rows × query heads, the number of tiles that fill the machine: in the profiles it is the same for
-16 heads with 512 rows, 64 with 128 and 128 with 64 (H800, within 2%). Below a machineful it is flat, because a tile
-walks the whole cache alone; kernels that split KV are not so bound (`split_ms`). Times are linear in the cached tokens
-within 2-3% over the 4× beyond the fitted range that could be tested; nothing public goes further.
+b is one curve over rows × query heads, the number of tiles that fill the device: in the profiles it is the same for
+16 heads with 512 rows, 64 with 128 and 128 with 64 (H800, within 2%). Below a full device it is flat, because one tile
+walks the whole cache alone; kernels that split KV are not bound by this (`split_ms`). Times are linear in the cached
+tokens within 2-3% up to 4× beyond the fitted range; no public profile goes further.
 """
 
 from __future__ import annotations
@@ -25,26 +25,31 @@ from headway.perf.latency.operators.profiles import Column, OperatorProfile
 HEAD_DIM = 128
 _COMPUTE = 0.6
 _WALK_BYTES = 2e4
-"""Bytes of bandwidth (10 ns on an A100) that a tile's walk over one token is worth: the order of the measured ones."""
+"""Time of a tile's walk over one token, as bytes at the device's bandwidth (10 ns on an A100), as measured."""
 _SPLIT_ROWS = 64
 _DEFAULT_SLOPE = 0.5
 
 
 class PrefillFit(msgspec.Struct, frozen=True):
-    """`own[source][heads]`: ms by chunk, at past 0, batch 1. slope: ns for each cached token by rows × query heads.
-    `over[source][heads]`: (ms over an empty prefix, ns for each cached token) by chunk, of the heads measured.
-    best: FLOP/s that the slope reaches where the machine is full. past, chunk: the longest ones measured."""
+    """Prefill attention of one die, by source (kernel library) and head counts."""
 
     device: str
+    """Name of the die."""
     own: dict[str, dict[str, SizeCurve]]
+    """`own[source][heads]`: ms by chunk, at past 0, batch 1."""
     over: dict[str, dict[str, tuple[SizeCurve, SizeCurve]]]
+    """`over[source][heads]`: (ms over an empty prefix, ns for each cached token) by chunk, of the heads measured."""
     slope: SizeCurve | None
+    """ns for each cached token by rows × query heads, over all sources and heads."""
     best: float
+    """FLOP/s that the slope reaches on a full device."""
     past: int
+    """Longest prefix measured, in tokens."""
     chunk: int
+    """Longest chunk measured, in tokens."""
 
     def own_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
-        """Milliseconds of a chunk's attention within itself."""
+        """Return the milliseconds of a chunk's attention within itself."""
         measured = self.own[source]
         factor = np.zeros(chunk.size)
         floor = 0.0
@@ -55,8 +60,9 @@ class PrefillFit(msgspec.Struct, frozen=True):
         return np.asarray(np.exp(factor) * (floor + _work_ms(self.device, chunk, heads[0])), dtype=np.float64)
 
     def _factor(self, chunk: Column, measured: SizeCurve, q_heads: int) -> tuple[Column, float]:
-        """Logarithm of time over floor + work, and that floor. Beyond the last measured chunk time grows as
-        the parabola through the last two octaves does."""
+        """Return (logarithm of time over floor + work, that floor).
+
+        Beyond the last measured chunk time grows as the parabola through the last two octaves does."""
         at, ms = np.array(measured.size, dtype=np.float64), measured.values
         low = float(ms.min())
         base = low + _work_ms(self.device, chunk, q_heads)
@@ -70,8 +76,10 @@ class PrefillFit(msgspec.Struct, frozen=True):
         return np.asarray(np.log(time / base), dtype=np.float64), low
 
     def prefix_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
-        """Milliseconds that a chunk costs once there is any prefix (another kernel, or its set-up): measured or 0.
-        Below the least chunk measured over one, as much less as the chunk within itself."""
+        """Return the milliseconds that any prefix adds to a chunk (another kernel, or its set-up); 0 if not measured.
+
+        Below the least chunk measured over a prefix, time shrinks in proportion to the chunk's attention within itself.
+        """
         found = self.over.get(source, {}).get(name(heads))
         if found is None:
             return np.zeros(chunk.size)
@@ -80,8 +88,11 @@ class PrefillFit(msgspec.Struct, frozen=True):
         return np.maximum(found[0](np.maximum(chunk, 1.0)) * smaller - own, 0.0)
 
     def slope_ms(self, chunk: Column, heads: Heads, source: str = "") -> Column:
-        """Milliseconds for each cached token, as measured: of these heads and this source, else of all by tiles; by
-        arithmetic where nothing measured a prefix."""
+        """Return the milliseconds for each cached token.
+
+        Of these heads and this source where measured, else of all by number of tiles; by arithmetic where no profile
+        has a prefix."""
+        # 1e-6: curves hold ns. Beyond their last knot the slope is proportional to the rows.
         found = self.over.get(source, {}).get(name(heads))
         if found is not None:
             top = found[1].top
@@ -96,8 +107,10 @@ class PrefillFit(msgspec.Struct, frozen=True):
         return np.asarray(self.slope(np.minimum(work, top)) * 1e-6 * grown, dtype=np.float64)
 
     def split_ms(self, chunk: Column, heads: Heads, bandwidth: float) -> Column:
-        """The same for kernels that split KV over the machine (FlashInfer, FlashAttention; Medha §4.2): arithmetic of
-        whole 64-row tiles a KV head at the best measured rate, or reading KV at `bandwidth` bytes/s; never more."""
+        """Return `slope_ms` of kernels that split KV over the whole device (FlashInfer, FlashAttention; Medha §4.2).
+
+        The larger of arithmetic of whole 64-row tiles a KV head at the best measured rate, and of reading KV at
+        `bandwidth` bytes/s; at most the measured slope."""
         rows = np.ceil(np.maximum(chunk, 1.0) * heads[0] / heads[1] / _SPLIT_ROWS) * _SPLIT_ROWS
         arithmetic = 4e3 * rows * heads[1] * HEAD_DIM / self.best
         reading = 4e3 * heads[1] * HEAD_DIM / bandwidth
@@ -105,9 +118,11 @@ class PrefillFit(msgspec.Struct, frozen=True):
 
 
 def _tail(at: Column, ms: Column) -> tuple[float, float]:
-    """(ms a token, ms a token squared) over the last two octaves: least squares, relative, with no negative term."""
+    """Return (ms a token, ms a token squared) over the last two octaves: relative least squares, no negative term."""
+    # The last two octaves, and at least the last four points.
     last = at >= min(at[-1] / 4, at[max(at.size - 4, 0)])
     x, y = at[last], ms[last]
+    # The first set of powers whose solution has no negative slope and leaves a point over.
     for powers in ((0, 1, 2), (0, 2), (1, 2)):
         a = np.stack([x**p for p in powers], axis=1)
         scale = a.max(axis=0)
@@ -119,15 +134,19 @@ def _tail(at: Column, ms: Column) -> tuple[float, float]:
 
 
 def _work_ms(device: str, chunk: Column, q_heads: int) -> Column:
-    """Arithmetic of all tiles, and the walk of the last one, which alone remains when few heads leave a device idle."""
+    """Return the milliseconds of all tiles' arithmetic plus the last tile's walk over the chunk.
+
+    The walk dominates when few heads leave the device idle."""
+    # 4 FLOPs a head dimension and pair, chunk·(chunk + 1)/2 pairs, in milliseconds.
     own = accelerator(device)
     arithmetic = 2e3 * q_heads * HEAD_DIM * chunk * (chunk + 1) / (own.flops * _COMPUTE)
     return np.asarray(arithmetic + 1e3 * _WALK_BYTES * chunk / own.bandwidth, dtype=np.float64)
 
 
 def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> PrefillFit:
-    """Fit the profiles of one die (A800 beside A100, H800 beside H100). Batches of prompts are left out: the scheduler
-    sums chunks."""
+    """Fit the profiles of one die (A800 with A100, H800 with H100).
+
+    Rows with several prompts are left out: latency models sum single chunks."""
     own: dict[str, dict[str, SizeCurve]] = {}
     work: list[float] = []
     slopes: list[float] = []
@@ -148,6 +167,7 @@ def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: flo
                 at = rows.where((rows.x["chunk"] == c) & (rows.x["past"] > 0))
                 if np.unique(at.x["past"]).size >= 4:
                     a, b = _line(at.x["past"], at.ms)
+                    # Only a wide range of prefixes tells the slope from noise.
                     if np.ptp(at.x["past"]) >= 2000:
                         work.append(float(c * q))
                         slopes.append(b)
@@ -163,18 +183,20 @@ def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: flo
     if good.sum() < 4:
         return PrefillFit(device, own, over, None, peak * _DEFAULT_SLOPE, past, chunk)
     line = _medians(w[good], s[good] * 1e6)
+    # 4·HEAD_DIM FLOPs for each row × head and cached token, over ns: FLOP/s; the best point is a full device.
     full = 4e9 * np.array(line.size, dtype=np.float64) * HEAD_DIM / line.values
     return PrefillFit(device, own, over, line, float(f"{full.max():.4g}"), past, chunk)
 
 
 def _line(past: Column, ms: Column) -> tuple[float, float]:
-    """Intercept and slope (ms, ms a cached token) by least squares with relative residuals."""
+    """Return intercept and slope (ms, ms a cached token) by least squares of relative residuals."""
     a = np.stack([np.ones_like(past), past], axis=1) / ms[:, None]
     solution, *_ = np.linalg.lstsq(a, np.ones_like(ms), rcond=None)
     return float(solution[0]), float(solution[1])
 
 
 def _over(seen: list[tuple[float, float, float]]) -> tuple[SizeCurve, SizeCurve] | None:
+    """Return curves of intercepts (ms) and slopes (ns) by chunk from (chunk, intercept, slope); None below 4 points."""
     good = sorted((c, a, b) for c, a, b in seen if a > 0 and b > 0)
     if len(good) < 4:
         return None
@@ -183,7 +205,7 @@ def _over(seen: list[tuple[float, float, float]]) -> tuple[SizeCurve, SizeCurve]
 
 
 def _medians(work: Column, slope: Column) -> SizeCurve:
-    """Median slope by eighths of an octave of work, made monotone (a larger chunk never reads the cache faster)."""
+    """Fit the median slope by eighths of an octave of work, made monotone: more rows never read the cache faster."""
     bins = np.round(np.log2(work) * 8)
     keys = np.unique(bins)
     at = np.array([np.exp(np.mean(np.log(work[bins == k]))) for k in keys])

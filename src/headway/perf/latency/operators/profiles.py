@@ -1,4 +1,4 @@
-"""What every profile reader yields: measurements of one operator family, as columns.
+"""Profiles of single operators, as all readers return them: measurements of one operator family, in columns.
 
 Times are milliseconds here and in the fits, because every known profile format states milliseconds; `compile` is the
 only place that turns them into seconds.
@@ -30,25 +30,27 @@ FAMILIES = (LINEAR, ELEMENTWISE, PREFILL, DECODE, COLLECTIVE)
 
 @dataclass(frozen=True)
 class OperatorProfile:
-    """Measurements of one operator: `x[column][i]` took `ms[i]`. A point appears once: repeats are merged (median).
-
-    device: accelerator name. source: who measured (kernel library and version), since libraries differ more than
-    shapes do. group: model and tensor-parallel degree, or whatever else names the file's subject.
-    """
+    """Measurements of one operator. Points are unique: repeats are merged (median)."""
 
     family: str
+    """One of `FAMILIES`."""
     op: str
     device: str
+    """Accelerator name."""
     source: str
+    """Kernel library and version, or the profiler: libraries differ more than shapes do."""
     group: str
+    """Model and tensor-parallel degree, or another name of the file's subject."""
     x: Mapping[str, Column]
+    """Columns of the family: point i is `x[column][i]`."""
     ms: Column
+    """Milliseconds of each point."""
 
     def __len__(self) -> int:
         return int(self.ms.size)
 
     def where(self, keep: npt.NDArray[np.bool_]) -> OperatorProfile:
-        """The rows of which `keep` is true."""
+        """Return the points where `keep` is true."""
         x = {name: column[keep] for name, column in self.x.items()}
         return OperatorProfile(self.family, self.op, self.device, self.source, self.group, x, self.ms[keep])
 
@@ -56,11 +58,12 @@ class OperatorProfile:
 def merged(
     family: str, op: str, device: str, source: str, group: str, x: Mapping[str, Column], ms: Column
 ) -> OperatorProfile:
-    """A profile whose repeated points became one, with the median time; rows that are not positive and finite go."""
+    """Return a profile with repeated points merged (median); rows whose time is not positive and finite are dropped."""
     good = np.isfinite(ms) & (ms > 0)
     names = list(x)
     keys = np.stack([x[name][good] for name in names], axis=1)
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+    # Sorted by point, then time: each point's times are the slice bounds[i]:bounds[i + 1], its median their middle.
     order = np.lexsort((ms[good], inverse))
     bounds = np.searchsorted(inverse[order], np.arange(unique.shape[0] + 1))
     values = ms[good][order]

@@ -1,9 +1,9 @@
-"""Profile files in, `OperatorProfile`s out. The format is told by the columns, never by the file's name.
+"""Readers of public profile formats, returning `OperatorProfile`s. The columns decide the format, not the file's name.
 
 Vidur (microsoft/vidur): `mlp.csv` and `all_reduce.csv`/`send_recv.csv`. Frontier (NetX-lab/Frontier): `attention.csv`.
-AIConfigurator (ai-dynamo/aiconfigurator): `*_perf.parquet`. Facts that their files do not state: a Vidur or Frontier
-file gives the whole model's heads and the degree they are cut by; an AIConfigurator attention file gives one rank's
-heads; its message sizes are elements, not bytes.
+AIConfigurator (ai-dynamo/aiconfigurator): `*_perf.parquet`. Conventions that the files do not state: a Vidur or
+Frontier file has the whole model's heads and the tensor-parallel degree; an AIConfigurator attention file has one
+rank's heads; its message sizes are elements, not bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32":
 
 
 def read(path: Path, device: str | None = None) -> list[OperatorProfile]:
-    """All that a file measures. `device` overrides what its path or columns say; ConfigError when neither does."""
+    """Read all profiles of a file.
+
+    device: overrides the one named by a column or the path. Raises ConfigError when there is none, or when the format
+    is unknown."""
     table = read_table(path)
     for signature, reader in _FORMATS:
         if all(name in table for name in signature):
@@ -49,10 +52,12 @@ def read(path: Path, device: str | None = None) -> list[OperatorProfile]:
 
 
 def read_all(paths: Iterable[Path], device: str | None = None) -> list[OperatorProfile]:
+    """Read several files in the order of their names, so that fits do not depend on the order of arguments."""
     return [profile for path in sorted(paths) for profile in read(path, device)]
 
 
 def _device(table: ColumnTable) -> str:
+    # A column first, then folders from the innermost outwards.
     words = [str(v).lower() for v in table.columns["device"][:1]] if "device" in table else []
     for word in (*words, *(part.lower() for part in reversed(table.path.parts[:-1]))):
         for key, name in DEVICES.items():
@@ -69,11 +74,12 @@ def _model(path: Path) -> str:
 
 
 def _mlp(table: ColumnTable, device: str) -> list[OperatorProfile]:
-    """Vidur: one transformer layer's token-only operators, cut over `num_tensor_parallel_workers`."""
+    """Read Vidur's `mlp.csv`: one layer's operators by tokens, cut by `num_tensor_parallel_workers`."""
     tokens, tp = table.numbers("num_tokens"), table.numbers("num_tensor_parallel_workers")
     heads, kv_heads = table.numbers("n_head"), table.numbers("n_kv_head")
     hidden, mlp = table.numbers("n_embd"), table.numbers("n_expanded_embd")
     head_dim = hidden / heads
+    # 2 where gate and up are one product, else 1.
     gate = np.array([str(v).lower() in ("true", "1", "1.0") for v in table.words("use_gated_mlp")]) + 1.0
     q, kv = heads / tp * head_dim, np.maximum(kv_heads / tp, 1.0) * head_dim
     products = {
@@ -110,7 +116,7 @@ def _mlp(table: ColumnTable, device: str) -> list[OperatorProfile]:
 
 
 def _network(table: ColumnTable, device: str) -> list[OperatorProfile]:
-    """Vidur: collectives by bytes; fewer devices a node than workers means that nodes are crossed."""
+    """Read Vidur's collectives by bytes; with fewer devices per node than workers, messages cross nodes."""
     op = str(table.columns["collective"][0])
     ms = table.numbers(f"time_stats.{op}.median")
     workers, per_node = table.numbers("num_workers"), table.numbers("devices_per_node")
@@ -119,12 +125,13 @@ def _network(table: ColumnTable, device: str) -> list[OperatorProfile]:
 
 
 def _attention_csv(table: ColumnTable, device: str) -> list[OperatorProfile]:
-    """Frontier: paged attention of one layer, prefill (chunk over a prefix) and decode rows in one file."""
+    """Read Frontier's paged attention of one layer: prefill (chunk over a prefix) and decode rows in one file."""
     tp = table.numbers("num_tensor_parallel_workers")
     q, kv = table.numbers("n_q_head") / tp, np.maximum(table.numbers("n_kv_head") / tp, 1.0)
     batch, past = table.numbers("batch_size"), table.numbers("kv_cache_size")
     chunk = table.numbers("prefill_chunk_size")
     prefill = np.array([v.lower() in ("true", "1") for v in table.words("is_prefill")])
+    # Rows of uneven batches have no single `past`.
     even = table.words("mode") == "even" if "mode" in table else np.ones(len(table), dtype=np.bool_)
     found = []
     for family, rows, op in ((PREFILL, prefill & even, "attn_prefill"), (DECODE, ~prefill & even, "attn_decode")):
@@ -140,7 +147,8 @@ def _attention_csv(table: ColumnTable, device: str) -> list[OperatorProfile]:
 
 
 def _attention_parquet(table: ColumnTable, device: str) -> list[OperatorProfile]:
-    """AIConfigurator: context rows start from an empty cache; generation rows hold `step` tokens each."""
+    """Read AIConfigurator's attention: context rows start from an empty cache, generation rows have `step` cached."""
+    # Full attention in bfloat16 only: other rows measure FP8 or sliding windows.
     keep = np.ones(len(table), dtype=np.bool_)
     for name in ("attn_dtype", "kv_cache_dtype"):
         if name in table:
@@ -168,7 +176,7 @@ def _gemm(table: ColumnTable, device: str) -> list[OperatorProfile]:
 
 
 def _collective_parquet(table: ColumnTable, device: str) -> list[OperatorProfile]:
-    """NCCL and vLLM's custom all-reduce. `message_size` counts elements."""
+    """Read AIConfigurator's NCCL and vLLM custom all-reduce files; `message_size` counts elements."""
     custom = "allreduce_dtype" in table
     kinds = table.words("allreduce_dtype" if custom else "nccl_dtype")
     size = np.array([_ELEMENT_BYTES.get(kind, 0) for kind in kinds], dtype=np.float64)
@@ -176,6 +184,7 @@ def _collective_parquet(table: ColumnTable, device: str) -> list[OperatorProfile
     found = []
     for op in np.unique(ops):
         for variant in np.unique(variants):
+            # 16-bit types only, hence 2 bytes an element below.
             rows = (ops == op) & (variants == variant) & (size == 2)
             if not rows.any():
                 continue
@@ -195,6 +204,7 @@ def _library(table: ColumnTable) -> str:
     return f"{table.columns['framework'][0]}-{table.columns['version'][0]}".lower()
 
 
+# (columns that identify a format, its reader); the first whose columns are all present is taken.
 _FORMATS: tuple[tuple[tuple[str, ...], Callable[[ColumnTable, str], list[OperatorProfile]]], ...] = (
     (("num_tokens", "num_tensor_parallel_workers", "n_head", "n_expanded_embd"), _mlp),
     (("collective", "num_workers", "devices_per_node", "size"), _network),
