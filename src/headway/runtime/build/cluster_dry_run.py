@@ -1,5 +1,7 @@
-"""`headway cluster --dry-run`: what fits on each pool's instances, which groups prompts would get, and the predicted
-capacity, all computed from one measured instance of each pool."""
+"""`headway cluster --dry-run`: memory of each pool's instances, groups that prompts would get, predicted capacity.
+
+All of it is computed from one measured instance of each pool.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 REQUESTS = 200, 1500
-"""Least and most simulated requests at one rate."""
+"""Smallest and largest number of simulated requests at one rate."""
 OUTPUT = 64
-"""Output tokens of each."""
+"""Output tokens of each simulated request."""
 LONG_EVERY = 10
-"""Each tenth prompt is long."""
+"""One prompt in as many is long."""
 MET = 0.9
-"""Share of first tokens that must be in time."""
+"""Share of first tokens that must be in time for a rate to be within capacity."""
 _STEPS = 7
-"""Bisections of the rate."""
+"""Bisections of the rate: the interval shrinks to 1/128."""
 
 
 def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node: int) -> str:
@@ -72,13 +74,13 @@ def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A cluster that is not started."""
+    """A described cluster whose instances are not started."""
 
     rules: ClusterRules
     instances: Sequence[ClusterInstance]
     links: ClusterLinks
     cores: Sequence[EngineCore]
-    """For each instance, the one that was loaded of its pool."""
+    """By instance: the engine that was loaded for its pool."""
     backends: int
     """Pieces of KV that an instance receives at a time."""
 
@@ -99,6 +101,7 @@ def _plan(file: ClusterFile, model: str, configs: Sequence[EngineConfig], cores:
 def groups(plan: ClusterPlan) -> list[str]:
     """Tabulate which instances the policy gives to a prompt of each length in an idle cluster."""
     most = plan.longest - OUTPUT - 1
+    # 1K, 4K, 16K, ... tokens, and the longest that leaves room for the output.
     lengths = [1024 << 2 * k for k in range(12) if 1024 << 2 * k < most] or [most // 2]
     lines = ["prompt tokens   in an idle cluster"]
     return lines + [f"{length:>13,}   {_placed(plan, length)}" for length in [*lengths, most]]
@@ -124,9 +127,10 @@ def _names(group: Sequence[int]) -> str:
 
 
 def capacity(plan: ClusterPlan) -> list[str]:
-    """Bisect the rate at which `MET` of the first tokens are in time in the simulator; with what was assumed."""
+    """Bisect the highest rate at which the share `MET` of first tokens is in time; return it with the assumptions."""
     lengths = max(16, plan.longest // 64), max(32, plan.longest // 4)
     work_s = sum(_alone_s(plan, _length(number, lengths)) for number in range(LONG_EVERY)) / LONG_EVERY
+    # Upper end: twice the rate at which prefilling instances would be fully busy, each alone.
     low, high = 0.0, 2.0 * sum(each.role != "decode" for each in plan.instances) / work_s
     for _ in range(_STEPS):
         rate = (low + high) / 2
@@ -157,14 +161,18 @@ def _target_s(plan: ClusterPlan, tokens: int) -> float:
 
 
 def _length(number: int, lengths: tuple[int, int]) -> int:
+    # The comparison is the index: 1 (long) for the last of each `LONG_EVERY`, else 0.
     return lengths[number % LONG_EVERY == LONG_EVERY - 1]
 
 
 def _met(plan: ClusterPlan, rate_rps: float, lengths: tuple[int, int]) -> float:
-    """Return the share of requests whose first token is in time. They arrive for 20 times as long as the laxest target,
-    within `REQUESTS`."""
+    """Simulate one rate; return the share of requests whose first token is in time.
+
+    The number of requests covers 20 times the laxest target, within the bounds of `REQUESTS`.
+    """
     least, most = REQUESTS
     count = min(most, max(least, int(20 * _target_s(plan, lengths[1]) * rate_rps)))
+    # The same seed at every rate: inter-arrival times are those of other rates, scaled.
     rng, at, requests = random.Random(0), 0.0, []
     for number in range(count):
         at += rng.expovariate(rate_rps)
@@ -183,6 +191,7 @@ def _spec(plan: ClusterPlan) -> ClusterSpec:
         latency: LatencyModel = head.scheduler.latency
         if len(group) > 1:
             link = plan.links.between(group[0], group[-1])
+            # A group of several instances decodes with its KV spread over them, at the cost of their link.
             latency = ShardedDecode(latency, len(group), plan.rules.shape.layers, link, 1)
         return InstanceSpec(
             config=head.scheduler.config,

@@ -1,4 +1,4 @@
-"""`headway cluster --replay LOG`: a recorded run of a live cluster is decided again, by the same policy."""
+"""`headway cluster --replay LOG`: repeat the decisions of a recorded cluster run, by the same policy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headway.runtime.cluster.policies import PlacementChain, may_of
 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
-    """Drive the controller and the file's policy from a log; what came out, and whether all decisions are the same.
+    """Drive the controller and the file's policy from a log; return a summary, and whether all decisions are equal.
 
-    model: the checkpoint's folder. Raises ConfigError for a log that is of another policy, or is none.
+    model: the checkpoint's folder. Raises ConfigError for a log of another policy, and for a file that is not a log.
     """
     chains: list[PlacementChain] = []
 

@@ -1,6 +1,6 @@
 """The placement policy of a live cluster, made from a cluster file and measured latencies, and its decision log.
 
-Used to serve, to decide a recorded run again (`runtime.build.cluster_replay`), and by benchmarks.
+Used for serving, for replay of a recorded run (`runtime.build.cluster_replay`), and by benchmarks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def links(file: ClusterFile) -> ClusterLinks:
-    """Return the links between a cluster's instances: of one host, and of two."""
+    """Return the links between a cluster's instances: inside a host, and between hosts."""
     from headway.perf.hardware.links import NetworkLink
     from headway.policy.placement.view import ClusterLinks
 
@@ -35,18 +35,19 @@ def links(file: ClusterFile) -> ClusterLinks:
     )
     if len(file.hosts) == 1:
         return ClusterLinks(inside=host, across=host)
+    # Gbit/s to bytes/s; never above the rate that is assumed within a host.
     rate = min(host.bytes_per_s, file.network_gbit_s * 1e9 / 8)
     network = NetworkLink(name="network", bytes_per_s=rate, latency_s=2e-4, source="network_gbit_s of the cluster file")
     return ClusterLinks(inside=host, across=network)
 
 
 def open_log(path: str | None) -> IO[bytes] | None:
-    """Open the log of the controller's decisions; those of instances go to FILE.0, FILE.1 and so on."""
+    """Open the log of the controller's decisions. Instances write their own logs to FILE.0, FILE.1 and so on."""
     return None if path is None else open_event_log(path)
 
 
 def sink(log: IO[bytes]) -> Callable[[bytes], None]:
-    """Return a writer of lines. A log that cannot be written any more (a full disk, say) ends: the cluster goes on."""
+    """Return a writer of lines. After a write error (a full disk) it drops lines: serving continues without the log."""
     failed = False
 
     def write(line: bytes) -> None:
@@ -63,7 +64,7 @@ def sink(log: IO[bytes]) -> Callable[[bytes], None]:
 
 
 def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
-    """Raise ConfigError where the policy moves KV and an instance that has started cannot."""
+    """Raise ConfigError when the policy moves KV and a started instance cannot."""
     if not moves_kv(file) and all(pool.role == "mixed" for pool in file.pools):
         return
     for number, info in enumerate(infos):
@@ -76,7 +77,7 @@ def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
 
 
 def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> ClusterRules:
-    """`rules_of` instances that have started; pools that are unused or unequal are logged, once."""
+    """Return `rules_of` started instances, after `check_moves`; warn once of unused and unequal pools."""
     check_moves(file, infos)
     for warning in (*idle_pools(file), *_unequal_lengths(file, infos)):
         logging.getLogger("headway.cluster").warning("%s", warning)
@@ -92,7 +93,10 @@ def _unequal_lengths(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> ClusterRules:
-    """Return what a cluster decides by: the policy, with the latencies that the first prefilling instance measured."""
+    """Return the policy and latencies that a cluster decides by.
+
+    Spans are predicted with the latencies of the first instance that prefills. log: of decisions, if any.
+    """
     from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.cluster.live_controller import DecisionLog
 
@@ -113,15 +117,17 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
 
 
 def policies_of(file: ClusterFile, context: PolicyContext) -> Callable[[], PlacementPolicy]:
-    """Return a function that makes the policy: called whenever instances come or go."""
+    """Return a function that makes the policy; called at the start and whenever instances join or leave."""
     from headway.policy.placement.registry import make_placement
 
     return lambda: make_placement(file.placement, context, file.options)
 
 
 def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> PolicyContext:
-    """Return what a policy may know: the model's sizes, the links, and latencies from `about`, an instance's `latency`
-    (as `perf.latency.recorded.describe` writes it) and `layout`."""
+    """Return a policy's context: the model's sizes, the links, and latencies.
+
+    about: an instance's `latency` (as `perf.latency.recorded.describe` writes it) and `layout`.
+    """
     from headway.perf.latency.layout import ParallelLayout
     from headway.perf.latency.recorded import restore
     from headway.perf.latency.ring import RingLatency

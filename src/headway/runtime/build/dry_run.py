@@ -1,4 +1,4 @@
-"""`headway serve --dry-run`: what fits in memory, and what chunks and times to expect, before anything is served."""
+"""`headway serve --dry-run`: what fits in memory, and the chunks and times to expect, without serving."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from headway.runtime.engine.core import EngineCore
 
 
 def report(config: EngineConfig) -> str:
-    """Load the model, measure for a moment, and describe the engine in lines. Raises ConfigError like `serve`."""
+    """Load the model, measure it briefly, and return a description of the engine. Raises ConfigError like `serve`."""
     return "\n".join(described(loaded(config)))
 
 
 def loaded(config: EngineConfig) -> EngineCore:
-    """Return an engine that has been measured; it does not serve, nor write a log."""
+    """Return an assembled engine whose executor is closed: measured, without an event log, unable to compute."""
     core = assemble(msgspec.structs.replace(config, event_log=None), ManualClock())
     core.executor.close()
     return core
 
 
 def described(core: EngineCore, prefills: bool = True) -> list[str]:
-    """Describe what fits, and which chunks and times to expect, in lines. prefills: whether it gets prompts."""
+    """Return lines on what fits, and on chunks and times to expect. prefills: False for a decode instance."""
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
     per_token = info.kv_bytes // info.kv_tokens_total
@@ -38,6 +38,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     latency, groups = scheduler.latency, []
     if isinstance(scheduler, GroupedScheduler):
         shard = scheduler.shard_tokens
+        # A prompt longer than a shard is spread over KV groups: predict with the exchange between them.
         latency = ShardedModel(latency, shard)
         share = f"{len(scheduler.groups)}, each with {scheduler.ledgers[0].total_tokens:,} of these tokens"
         groups = [f"KV groups            {share}; of one request a group holds {shard:,}, then another joins"]
@@ -62,5 +63,6 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
         chunk = max(chunk, scheduler.config.min_chunk)
         alone = times.total_s(past)
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")
+        # Context lengths 0, 1K, 4K, 16K, ...
         past = max(1024, past * 4)
     return lines

@@ -1,6 +1,6 @@
-"""The composition root of an engine: settings in, a ready `EngineCore` out.
+"""Composition root of an engine: from settings to a ready `EngineCore`.
 
-The model runs in this process (`one_process`) or in several (`many_processes`), where this one needs no torch.
+The model runs in this process (`single_process`) or in several (`multi_process`); then this one needs no torch.
 """
 
 from __future__ import annotations
@@ -42,27 +42,32 @@ log = logging.getLogger("headway.engine")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is loaded, wherever it runs. Sizes are of all ranks together; `kv_tokens` of one KV group. device:
-    cpu or cuda; processor: what it is called, where it is not this host's CPU."""
+    """A loaded model with its executor. Sizes are totals over all ranks unless a field says otherwise."""
 
     executor: Executor
     measure: profiling.MeasureFunction
+    """Times batches of given sizes, for latency profiles."""
     shape: DecoderConfig
     dtype: str
     mark: str
+    """Fingerprint of the model, part of a profile's."""
     threads: int
+    """Computing threads of each rank."""
     kv_tokens: int
+    """Capacity of one KV group."""
     kv_bytes: int
     parameters: int
     weights_bytes: int
     device: str = "cpu"
+    """cpu or cuda."""
     processor: str | None = None
+    """Name of the device; None: this host's CPU."""
 
 
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
-    """Load the model and make its KV pool, sized to the machine. Raises ConfigError when it cannot fit.
+    """Load the model and make its KV pool, sized to the available memory. Raises ConfigError when it does not fit.
 
-    wanted: asked while other hosts are waited for; false ends the wait.
+    wanted: polled while waiting for other hosts; False ends the wait.
     """
     if config.layout.accelerators > 1:
         from headway.runtime.build.multi_process import build_many
@@ -74,13 +79,16 @@ def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Lo
 
 
 def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
-    """Everything that an engine process runs. Takes as long as loading the model, plus about 0.3 s of measuring when
-    no profile of this model on this machine is found. `wanted`: see `build`."""
+    """Make an engine: load the model, find or measure its latency, make scheduler and core.
+
+    Takes as long as loading the model, plus about 0.3 s of measuring when there is no cached profile of this model on
+    this host. wanted: see `build`. Raises ConfigError.
+    """
     layout = config.layout
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
     fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
-    log = event_log(config.event_log)  # whether it can be written is known before loading takes its time
+    log = event_log(config.event_log)  # opened before the model is loaded, so that an error comes at once
     built = build(config, wanted)
     try:
         return _engine(config, clock, schedule, built, log)
@@ -92,6 +100,8 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
 def _engine(
     config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: Log | None
 ) -> EngineCore:
+    """Make scheduler, latency model and core around a loaded model."""
+    # One block manager per KV group.
     ledgers = [BlockManager(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)
@@ -103,6 +113,7 @@ def _engine(
         dtype=built.dtype,
         device=built.device,
         layout=config.layout.name,
+        # A request that fills the pool alone is the longest that can be served.
         max_model_len=min(built.shape.max_model_len, kv_tokens),
         vocab_size=built.shape.vocab_size,
         kv_tokens_total=kv_tokens,
@@ -124,8 +135,10 @@ def _engine(
 
 
 def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSource, float]:
-    """The cached profile of this model on this machine in this layout; without one, a quick measurement. With how much
-    it is trusted (`CorrectedLatency`). Times are of one stage."""
+    """Return the latency table and its weight against new measurements (`CorrectedLatency`).
+
+    The table is the cached profile of this model, host and layout, else a quick measurement. Times are of one stage.
+    """
     mark = profile_mark(config, built)
     if config.latency_profile not in ("auto", "quick"):
         return _with_exchange(config, built, store.load(Path(config.latency_profile), mark)), 20.0
@@ -135,12 +148,13 @@ def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSourc
             return _with_exchange(config, built, store.load(path, mark)), 20.0
         except ConfigError as error:
             log.warning("%s; measuring anew", error)
+    # 0.3 s of measurement give a coarse table: weight 2 lets corrections outweigh it soon; a profile has 20.
     words, groups = "quick measurement at start-up", config.kv_parallel_size
     return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, words, groups), 2.0
 
 
 def _with_exchange(config: EngineConfig, built: LoadedModel, source: TableSource) -> TableSource:
-    """A profile with what KV groups' exchange costs, measured now where it does not say."""
+    """Return the profile with the cost of exchange between KV groups, measured now when the profile lacks it."""
     if config.kv_parallel_size == 1 or source.exchange is not None:
         return source
     measured = profiling.exchange(built.measure, built.kv_tokens, profiling.QUICK)
@@ -148,28 +162,29 @@ def _with_exchange(config: EngineConfig, built: LoadedModel, source: TableSource
 
 
 def profile_mark(config: EngineConfig, built: LoadedModel) -> str:
-    """What a profile of this model here holds for."""
+    """Return the fingerprint of what a profile is valid for: model, dtype, processor, threads and layout."""
     name = built.processor or processor_name()
     return store.fingerprint(built.mark, built.dtype, name, built.threads, config.layout.name)
 
 
 def backend_name(config: EngineConfig, devices: DeviceAssignment | None) -> str:
-    """The attention backend: the one that was asked for, else the device's own."""
+    """Return the attention backend: the configured one, else the device's default."""
     if config.attention_backend != "auto":
         return config.attention_backend
     return "cpu" if devices is None else "sdpa"
 
 
 def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, available: int, groups: int = 1) -> int:
-    """Blocks of a KV pool in which a token takes `per_token` bytes, in each of so many KV groups; `available` bytes are
-    free once weights are there.
+    """Return the number of KV blocks in each of `groups` KV groups.
 
-    Raises ConfigError when all groups together would not hold what was asked for.
+    per_token: bytes of a token's KV; available: bytes that are free beside the weights. Raises ConfigError when all
+    groups together cannot hold a request of `config.max_model_len` tokens.
     """
     asked = config.max_model_len
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
+        # Half of this instance's share of free memory, at most two full contexts and 256K tokens in each KV group.
         budget = min(
             int(0.5 * config.memory_share * available), groups * per_token * (2 * shape.max_model_len + 262_144)
         )
@@ -182,6 +197,7 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
             f"{'--max-model-len' if asked else 'the smallest useful pool'} needs {need}: give it more memory with "
             f"--kv-cache-memory (at least {gib(need * per_token)}) or lower --max-model-len"
         )
+    # Without an explicit length a pool smaller than the context is allowed, but not silently.
     if asked is None and tokens < shape.max_model_len:
         log.warning(
             "the KV cache has room for %d tokens (%s): the longest prompt with its output is that, not the model's %d, "
@@ -192,7 +208,7 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end an answer: generation_config.json's, else config.json's."""
+    """Return the token ids that end an answer, from generation_config.json, else config.json; empty for neither."""
     for name in ("generation_config.json", "config.json"):
         try:
             data: dict[str, Any] = json.loads((folder / name).read_text())
@@ -213,8 +229,10 @@ def model_name(folder: str) -> str:
 
 
 def event_log(path: str | None) -> Log | None:
-    """A JSON-lines file of everything that the scheduler saw, for replay; None when not asked for. See
-    `runtime.build.event_log`."""
+    """Open a JSON-lines log of the scheduler's input and decisions, for replay; None without a path.
+
+    See `runtime.build.event_log` for the file.
+    """
     if path is None:
         return None
     file = open_event_log(path, buffering=1 << 20)
@@ -222,6 +240,7 @@ def event_log(path: str | None) -> Log | None:
 
     def write(kind: str, fields: dict[str, object]) -> None:
         file.write(encoder.encode({"event": kind, **fields}) + b"\n")
+        # Batches are frequent: they stay in the 1 MiB buffer until a rarer event, or one that ends a request.
         if kind not in ("batch", "schedule") or fields.get("ended"):
             file.flush()
 

@@ -1,4 +1,4 @@
-"""The engine process: composes model, worker, scheduler and loop. Started by `ProcessEngineClient`, not by people.
+"""Entry point of the engine process, which composes model, worker, scheduler and loop for `ProcessEngineClient`.
 
 usage: python -m headway.runtime.build.engine_process ENDPOINT SERVER_PID < config.json
 """
@@ -31,22 +31,24 @@ if TYPE_CHECKING:
 
 
 class WallClock:
-    """Seconds of CLOCK_MONOTONIC, which every process of this machine shares."""
+    """Seconds of CLOCK_MONOTONIC, which all processes of a host share: the server may subtract them."""
 
     def now(self) -> float:
+        """Return the present in seconds."""
         return time.monotonic()
 
 
 Make = Callable[[EngineConfig, ClockProtocol, EngineService, int], "tuple[EngineCore, InstanceAgent | None]"]
-"""Settings, a clock, the service and the server's process to an engine, and what makes it an instance of a cluster."""
+"""Makes an engine of (settings, clock, service, the server's process id); in a cluster with its `InstanceAgent`."""
 
 
 def real(
     config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int
 ) -> tuple[EngineCore, InstanceAgent | None]:
-    """An engine that computes."""
+    """Assemble an engine that computes, with its agent when it is an instance of a cluster."""
     from headway.runtime.build.engine import assemble
 
+    # The parent changes when the server dies: an engine that waits for hosts then gives up.
     core = assemble(config, clock, lambda: os.getppid() == server_pid)
     if config.instance is None:
         return core, None
@@ -56,14 +58,16 @@ def real(
 
 
 def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real) -> int:
-    """Serve until drained (0) or unable to start or go on (1)."""
+    """Serve until drained (returns 0), or until the engine cannot start or continue (returns 1)."""
     if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group; the server drains
     owner = {} if config.instance is None else {"instance": config.instance.number}
     setup(config.log_level, config.log_format, **owner)
     clock = WallClock()
+    # TCP: the server is on another host, and the connection is authenticated by the token.
     elsewhere = endpoint.startswith("tcp:")
     service = EngineService(endpoint, clock, server_pid, config.rdzv_token if elsewhere else None)
+    # Before loading, which may take longer than the timeout.
     service.start_heartbeats(config.worker_timeout_s / PER_TIMEOUT)
     core: EngineCore | None = None
     try:
@@ -80,14 +84,15 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
 
 
 def _end(error: Exception, ready: bool) -> tuple[str, bool]:
-    """The error for the server, and whether it is final. ready: the engine had started. Unforeseen errors are logged
-    with
-    their trace."""
+    """Return the error message for the server, and whether it is final (no restart).
+
+    ready: the engine had started. Unexpected errors are logged with their stack trace.
+    """
     if not ready and isinstance(error, HeadwayError):
         return str(error), True
     if isinstance(error, GaveUpError):
         return str(error), True
-    if isinstance(error, LostError):  # a new process is the remedy
+    if isinstance(error, LostError):  # expected: the server starts a new process
         log.warning("this engine ends: %s", error)
     else:
         log.exception("the engine cannot %s", "go on" if ready else "start")
@@ -96,11 +101,11 @@ def _end(error: Exception, ready: bool) -> tuple[str, bool]:
 
 
 def live(make: Make = real) -> None:
-    """All of a process's life, from its command line and input to its end."""
+    """Run the process: read command line and standard input, serve, and exit."""
     code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), make)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # torch's thread pools have nothing to say at exit
+    os._exit(code)  # skips the teardown of torch's thread pools
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The file of an event log, of a router or of an engine: one writer, and nothing that was written is thrown away."""
+"""The file of an event log, of a controller or an engine: one writer at a time; earlier logs are kept."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from typing import IO
 from headway.core.errors import ConfigError
 
 _PATIENCE_S = 5.0
-"""How long an engine whose server was killed may still write to it."""
+"""Seconds to wait for the lock: an engine whose server was killed may hold it that long."""
 
 
 def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
-    """Open it to append, empty, and locked for as long as it is open. A log that is there, of an earlier run, is kept
-    beside it: FILE becomes FILE.until-20260102T030405Z, the time of its last line. What is no file (a pipe, /dev/null)
-    is written to as it is. Raises ConfigError where it cannot be opened, and where another process writes to it."""
+    """Open an empty event log for appending, locked while it is open.
+
+    The log of an earlier run is renamed first: FILE becomes FILE.until-20260102T030405Z, the time of its last line. A
+    path that is not a regular file (a pipe, /dev/null) is opened as it is. Raises ConfigError when the path cannot be
+    opened or another process writes to it.
+    """
     try:
         while True:
             file = open(path, "ab", buffering=buffering)  # noqa: SIM115 - open for the process's life
@@ -29,12 +32,15 @@ def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
                 if not stat.S_ISREG(about.st_mode):
                     return file
                 _lock(file)
+                # Another process may have renamed the file between open and lock: then open the new one.
                 if not _still_there(path, about):
                     file.close()
                     continue
+                # Again, under the lock: the previous writer may have written in between.
                 about = os.fstat(file.fileno())
                 if not about.st_size:
                     return file
+                # Not empty: rename it, and open the path again, which makes a new file.
                 _keep(os.path.realpath(path), about.st_mtime)
             except BaseException:
                 file.close()
@@ -47,6 +53,7 @@ def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
 
 
 def _lock(file: IO[bytes]) -> None:
+    """Lock the file, waiting up to `_PATIENCE_S` seconds. Raises BlockingIOError after that."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -63,7 +70,7 @@ def _lock(file: IO[bytes]) -> None:
 
 
 def _still_there(path: str, about: os.stat_result) -> bool:
-    """Whether the path is still this file's, which another process may have put aside meanwhile."""
+    """Return whether the path still names the open file; another process may have renamed it meanwhile."""
     try:
         return os.path.samestat(os.stat(path), about)
     except FileNotFoundError:
@@ -71,6 +78,7 @@ def _still_there(path: str, about: os.stat_result) -> bool:
 
 
 def _keep(path: str, written_s: float) -> None:
+    """Rename an earlier log by the Unix time of its last line; a counter follows where the name is taken."""
     name = f"{path}.until-{datetime.fromtimestamp(written_s, UTC):%Y%m%dT%H%M%SZ}"
     kept, count = Path(name), 1
     while kept.exists():

@@ -1,5 +1,4 @@
-"""Several hosts: node 0's rendezvous, and what `headway serve --node-rank R` and `headway cluster --node-rank R` run on
-the others."""
+"""Several hosts: node 0's coordinator, and the agents that `--node-rank R` runs on the other hosts."""
 
 from __future__ import annotations
 
@@ -21,15 +20,16 @@ if TYPE_CHECKING:
 
 
 def check_node(nnodes: int, node: int) -> None:
-    """Raise ConfigError unless `node` is a number of one of `nnodes` hosts."""
+    """Raise ConfigError unless 0 <= `node` < `nnodes`."""
     if nnodes < 1 or not 0 <= node < nnodes:
         raise ConfigError(f"node-rank must be from 0 to nnodes - 1, not {node} of {nnodes}")
 
 
 def settle_token(config: EngineConfig, node: int, instances: bool = False) -> EngineConfig:
-    """Check the settings that concern hosts, and make a token where node 0 has none.
+    """Validate the settings of several hosts; return them with a new token where node 0 was given none.
 
-    instances: each host runs whole instances of a cluster, not its share of one engine's workers. Raises ConfigError.
+    instances: each host runs whole instances of a cluster, instead of a share of one engine's workers. Prints the
+    command for the other hosts along with a new token. Raises ConfigError.
     """
     check_node(config.nnodes, node)
     if config.nnodes == 1:
@@ -41,6 +41,7 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
     if config.rdzv_endpoint is None:
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT, an address of node 0 that all can reach")
     endpoint = parse_endpoint(config.rdzv_endpoint)
+    # Instances of a cluster are placed by the cluster file; workers of one engine must divide evenly.
     if not instances:
         check_nodes(config.nnodes, config.layout)
     if config.rdzv_timeout_s <= 0.0:
@@ -61,8 +62,10 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
 
 
 def run_host(config: EngineConfig, node: int) -> int:
-    """Run this host's workers of one engine, until node 0 ends or a signal comes. Raises ConfigError when node 0
-    refuses this host."""
+    """Run this host's workers of one engine, until node 0 ends or a signal arrives.
+
+    Raises ConfigError when node 0 refuses this host.
+    """
     from headway.core.structured_log import setup
     from headway.runtime.engine.numerics import settle
     from headway.runtime.launcher.host_compatibility import terms
@@ -76,7 +79,7 @@ def run_host(config: EngineConfig, node: int) -> int:
 
 
 def run_cluster_host(config: EngineConfig, node: int, model: str | None) -> int:
-    """Run the instances of a cluster that node 0 wants on this host, until node 0 ends or a signal comes.
+    """Run the instances of a cluster that node 0 starts on this host, until node 0 ends or a signal arrives.
 
     model: this host's copy of the checkpoint, None for the embedded one. Raises ConfigError like `run_host`.
     """
@@ -98,7 +101,7 @@ def run_cluster_host(config: EngineConfig, node: int, model: str | None) -> int:
 
 
 def open_coordinator(config: EngineConfig, host_of: Callable[[int], int]) -> HostCoordinator:
-    """Open node 0's end of a cluster's hosts. host_of: the host of each instance, by number."""
+    """Open node 0's coordinator of a cluster's hosts. host_of: returns the host of an instance number."""
     from headway.runtime.launcher.host_compatibility import cluster_terms
     from headway.runtime.launcher.host_coordinator import HostCoordinator
     from headway.runtime.launcher.network import parse_endpoint
@@ -111,6 +114,7 @@ def open_coordinator(config: EngineConfig, host_of: Callable[[int], int]) -> Hos
 
 
 def _run(config: EngineConfig, mine: HostHello, starter: ProcessLauncher) -> int:
+    """Run a host agent until node 0 ends or a signal arrives; return the exit status."""
     from headway.runtime.launcher.host_agent import HostAgent
     from headway.runtime.launcher.network import parse_endpoint
 

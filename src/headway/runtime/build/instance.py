@@ -1,4 +1,4 @@
-"""An engine that has been assembled becomes an instance of a cluster."""
+"""Composition of the parts that make an assembled engine an instance of a cluster."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from headway.runtime.kv_transfer.peers import PeerNetwork
 def join(
     config: EngineConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]
 ) -> InstanceAgent | None:
-    """Listen for other instances, and say so in the engine's `info`. None, and no listener, for an engine that is
-    alone, and for one of which KV does not move (pipeline stages, KV groups, other devices): it serves whole requests
-    only. ring: wakes the loop, from any thread. Raises ConfigError for an address that it cannot have, and an unknown
-    connector."""
+    """Listen for other instances, and set the listening address in the engine's `info`.
+
+    Returns None, without a listener, for an engine outside a cluster and for one that cannot move KV (pipeline stages,
+    KV groups, other devices): such an instance serves whole requests only. ring: wakes the engine's loop, called from
+    any thread. Raises ConfigError for an address that cannot be bound, and for an unknown connector.
+    """
     if config.instance is None:
         return None
     if config.layout.accelerators > 1:
@@ -35,6 +37,7 @@ def join(
 def _join_one(
     config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]
 ) -> InstanceAgent:
+    """Make an instance of an engine that computes in its own process."""
     from headway.runtime.executor.single_process import SingleProcessExecutor
     from headway.runtime.kv_transfer.pool_port import KvPort
     from headway.runtime.sequence_parallel.span_executor import SpanExecutor
@@ -44,6 +47,7 @@ def _join_one(
     core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
     worker = core.executor.worker
     runs = SpanExecutor(worker, peers, eos_ids(Path(config.model)))
+    # Instances may be cut into different numbers of ranks: `CutConnector` splits KV by heads accordingly.
     inner = make_connector(own.kv_connector, peers, ring)
     connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
     port = KvPort(worker, core.scheduler.ledgers[0].block_tokens, runs, connector, own.number)
@@ -53,8 +57,10 @@ def _join_one(
 
 
 def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> InstanceAgent | None:
-    """Make an instance of an engine whose ranks listen to other instances (`multi_process._peer`); None if they do
-    not."""
+    """Make an instance of an engine whose ranks listen for other instances; None when they do not.
+
+    Whether they do is decided by `multi_process._peer`.
+    """
     from headway.runtime.executor.multi_process import MultiProcessExecutor
     from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
 

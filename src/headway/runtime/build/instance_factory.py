@@ -1,4 +1,4 @@
-"""Starts the instances of a cluster file, each on the host that the file names."""
+"""Starting the instances of a cluster file, each on the host that the file names."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ class InstanceFactory:
         coordinator: HostCoordinator | None = None,
         token: str = "",
     ) -> None:
-        """configs: of each instance, in the order of the pools; folder: for sockets; host_of: filled with the host of
-        each number, for the coordinator; coordinator: of several hosts, which share `token`."""
+        """Prepare to start instances.
+
+        configs: of each instance, in the order of the pools; folder: for sockets; host_of: filled with the host of each
+        instance number, for the coordinator; coordinator: of several hosts, which share `token`.
+        """
         self._file, self._configs, self._folder = file, configs, folder
         self._first, self._nodes = first_of(file), nodes_of(file)
         self._host_of, self._coordinator, self._token = host_of, coordinator, token
+        # The newest instance of each number, those that have left included.
         self._started: dict[int, LiveInstance] = {}
 
     def start_all(self) -> list[LiveInstance]:
-        """Start the instances of the file."""
+        """Start all instances of the file; return them by number. They load concurrently."""
         pools = [i for i, pool in enumerate(self._file.pools) for _ in range(pool.count)]
         return [
             self._start(number, pool, node, config, 0)
@@ -47,12 +51,13 @@ class InstanceFactory:
         """Start an instance that joins `pool`; see `runtime.cluster.membership.Another`. Raises RequestError."""
         if not 0 <= pool < len(self._file.pools):
             raise RequestError(f"pool must be between 0 and {len(self._file.pools) - 1}, not {pool}", "pool")
+        # An instance that joins in place of its predecessor does not count twice.
         others = (each for i, each in self._started.items() if i != number and each.pool == pool)
         if sum(each.state != "left" for each in others) >= LARGEST_POOL:
             raise RequestError(f"pool {pool} has {LARGEST_POOL} instances, which is as many as a pool may have", "pool")
         first = self._first[pool]
         config = joining_config(self._configs[first], first, number, incarnation)
-        if config.kv_cache_bytes is None:  # as large a pool as the others', however little memory is free now
+        if config.kv_cache_bytes is None:  # as large a pool as the others', whatever is free now
             config = msgspec.structs.replace(config, kv_cache_bytes=kv_bytes)
         return self._start(number, pool, self._nodes[first], config, incarnation)
 
@@ -77,8 +82,10 @@ def first_of(file: ClusterFile) -> list[int]:
 
 
 def joining_config(config: EngineConfig, like: int, number: int, incarnation: int) -> EngineConfig:
-    """Return the settings of instance `like` for one that joins, with an event log of its own: FILE.NUMBER, and
-    FILE.NUMBER.INCARNATION where other processes had the number before, whose logs stay."""
+    """Return the configuration of instance `like` for one that joins, with an event log of its own.
+
+    The log is FILE.NUMBER, or FILE.NUMBER.INCARNATION where an earlier process had the number, whose log is kept.
+    """
     if config.event_log is None:
         return config
     log = f"{config.event_log.removesuffix(f'.{like}')}.{number}" + (f".{incarnation}" if incarnation else "")

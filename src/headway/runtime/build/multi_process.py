@@ -1,4 +1,4 @@
-"""The model over several worker processes, of this host or of several. The engine's own process needs no torch."""
+"""Loading the model in several worker processes, on one or several hosts. The engine's own process needs no torch."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from headway.runtime.model.fields import read_json
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _START_S = 120.0
-"""A worker that sends no heartbeat for so long while it starts is lost."""
+"""Seconds without a heartbeat after which a starting worker counts as lost."""
 
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where the ranks of a model are to run, and what is known of it before they start."""
+    """Where the ranks of a model run, and the model's sizes, before the ranks start."""
 
     layout: ParallelLayout
     shape: DecoderConfig
     itemsize: int
-    """Bytes of a weight."""
+    """Bytes per weight."""
     longest: int
-    """Tokens of a request that the KV pool must have room for."""
+    """Tokens of the longest request that the KV pool must hold."""
     devices: DeviceAssignment | None
-    """None: on CPUs."""
+    """None: the ranks compute on CPUs."""
     hosts: HostCoordinator | None
-    """None: on this host alone."""
+    """None: all ranks run on this host."""
 
 
 def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
-    """Check that the layout can be, start the ranks, and wait until all have loaded.
+    """Validate the layout, start the ranks, and wait until all have loaded.
 
-    wanted: asked while other hosts are waited for; false ends the wait. Raises ConfigError with the layouts that would
-    fit, or with the error of the rank that could not start.
+    wanted: polled while waiting for other hosts; False ends the wait. Raises ConfigError with the layouts that would
+    fit, or with the error of a rank that failed to start.
     """
     folder = Path(config.model)
     if not folder.is_dir():
@@ -59,6 +59,7 @@ def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[]
     path = folder / "config.json"
     shape = read_config(read_json(path), config.max_model_len, str(path))
     itemsize = _ITEMSIZE[shape.dtype_for(config.dtype)]
+    # Without a requested length a small pool is enough: two blocks, or the whole context if that is less.
     longest = config.max_model_len or min(shape.max_model_len, 2 * config.block_size)
     check_shape(shape, layout)
     devices = choose(config.device, layout.accelerators // config.nnodes, look_apart)
@@ -87,11 +88,14 @@ def open_rendezvous(config: EngineConfig, layout: ParallelLayout) -> HostCoordin
 
 
 def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, int]:
-    """Bytes that are available and cores, of all hosts together; waits for the hosts. A rank may be on any host, so
-    that each counts with the memory of the one that has least."""
+    """Return available bytes and cores of all hosts together, after waiting for the hosts.
+
+    Ranks may be placed on any host, so each host counts with the memory of the smallest one.
+    """
     layout, hosts = placement.layout, placement.hosts
     available, cores = available_bytes(), len(CORES)
     if hosts is not None:
+        # The fork server imports torch while the other hosts connect.
         warm()
         present = hosts.gather(wanted)
         available = len(present) * min(host.available_bytes for host in present)
@@ -102,7 +106,7 @@ def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, 
 
 
 def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[], bool]) -> RankConfig:
-    """What each rank is started with: its share of cores, and of the memory that weights leave to KV blocks."""
+    """Return the configuration of all ranks: the share of cores, and KV blocks in the memory that weights leave."""
     layout, shape, devices, hosts = placement.layout, placement.shape, placement.devices, placement.hosts
     available, cores = _resources(placement, wanted)
     check_memory(shape, layout, placement.itemsize, available, config.kv_cache_bytes, placement.longest)
@@ -125,6 +129,7 @@ def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[
         host="127.0.0.1" if hosts is None else hosts.address,
         token=config.rdzv_token if hosts is not None else None,
         timeout_s=config.worker_timeout_s,
+        # On several hosts a start may have to wait for a host that is itself being started again.
         start_timeout_s=_START_S if hosts is None else _START_S + config.rdzv_timeout_s,
         log_level=config.log_level,
         log_format=config.log_format,
@@ -134,9 +139,10 @@ def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[
 
 
 def _peer(config: EngineConfig, layout: ParallelLayout) -> RankPeer | None:
-    """How ranks exchange KV with other instances, where they are cut by heads only; None where they do not.
+    """Return how ranks exchange KV with other instances; None unless they are cut by heads only.
 
-    Such an instance is lost as a whole when a rank is (`runtime.cluster.live_instance`): others' KV was on it.
+    Such an instance is lost as a whole when one rank is (`runtime.cluster.live_instance`), because KV of other
+    instances' requests was on it.
     """
     own = config.instance
     if own is None or layout.accelerators != layout.tp:
@@ -161,6 +167,7 @@ def _start_ranks(config: EngineConfig, placement: _Placement, ranks: RankConfig)
         return again
 
     addresses = tuple(rank.peer_address for rank in ready if rank.peer_address is not None)
+    # Ranks with peers are not restarted alone: see `_peer`.
     executor = MultiProcessExecutor(transport, placement.layout, ranks.kv_blocks, None if addresses else restart)
     executor.peer_addresses = addresses
     executor.hosts = placement.hosts

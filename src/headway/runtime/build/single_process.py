@@ -1,4 +1,4 @@
-"""The model in the engine's own process."""
+"""Loading the model in the engine's own process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.runtime.model.loading import load_decoder
 
 
 def build_one(config: EngineConfig) -> LoadedModel:
-    """Load, and make the pool. Raises ConfigError when it cannot be."""
+    """Load the model and make its KV pool. Raises ConfigError when it does not fit."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     team = ThreadPinning(torch.get_num_threads())
@@ -31,7 +31,9 @@ def build_one(config: EngineConfig) -> LoadedModel:
     if devices is not None:
         torch.cuda.set_device(device)
     decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend)
+    # Measured after loading: the weights are no longer part of what is free.
     free = available_bytes() if devices is None else torch.cuda.mem_get_info(device)[0]
+    # A pool of one slot has the size of one token.
     blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, free)
     worker = ModelWorker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
     parameters = decoder.weights.parameters
