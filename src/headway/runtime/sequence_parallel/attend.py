@@ -31,6 +31,7 @@ def go_round(
         if at.arriving >= 0:
             _, kv_heads, _, dim = block.shape
             arriving = block.new_empty(2, kv_heads, at.arriving_keys, dim)
+            # Members without keys send nothing; both ends know the counts from the plan.
             if at.keys:
                 block = block.contiguous()
                 sends.append((step.behind, block))
@@ -41,6 +42,7 @@ def go_round(
             for slice_ in _sliced(part):
                 answer.add(slice_, block)
                 look()
+        # The next block has travelled while this one was attended to.
         wait()
         block = arriving
     return answer.out.to(query.dtype)
@@ -101,12 +103,15 @@ class _PartialAnswer:
 
     def add(self, part: MaskBlock, block: Tensor) -> None:
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
+        # block: (2, kv_heads, keys, d), keys first.
         k, v = block[:, :, keys]
         out, lse = attend(self._query[:, rows], k, v, part.causal, dtype=torch.float32)
         fresh = self._fresh(part.row, part.row_end)
+        # The first answer of these rows is stored as it is: there is nothing to merge with.
         if fresh == [(part.row, part.row_end)]:
             self.out[:, rows], self._lse[:, rows] = out, lse
             return
+        # Rows without an answer have lse -inf, and uninitialised memory, which must not be NaN: 0 * NaN is NaN.
         for first, end in fresh:
             self.out[:, first:end] = 0.0
         merge_into(self.out[:, rows], self._lse[:, rows], out, lse)

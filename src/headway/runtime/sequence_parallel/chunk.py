@@ -90,6 +90,7 @@ class ChunkPlan:
         self.stays = spec.in_place and not spec.keepers and fits(held, spec, config)
         self.fresh = spread(spec.start, spec.tokens, spec.members, spec.order)
         self.after = extended(self.history, spec, self.fresh)
+        # Each member's tokens are cut evenly over its ranks: between attention calls a rank works on its own rows.
         self.rows: tuple[Positions, ...] = tuple(
             positions[slice(*share(len(positions), spec.width, part))]
             for positions in self.fresh
@@ -117,6 +118,7 @@ class _RankPlanner:
         self._whole_mlp = self._cut and self._spec.strategy.mlp == "ulysses"
 
     def plan(self) -> RankPlan:
+        # Later layers are prefetched within the layer before; the first layer has none before it.
         fetch: list[Step] = [StartHistory(ahead=False)]
         if self._whole_attention:
             fetch.append(self._weights("attention", ahead=False))
@@ -154,6 +156,7 @@ class _RankPlanner:
             steps.append(ProjectOutput("mixed", "change", False))
             steps += self._scattered("change")
             return [*steps, AddRows(self._name("change"))]
+        # Whole weights and own rows only: no gather, but all-to-alls around the ring.
         steps += [FinishWeights(), ProjectHeads("normed", "all heads", self._chunk.rows[self._index], True)]
         steps.append(self._exchanges.to_heads("all heads", "heads"))
         steps += self._ring("heads", "mixed")
@@ -169,6 +172,7 @@ class _RankPlanner:
         chunk, width, ranks = self._chunk, self._spec.width, self._group.ranks
         member, part = divmod(self._index, width)
         members = self._spec.members
+        # The ranks of a member hold the same tokens: its first rank's count stands for all.
         past = [len(chunk.history[ranks[i * width]].positions) for i in range(members)]
         if self._spec.in_place and members > 1:
             guests = tuple(
@@ -182,6 +186,7 @@ class _RankPlanner:
             )
             visit = AttendInPlace(source, target, guests, past[member])
             return [visit] if chunk.stays else [FinishHistory(), visit, StartHistory(ahead=True)]
+        # Ring neighbours are the ranks with the same part, hence the same heads, of the neighbouring members.
         before, behind = (ranks[(member + by) % members * width + part] for by in (-1, 1))
         attend = RingAttend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)
         return [FinishHistory(), attend, StartHistory(ahead=True)]

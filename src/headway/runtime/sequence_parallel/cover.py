@@ -31,6 +31,7 @@ def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[MaskBlock
     queries, keys: ascending. `past` keys that every row sees come before the others; keys are numbered past included.
     No block is empty.
     """
+    # seen[i]: the number of keys that row i sees, that is v(i) of the module's docstring.
     seen = past + np.searchsorted(keys, queries, side="right")
     rows = len(queries)
     first = int(np.searchsorted(seen, 1))  # rows before it see nothing
@@ -40,11 +41,14 @@ def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[MaskBlock
     row = first
     while row < rows:
         last = row
+        # A rise by 0 or 1 goes on for several rows; a larger one makes the row a rectangle of its own.
         if row < rows - 1 and rise[row] <= 1:
             last = int(turns[np.searchsorted(turns, row, side="right")])
         height, visible = last + 1 - row, int(seen[row])
         if height > 1 and rise[row] == 1:
             if visible > 1:
+                # All rows see the keys before the staircase; the square begins with the last key that the first row
+                # sees.
                 blocks.append(MaskBlock(row, last + 1, 0, visible - 1, False))
             blocks.append(MaskBlock(row, last + 1, visible - 1, visible - 1 + height, True))
         else:

@@ -17,7 +17,7 @@ NOTHING: Pairs = ((), ())
 
 
 class ChunkExchanges:
-    """Those of the rank at `index` of the chunk's group. rows: the positions of every rank's rows, by index."""
+    """Exchanges of the rank at `index` of the chunk's group. rows: the positions of every rank's rows, by index."""
 
     def __init__(self, spec: ChunkSpec, config: DecoderConfig, rows: Sequence[Positions], index: int) -> None:
         self._spec, self._config, self._rows, self._index = spec, config, rows, index
@@ -27,7 +27,7 @@ class ChunkExchanges:
         self._node = range(first, first + spec.width)
 
     def gather(self, source: str, target: str) -> ExchangeRows:
-        """Everybody's rows on everybody in the region."""
+        """All-gather: every rank of the region gets all of the region's rows."""
         at, width = self._offsets(self._region), self._config.hidden_size
 
         def between(i: int, j: int) -> Pairs:
@@ -37,7 +37,7 @@ class ChunkExchanges:
         return exchange(source, target, (at[-1], width), self._index, self._region, self._ranks, between)
 
     def scatter(self, source: str, target: str) -> ExchangeRows:
-        """To each rank of the region the sum of everybody's results for its rows."""
+        """Reduce-scatter: each rank of the region gets the sum of all ranks' results for its rows."""
         at, width = self._offsets(self._region), self._config.hidden_size
 
         def between(i: int, j: int) -> Pairs:
@@ -48,7 +48,7 @@ class ChunkExchanges:
         return exchange(source, target, shape, self._index, self._region, self._ranks, between, add=True)
 
     def to_heads(self, source: str, target: str) -> ExchangeRows:
-        """All heads of own rows to own heads of all of the node's rows."""
+        """All-to-all before attention: from all heads of own rows to own heads of all of the node's rows."""
         config, at, dim = self._config, self._offsets(self._node), self._config.head_dim
 
         def between(i: int, j: int) -> Pairs:
@@ -66,7 +66,7 @@ class ChunkExchanges:
         return exchange(source, target, (at[-1], columns), self._index, self._node, self._ranks, between)
 
     def to_rows(self, source: str, target: str) -> ExchangeRows:
-        """Own heads of all of the node's rows back to all heads of own rows."""
+        """All-to-all after attention: from own heads of all of the node's rows to all heads of own rows."""
         config, at, dim = self._config, self._offsets(self._node), self._config.head_dim
 
         def between(i: int, j: int) -> Pairs:
@@ -80,7 +80,7 @@ class ChunkExchanges:
         return exchange(source, target, shape, self._index, self._node, self._ranks, between)
 
     def last_rows(self, target: str, wanted: Sequence[int]) -> ExchangeRows:
-        """The rows at positions `wanted`, whoever has them, on every rank of the first region, in that order."""
+        """Send the rows at positions `wanted` from the ranks that have them to every rank of the first region."""
         width, readers = self._config.hidden_size, self._spec.group.region(0)
         at = [np.flatnonzero(np.isin(rows, wanted)) for rows in self._rows]
         to = [[wanted.index(position) for position in rows[own]] for rows, own in zip(self._rows, at, strict=True)]
@@ -95,7 +95,7 @@ class ChunkExchanges:
         return exchange(ROWS, target, (len(wanted), width), self._index, everyone, self._ranks, between)
 
     def logits(self, source: str, target: str, rows: int) -> ExchangeRows:
-        """The first region's slices of the vocabulary side by side on the first rank."""
+        """Gather the first region's slices of the vocabulary side by side on the first rank."""
         config, tp = self._config, self._spec.group.tp
 
         def between(i: int, j: int) -> Pairs:
@@ -112,7 +112,7 @@ class ChunkExchanges:
 
 
 class _RowOffsets:
-    """Where each rank's rows begin when those of `indices` follow each other; [-1] is where all end."""
+    """Offsets of each rank's rows when those of `indices` are concatenated; [-1] is the total."""
 
     def __init__(self, indices: Sequence[int], sizes: Sequence[int]) -> None:
         edges = accumulate(sizes, initial=0)

@@ -120,6 +120,7 @@ class StepExecutor:
         decoder = self._decoder
         assert decoder.weights.embedding is not None, "this rank holds no embedding"
         local = self._tokens[torch.from_numpy(step.positions - self._first)] - decoder.words.start
+        # Ids of other ranks' vocabulary slices give zeros: the scatter step sums the ranks' rows.
         foreign = (local < 0) | (local >= len(decoder.words))
         rows = functional.embedding(local.masked_fill(foreign, 0), decoder.weights.embedding)
         self.registers[step.target] = rows.masked_fill_(foreign.unsqueeze(1), 0.0)
@@ -169,6 +170,7 @@ class StepExecutor:
         """Keep the chunk's keys and values. Its queries, (heads, rows, d), and all that is kept here."""
         stacked = self.registers.take(step.source)
         stacked = stacked.view(stacked.shape[0], stacked.shape[1] // self._config.head_dim, self._config.head_dim)
+        # The last 2 * kv_heads are keys and values, whether the queries are all heads or a slice.
         queries = stacked.shape[1] - 2 * self._kv_heads
         self._shard.store(layer, step.past, stacked[:, queries : -self._kv_heads], stacked[:, -self._kv_heads :])
         return stacked[:, :queries].transpose(0, 1), self._shard.block(layer, step.past + stacked.shape[0])
@@ -192,6 +194,7 @@ class StepExecutor:
         self.registers[step.target] = head(self.registers.take(step.source)).float()
 
     def _start_weights(self, step: StartWeights, layer: int) -> None:
+        # `ahead` is a bool: 1 prefetches the next layer; there is nothing to fetch behind the last.
         layer += step.ahead
         if layer == self._config.layers:
             return
@@ -213,6 +216,7 @@ class StepExecutor:
 
     def _start_history(self, step: StartHistory, layer: int) -> None:
         layer += step.ahead
+        # Layers move in order, each once: after a resume, a layer that was moved before the pause is skipped.
         if self._moved == layer < self._config.layers:
             self._moving = self._history.start(layer)
 
@@ -225,6 +229,7 @@ class StepExecutor:
     def _matrix(self, name: str, own: PackedLinear, whole: bool) -> Matrix:
         if not whole:
             return own
+        # Popped: gathered weights are freed after their one use in this layer.
         weight, bias = self._whole.pop(f"whole.{name}.weight"), self._whole.pop(f"whole.{name}.bias", None)
         return partial(functional.linear, weight=weight, bias=None if bias is None else bias.view(-1))
 

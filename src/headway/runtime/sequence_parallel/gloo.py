@@ -27,6 +27,7 @@ class GlooTransport:
         tag = _FIRST_TAG + lane
         works: list[Any] = [dist.irecv(tensor, rank, tag=tag) for rank, tensor in receives]
         works += [dist.isend(tensor, rank, tag=tag) for rank, tensor in sends]
+        # Buffers must outlive the asynchronous operations.
         held = [tensor for _, tensor in (*sends, *receives)]
 
         def wait() -> None:

@@ -30,6 +30,7 @@ class KvShard:
         """More slots, behind those that are there. Adjacent runs are joined, so that they are read without copying."""
         joined = list(self.runs)
         for first, count in runs:
+            # first + count of the last range: the new one follows it directly.
             if joined and sum(joined[-1]) == first:
                 joined[-1] = (joined[-1][0], joined[-1][1] + count)
             else:
@@ -90,6 +91,7 @@ class KvMoves:
         self._out: list[tuple[int, range, _Index]] = []
         self._in: list[tuple[int, range, _Index, int]] = []
         for move in moves:
+            # The same slots of the same storage: nothing to do.
             if stays and move.source == move.target and np.array_equal(move.from_slots, move.to_slots):
                 continue
             if move.source == rank:
@@ -130,6 +132,7 @@ class KvMoves:
     def _taken(self, layer: int, heads: range, index: _Index) -> Tensor:
         assert self._source is not None
         taken = self._source[0].pool.data[layer][:, heads.start : heads.stop, index]
+        # A slice is a view, whose slots `finish` may overwrite before it is sent; indexing by a tensor copies already.
         return taken.clone(memory_format=torch.contiguous_format) if isinstance(index, slice) else taken
 
     def _room(self, heads: int, tokens: int) -> Tensor:

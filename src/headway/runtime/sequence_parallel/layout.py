@@ -1,7 +1,7 @@
-"""Who holds which heads of which tokens' keys and values, and what must move from one such layout to another.
+"""Layouts of a prompt's KV over ranks (heads and tokens of each), and the moves from one layout to another.
 
-Re-balancing onto a larger group (Tetris §4.1), another strategy's cut, and hand-over to a decode instance of another TP
-degree are all the same: two layouts and the moves between them. Pure data.
+Re-balancing onto a larger group (Tetris §4.1), another strategy's cut, and transfer to a decode instance of another TP
+degree are all two layouts and the moves between them. Pure data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from headway.runtime.sequence_parallel.tokens import Positions, share
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """What one rank holds: KV heads `heads` of the tokens `positions`, in the order of its slots."""
+    """KV that one rank holds."""
 
     heads: range
+    """KV heads of the whole model."""
     positions: Positions
+    """Tokens, in the order of the rank's slots."""
 
 
 KvLayout = Mapping[int, HeldShard]
@@ -46,16 +48,18 @@ class KvMove:
 
 
 def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """Where history goes before a chunk: even over the ring's members, cut over each member's ranks by heads.
+    """Return the layout of history for a chunk: even over the ring's members, cut by heads over each member's ranks.
 
-    As little moves as can be: a member keeps the first of the tokens that its ranks hold, up to its share, and what is
-    over fills the shares that are short. History needs no placement order, every row sees all of it (Tetris §4.1).
-    Where only `spec.keepers` keep KV, theirs are the shares.
+    As little KV as possible moves: a member keeps the first of the tokens that its ranks hold, up to its share, and the
+    surplus fills shares that are short. History needs no placement order: every row sees all of it (Tetris §4.1). Where
+    only `spec.keepers` keep KV, the shares are theirs.
+
     Raises ConfigError unless the group includes all ranks that hold something, as the paper demands, and unless they
     hold exactly the tokens before the chunk.
     """
     ranks = spec.group.ranks
     _include(held, ranks)
+    # Positions count from 0: the greatest one held plus one is the number of tokens.
     past = 1 + max((int(one.positions.max()) for one in held.values() if len(one.positions)), default=-1)
     if past != spec.start:
         raise ConfigError(f"chunk start {spec.start}: KV is held up to token {past}")
@@ -65,7 +69,9 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
     sizes = _sizes(spec, past)
     shares: list[Positions] = []
     for member, size in enumerate(sizes):
+        # A member's ranks may hold different tokens after another strategy's cut: their union is what the member has.
         own = _union([held[rank].positions for rank in _ranks(spec, member) if rank in held])
+        # A token held by several members is kept by the first of them only.
         kept = own[free[own]][:size]
         free[kept] = False
         shares.append(kept)
@@ -82,35 +88,38 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
 
 
 def _sizes(spec: ChunkSpec, tokens: int) -> list[int]:
-    """How many of so many tokens each member is to have."""
+    """Return each member's share of so many tokens."""
     keep = _keep(spec)
     edges = {member: share(tokens, len(keep), at) for at, member in enumerate(keep)}
     return [end - first for first, end in (edges.get(member, (0, 0)) for member in range(spec.members))]
 
 
 def _keep(spec: ChunkSpec) -> list[int]:
-    """Members that keep KV."""
+    """Return the members that keep KV."""
     first_ranks = spec.group.ranks[:: spec.width]
     return [member for member, rank in enumerate(first_ranks) if not spec.keepers or rank in spec.keepers]
 
 
 def _even(held: KvLayout, spec: ChunkSpec, config: DecoderConfig, past: int) -> bool:
-    """Whether everybody has its share already: no token is twice on the ring then, as there are as many places as
-    tokens."""
+    """Whether every member holds exactly its share already."""
     for index, rank in enumerate(spec.group.ranks):
         member, part = divmod(index, spec.width)
         first, end = share(past, spec.members, member)
         one = held.get(rank)
         if one is None or len(one.positions) != end - first or one.heads != spec.heads(index).kv_heads(config):
             return False
+        # A member's ranks differ in heads only: they must hold the same tokens in the same order.
         if part and not np.array_equal(one.positions, held[spec.group.ranks[index - part]].positions):
             return False
     return True
 
 
 def fits(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> bool:
-    """Whether a chunk can be computed where KV lies: its ranks hold the heads that they attend with, and each token is
-    with one member. KV that is cut by heads (Ulysses) does not fit a ring, nor the other way round."""
+    """Whether a chunk can be computed without moving KV.
+
+    That is when its ranks hold the heads that they attend with, and each token is on one member. KV that is cut by
+    heads (Ulysses) does not fit a ring, and the reverse.
+    """
     ranks = spec.group.ranks
     past = sum(len(held[rank].positions) for rank in ranks[:: spec.width] if rank in held)
     own = (spec.heads(index).kv_heads(config) for index in range(len(ranks)))
@@ -120,7 +129,7 @@ def fits(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> bool:
 
 
 def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """The same, of KV that fits the chunk: nothing moves, and who holds nothing of it goes on so."""
+    """Return the layout of history that fits the chunk and does not move. Ranks without KV get an empty shard."""
     nothing = np.empty(0, dtype=np.int64)
     return {
         rank: held.get(rank) or HeldShard(spec.heads(index).kv_heads(config), nothing)
@@ -129,8 +138,10 @@ def stayed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
 
 
 def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """Where history that fits goes before a chunk that only `spec.keepers` keep KV of: what they have stays, and what
-    the others have fills those of them that have least, so that they are as even as that allows."""
+    """Return the layout of fitting history for a chunk whose KV only `spec.keepers` keep (scale-down).
+
+    The keepers' KV does not move; that of other ranks goes to the keepers with least, to level them.
+    """
     history, width = dict(stayed(held, spec, config)), spec.width
     first_ranks = spec.group.ranks[::width]
     keep = _keep(spec)
@@ -151,9 +162,10 @@ def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
 
 
 def _levelled(counts: Sequence[int], more: int) -> list[int]:
-    """`more` things dealt out so that those who have least have as much as each other."""
+    """Return counts after `more` units are added to the smallest ones, levelling these."""
     filled = list(counts)
     low = sorted(range(len(counts)), key=lambda i: (counts[i], i))
+    # Drop the largest count while it lies above the level that the rest would reach.
     while counts[low[-1]] * len(low) > sum(counts[i] for i in low) + more:
         low.pop()
     total = sum(counts[i] for i in low) + more
@@ -164,8 +176,10 @@ def _levelled(counts: Sequence[int], more: int) -> list[int]:
 
 
 def history_of(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
-    """Where KV of earlier chunks is to be while a chunk is computed: one in place has it laid out anew only where it
-    does not fit. Raises ConfigError as `balanced`."""
+    """Return the layout of earlier chunks' KV while a chunk is computed. Raises ConfigError as `balanced`.
+
+    For an in-place chunk KV is laid out anew only where it does not fit.
+    """
     _include(held, spec.group.ranks)
     if spec.in_place and fits(held, spec, config):
         return (packed if spec.keepers else stayed)(held, spec, config)
@@ -178,7 +192,7 @@ def _include(held: KvLayout, ranks: Sequence[int]) -> None:
 
 
 def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> KvLayout:
-    """The layout after a chunk: each member's tokens (`fresh`) behind its share of history."""
+    """Return the layout after a chunk: each member's tokens (`fresh`) behind its share of history."""
     layout = {}
     for index, rank in enumerate(spec.group.ranks):
         one = history[rank]
@@ -187,17 +201,18 @@ def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> 
 
 
 def gathered(ranks: Sequence[int], tokens: int, config: DecoderConfig) -> KvLayout:
-    """All tokens in order on one instance, its ranks being tensor-parallel: what decode reads."""
+    """Return the layout that decode reads: all tokens in order on one instance, heads cut over its ranks."""
     everything = np.arange(tokens, dtype=np.int64)
     return {r: HeldShard(ModelShard(i, len(ranks)).kv_heads(config), everything) for i, r in enumerate(ranks)}
 
 
 def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:
-    """What makes `after` of `before`, everything that `after` holds included, by target, then source.
+    """Return the moves from layout `before` to `after`, by target, then source. They cover all that `after` holds.
 
-    A target takes from itself what it has; where a head is on several ranks, targets begin with different ones. Moves
-    that change nothing (same rank, same slots) are included: whoever carries them out knows whether storage stays.
+    A target takes KV from itself where it has it; where a head is on several ranks, targets begin with different
+    sources. Moves that change nothing (same rank, same slots) are included: `KvMoves` drops them where storage is kept.
     """
+    # Head ranges between neighbouring edges are held as a whole or not at all, by every rank and in both layouts.
     edges = sorted(
         {edge for held in (before, after) for one in held.values() for edge in (one.heads[0], one.heads[-1] + 1)}
     )
@@ -209,6 +224,7 @@ def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:
         for heads in classes:
             if heads[0] not in wanted.heads or not len(wanted.positions):
                 continue
+            # Each source in turn gives what is still missing, so that every token comes exactly once.
             missing = np.ones(len(wanted.positions), dtype=bool)
             for source in _sources(target, heads[0], before):
                 at = slots[source][wanted.positions]
@@ -228,7 +244,7 @@ def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:
 def _joined(
     parts: Sequence[tuple[range, Positions, Positions]],
 ) -> Iterator[tuple[range, Positions, Positions]]:
-    """Neighbouring heads whose tokens move alike, as one."""
+    """Join moves of neighbouring head ranges whose tokens move alike."""
     open_part = None
     for heads, from_slots, to_slots in parts:
         if open_part and open_part[0].stop == heads.start and np.array_equal(open_part[2], to_slots):
@@ -242,7 +258,7 @@ def _joined(
 
 
 def _sources(target: int, head: int, held: KvLayout) -> list[int]:
-    """Ranks with that head: the target itself first, then the others from a start that differs between targets."""
+    """Return the ranks with that head: the target first if it has it, then the others, rotated by the target."""
     ranks = sorted(rank for rank, one in held.items() if head in one.heads)
     first = ranks.index(target) if target in ranks else target % max(1, len(ranks))
     return ranks[first:] + ranks[:first]
@@ -255,7 +271,7 @@ def _slots(positions: Positions, tokens: int) -> Positions:
 
 
 def _union(parts: Sequence[Positions]) -> Positions:
-    """Each position once, in order of first appearance."""
+    """Return each position once, in order of first appearance."""
     if not parts:
         return np.empty(0, dtype=np.int64)
     if all(part is parts[0] for part in parts):

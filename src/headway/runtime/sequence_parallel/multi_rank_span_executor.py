@@ -1,9 +1,7 @@
-"""The engine's end of runs where the instance is several processes: each rank computes its part, this leads them. No
-torch.
+"""The engine's side of span tasks where the instance is several processes: directs the ranks' parts. No torch.
 
-`member.Computes` over the ranks of an executor. Each call tells all ranks and returns when all have answered; what the
-loop has to do meanwhile is done in between. Ranks give the same answers in the same order, as their parts of a run have
-the same shape.
+Each call sends a message to all ranks and returns when all have answered; the loop's own work is done in between. Ranks
+give the same kinds of answers in the same order, because their parts of a task have the same shape.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ Slots = Sequence[tuple[int, int]]
 W = TypeVar("W", bound=RunFromRank)
 
 _WAIT_S = 0.005
-"""Between two looks at the loop while ranks compute."""
+"""Interval between two calls of the loop's `look` while ranks compute."""
 
 
 class SpanTaskError(HeadwayError):
@@ -52,7 +50,7 @@ class SpanTaskError(HeadwayError):
 
 
 class MultiRankSpanExecutor:
-    """`SpanExecutor` of an instance of several ranks: its methods promise the same.
+    """`SpanExecutor` of an instance of several ranks, with the same contract.
 
     untold: returns KV operations that no batch has carried yet; ranks must replay them before they write to the blocks.
     """
@@ -68,12 +66,13 @@ class MultiRankSpanExecutor:
         self._said: dict[int, RunFromRank] = {}
 
     def on_message(self, rank: int, said: RunFromRank) -> None:
-        """A rank's word. What it says of a request that was forgotten is ignored."""
+        """Record a rank's answer. Answers about other requests than the current one are ignored."""
+        # The first answer of a rank counts, but a failure replaces an answer given before it.
         if said.name == self._name and (rank not in self._said or isinstance(said, SpanBroken)):
             self._said[rank] = said
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
-        """See `Runs.admit`."""
+        """See `SpanExecutor.admit`."""
         self._known.add(name)
         self._tell(AdmitSpan(name, bytes(prompt), params, output))
 
@@ -87,13 +86,15 @@ class MultiRankSpanExecutor:
         room: Callable[[int, bool], Slots],
         look: Callable[[], None],
     ) -> None:
-        """See `Runs.begin`."""
+        """See `SpanExecutor.begin`."""
         self._looks[name] = look
         self._whole.pop(name, None)
         words = self._ask(BeginSpan(name, run, tuple(before), preemptible, drawn))
         while isinstance(words[0], WantSlots):
             wants = _all(words, WantSlots)
+            # Ranks ask for the same number of slots, or for fewer where their shares differ by a token.
             slots = room(max(one.tokens for one in wants), wants[0].anew)
+            # Ranks must own the blocks before the slots are granted; both messages keep their order.
             self._executor.replay(self._untold())
             words = self._ask(GrantSlots(name, tuple(slots)))
         _all(words, SpanBegun)
@@ -101,8 +102,7 @@ class MultiRankSpanExecutor:
     def go(
         self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
     ) -> bool:
-        """See `Runs.go`. `behind` is called only where plans are to be carried out there (beside): ranks see by
-        themselves what may go."""
+        """See `SpanExecutor.go`. `behind` is called only with `beside`, where plans are carried out between layers."""
         wanted = pause or _never
         held = wanted()
 
@@ -131,25 +131,26 @@ class MultiRankSpanExecutor:
         return False
 
     def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
-        """See `Runs.finish`."""
+        """See `SpanExecutor.finish`."""
         ended = _all(self._ask(FinishSpan(name, draw)), SpanEnded)
+        # KV is whole only as far as every rank has its heads of it.
         self._whole[name] = min(one.whole for one in ended)
         return ended[0].emitted, any(one.moved for one in ended)
 
     def saved(self, name: str) -> tuple[int, int, SpanHalted]:
-        """See `Runs.saved`."""
+        """See `SpanExecutor.saved`."""
         halted = self._saved.pop(name)
         return halted.tokens, halted.layer, halted
 
     def whole(self, name: str, tokens: int) -> bool:
-        """See `Runs.whole`."""
+        """See `SpanExecutor.whole`."""
         return self._whole.get(name) == tokens
 
     def check(self, name: str) -> None:
-        """Ranks do, and say so."""
+        """Do nothing: ranks check their peers themselves and report a loss as `SpanBroken`."""
 
     def forget(self, name: str) -> None:
-        """See `Runs.forget`."""
+        """See `SpanExecutor.forget`."""
         if name not in self._known:
             return
         if self._whole.pop(name, None):  # it may have become the request's own, under the number that its blocks have
@@ -163,8 +164,10 @@ class MultiRankSpanExecutor:
         return name in self._known
 
     def _ask(self, word: RunToRank, meanwhile: Callable[[], None] = lambda: None) -> list[RunFromRank]:
-        """Every rank's answer. Raises RunError, or PeerLostError, where one cannot go on, what the loop raises, and
-        LostError."""
+        """Send a message to all ranks and return their answers, by rank.
+
+        Raises SpanTaskError or PeerLostError where a rank cannot go on, LostError, and whatever `look` raises.
+        """
         self._name, self._said = word.name, {}
         look = self._looks[word.name]
         self._tell(word)
@@ -183,7 +186,7 @@ class MultiRankSpanExecutor:
 
 
 def _all(words: Sequence[RunFromRank], kind: type[W]) -> list[W]:
-    """All ranks have answered alike."""
+    """Return the answers as the kind that all must have. Raises InvariantError otherwise."""
     alike: list[W] = [word for word in words if isinstance(word, kind)]
     if len(alike) < len(words):
         raise InvariantError(f"ranks of one instance differ in a run: {words}")

@@ -35,5 +35,6 @@ def layout_after(chunks: Sequence[ChunkSpec], held: KvLayout, config: DecoderCon
     first = chunks[0]
     first.check(config)
     history = history_of(held, first, config)
+    # History is balanced once, before the first chunk; between the chunks of a task KV does not move.
     shares = [spread(one.start, one.tokens, one.members, one.order) for one in chunks]
     return extended(history, first, [np.concatenate(fresh) for fresh in zip(*shares, strict=True)])

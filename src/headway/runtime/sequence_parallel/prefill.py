@@ -98,6 +98,7 @@ class SequencePrefill:
         self._plan: RankPlan = chunk.rank(rank)
         source = self._shard
         own = chunk.after[rank]
+        # A place can be reused if it has the same heads and enough slots; KV then moves within it.
         if source is None or source.pool.kv_heads != len(own.heads) or source.capacity < len(own.positions):
             self._shard = self._storage(len(own.heads), len(own.positions))
         assert self._shard is not None
@@ -141,6 +142,7 @@ class SequencePrefill:
         if self._layer < stop:
             executor.run(plan.fetch, self._layer)
         while self._layer < stop:
+            # Asked before the layer, so that the answer travels while the layer is computed.
             asked = self._ask(pause) if self.preemptible else None
             executor.run(plan.layer, self._layer)
             self._layer += 1
@@ -149,6 +151,7 @@ class SequencePrefill:
             self._asked = asked is not None and asked()
             if self._asked and self._layer < layers:
                 break
+        # No transfer may be left under way at a pause: other chunks may use the connections next.
         executor.settle()
         return self._layer == layers
 
@@ -199,6 +202,8 @@ class SequencePrefill:
         old = own if self._source is None else self._source.token_bytes
         rows = self._executor.registers.get(ROWS)
         return SavedState(
+            # Finished layers hold history and chunk, moved layers history at its new place, the rest history at its old
+            # place.
             kv_bytes=own * (done * after + (moved - done) * history) + old * (layers - moved) * before,
             kv_bytes_at_end=own * layers * after,
             activation_bytes=0 if rows is None else rows.numel() * rows.element_size(),
@@ -268,6 +273,7 @@ def hand_over(
     )
     finish: Callable[[], None] | None = None
     for layer in range(layers):
+        # Two layers overlap: the next one travels while the previous one is written.
         behind = todo.start(layer)
         if finish is not None:
             finish()

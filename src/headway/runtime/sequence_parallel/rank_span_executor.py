@@ -1,9 +1,9 @@
-"""A rank's part in runs, as its engine tells it: computed in the rank's own thread, which goes on hearing meanwhile.
+"""A rank's part in span tasks, driven by its engine's messages and computed in the rank's own thread.
 
-A run is computed from inside the rank's loop, and calls back into it: within layers for what concerns KV, a pause or an
-end (`poll`), and where all ranks of the instance stand at the same point, for plans as well (`step`): while room is
-awaited, and behind a layer where the engine asks for that. Ranks would wait for each other for ever otherwise, one in
-a layer of the run and one in a batch.
+A task is computed from inside the rank's loop and calls back into it: within layers for messages about KV, a pause or
+an end (`poll`), and at points that all ranks of the instance reach, for plans as well (`step`): while slots are
+awaited, and after a layer where the engine requests it. Plans anywhere else would deadlock: one rank would wait in a
+layer of the task, and another in a batch.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class RankLoopCalls(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Whether the rank was told to end."""
+        """Whether the rank has received `StopRank`."""
 
     def step(self) -> None:
-        """Take the next message, or carry out the next plan; waits for one."""
+        """See `RankLoop.step`."""
 
     def poll(self) -> None:
-        """Take what has come, and carry out what computes nothing."""
+        """See `RankLoop.poll`."""
 
 
 class _OverError(Exception):
-    """Nobody wants the run under way any more."""
+    """The current task was cancelled: unwinds its computation."""
 
 
 class RankSpanExecutor:
@@ -66,11 +66,11 @@ class RankSpanExecutor:
         self._name = ""
         self._hold = self._on = False
         self.over = False
-        """Whether nobody wants the run under way any more: it ends before anything else is heard."""
+        """Whether the current task is cancelled. No message is processed until it has ended."""
         self._given: list[Sequence[tuple[int, int]]] = []
 
     def on_message(self, said: RunToRank) -> None:
-        """The engine's word. What it says of a request that was forgotten is ignored."""
+        """Process a message of the engine. Messages about forgotten requests are ignored."""
         name = said.name
         if isinstance(said, AdmitSpan):
             self._runs.admit(name, memoryview(said.prompt), said.params, said.output)
@@ -94,7 +94,7 @@ class RankSpanExecutor:
             self._on = True
 
     def forget(self, name: str) -> None:
-        """Drop a request; a run of it that is under way ends as soon as this has returned to it."""
+        """Drop a request. Its current task, if any, ends at its next check."""
         self.over = self.over or name == self._name
         self._runs.forget(name)
 
@@ -112,6 +112,7 @@ class RankSpanExecutor:
             log.exception("a run of %s failed", name)
             self._say(SpanBroken(name, f"it failed: {error}", None))
         finally:
+            # Messages behind the cancellation were deferred by `over`: they are processed from here on.
             self._name, self.over = "", False
 
     def _begin(self, said: BeginSpan) -> None:
@@ -124,6 +125,7 @@ class RankSpanExecutor:
                 self._turn()
             return self._given.pop()
 
+        # KV that still moves from this place must be out before the task may write to it.
         self._port.settle(name)
         self._runs.begin(name, said.run, said.before, said.preemptible, said.drawn, room, self._look)
         self._say(SpanBegun(name))
@@ -154,6 +156,7 @@ class RankSpanExecutor:
     def _finish(self, said: FinishSpan) -> None:
         name = said.name
         emitted, moved = self._runs.finish(name, said.draw)
+        # Transfers that still read the old place must end before its slots are reused.
         if moved:  # from the place before, which will be others'
             self._port.settle(name)
         self._port.layers_are_there(name)

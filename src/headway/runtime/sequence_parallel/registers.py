@@ -58,6 +58,7 @@ def unpack(target: Tensor, piece: PeerMessage, data: Tensor) -> None:
     for cut in piece.cuts:
         view = _cut(target, cut)
         part = data[at : at + cut.size]
+        # Equal addresses: `_room` let the message be received into the target itself.
         if view.data_ptr() != part.data_ptr():
             view.copy_(part.view(view.shape))
         at += cut.size

@@ -30,6 +30,7 @@ def ring(member: int, fresh: Sequence[Positions], past: Sequence[int]) -> tuple[
     members = len(fresh)
     steps = []
     for step in range(members):
+        # Blocks travel from member i to i + 1: after k steps a member has the block of member i - k.
         source, arriving = (member - step) % members, (member - step - 1) % members
         last = step == members - 1
         steps.append(

@@ -1,10 +1,8 @@
-"""An instance's part in runs: prompts that are computed by several instances together, KV in this one's own pool.
+"""An instance's part in span tasks: prompts computed by several instances together, KV in this instance's own pool.
 
-Ranks of a run's group are ends (`runtime.kv_transfer.ends`): the instances themselves, or all tensor-parallel ranks
-of each. What
-a run needs of others is in `runtime.sequence_parallel`; here is where its rows' keys and values are kept, how its
-tensors
-travel, and how its first token is drawn.
+Ranks of a task's group are ends (`runtime.kv_transfer.ends`): the instances themselves, or all tensor-parallel ranks
+of each. This module keeps the KV of its own rows, sends tensors to peers, and samples the first token; the steps of a
+chunk are in the other modules of `runtime.sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -38,14 +36,16 @@ from headway.runtime.sequence_parallel.tokens import Order
 from headway.runtime.sequence_parallel.transport import MessageStream
 
 Room = Callable[[int, bool], Sequence[tuple[int, int]]]
-"""(tokens, anew) to slots of the pool for so many tokens, as runs: in the place that the request has, made larger, or
-in another one. It may wait, and raises where there is none."""
+"""(slots, anew) to slot ranges of the pool: the request's own, extended, or, if `anew`, other ones. May block; raises
+where the pool has none."""
 
 
 def chunks_of(run: SpanTask, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
-    """What a run's group of instances of `tp` ranks each computes, in order: the same for all who know the run.
-    `striped` is placed so, tokens that are decoded in place on the first, everything else in zigzag, which for one
-    member is the order of tokens."""
+    """Return the chunks of a span task, in order, for instances of `tp` ranks: equal on all of them.
+
+    Placement is striped for the strategy `striped`, on the first member for tokens that are decoded in place, and
+    otherwise zigzag, which for one member is the order of tokens.
+    """
     order: Order = "first" if run.in_place else "striped" if run.strategy.attn == "striped" else "zigzag"
     group = SpGroup(_ends(run.group, tp), tp, None if run.node is None else run.node * tp)
     keepers = _ends(run.keepers, tp)
@@ -64,15 +64,16 @@ class StoredKv:
     layout: KvLayout
     shard: KvShard
     layers: int
+    """Layers whose KV has this layout."""
     whole: int
+    """While a chunk is under way: the prompt's first tokens of which KV of all layers is in place."""
 
 
 class SpanExecutor:
-    """Companion of a worker: an instance's only process, or one tensor-parallel rank of it. Requests are named as in
-    messages; unknown ones must not be asked for.
+    """Computes span tasks on a worker: an instance's only process, or one of its tensor-parallel ranks.
 
-    Nothing here waits for ever: a peer that is gone raises PeerLostError, `look` may end any wait. After an error the
-    request must be forgotten.
+    Requests are named as in messages; methods must not be called with unknown names. No wait is unbounded: a lost peer
+    raises PeerLostError, and `look` may end any wait by raising. After an error the request must be forgotten.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SpanExecutor:
         self._parts: dict[str, _SpanMember] = {}
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
-        """Keep a request's tokens, `output` being what it has said already."""
+        """Store a request's tokens: its prompt, and the output tokens that were emitted before."""
         sampler = sampler_of(prompt, params, self._worker.decoder.config.vocab_size, self._eos)
         resident = RequestTokens(prompt.nbytes // 4, prompt, sampler)
         for token in output:
@@ -102,12 +103,15 @@ class SpanExecutor:
         room: Room,
         look: Callable[[], None],
     ) -> None:
-        """Take up a run. `before`: those that were computed before it, in order. drawn: tokens that end with the run's
-        last, of which some may have been drawn elsewhere. `look` is called every so often while others are waited for,
-        and within layers; what it raises ends the run. Raises ConfigError where the run does not fit the model, the
-        group or the KV that is here."""
+        """Prepare a span task.
+
+        before: the request's tasks computed before it, in order. drawn: the sampled tokens up to the end of this task;
+        some may have been sampled elsewhere. look: called periodically during waits and within layers; an exception
+        from it ends the task. Raises ConfigError where the task does not fit the model, the group or the KV held here.
+        """
         part, tp = self._parts[name], self._tp
-        self._peers.line(name, run.group)  # who is not there any more
+        # Raises PeerLostError here if an instance of the group is lost already.
+        self._peers.line(name, run.group)
         for instance in run.group:
             if (ranks := self._peers.ranks_of(instance)) != tp:
                 raise ConfigError(f"group {run.group}: instance {instance} is {ranks} processes, and this one is {tp}")
@@ -121,14 +125,19 @@ class SpanExecutor:
     def go(
         self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
     ) -> bool:
-        """Compute, from where the run stands. False when it was paused; `behind` is called behind each layer of each
-        piece, with the number of its layers that are done. beside: it is to be called behind all of them, as others
-        compute meanwhile; here it always is."""
+        """Compute from where the task stands. Returns False when it was paused.
+
+        behind: called after each layer of each chunk with the number of its completed layers. beside: requires that
+        call, because batches run between layers; this implementation always makes it.
+        """
         return self._parts[name].go(pause, lambda layer: behind(layer + 1))
 
     def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
-        """After the last layer. draw: the prompt ends here; the group's first instance gets the token. True: another
-        place than before holds the KV now, and the old one is free."""
+        """Complete the task after its last layer. Returns the sampled token, if any, and whether KV changed its place.
+
+        draw: the prompt ends here, and the group's first instance samples. If KV has moved to other slots, the old ones
+        are free.
+        """
         part = self._parts[name]
         logits = part.prefill.finish()
         emitted = None
@@ -137,31 +146,31 @@ class SpanExecutor:
         return emitted, part.settle()
 
     def saved(self, name: str) -> tuple[int, int, SavedState]:
-        """Where a run is paused: the tokens of the prompt before its piece, the layer; and what is kept here."""
+        """Return where a task is paused (the prompt's tokens before its chunk, the layer) and the state kept here."""
         return self._parts[name].saved()
 
     def kept(self, name: str) -> StoredKv | None:
-        """Where KV of a request lies here; None: there is none."""
+        """Return the KV of a request on this rank; None if there is none."""
         part = self._parts.get(name)
         return None if part is None else part.kept(self._worker.pool.layers)
 
     def whole(self, name: str, tokens: int) -> bool:
-        """Whether KV of the request's first `tokens` tokens is all here, in their order."""
+        """Whether KV of exactly the request's first `tokens` tokens is all here, in order."""
         return self.whole_tokens(name) == tokens
 
     def whole_tokens(self, name: str) -> int:
-        """Of how many of the request's first tokens KV is all here, in their order, and of no others; 0: of none."""
+        """Return how many of the request's first tokens have all their KV here, in order and without others; else 0."""
         part = self._parts.get(name)
         return 0 if part is None else part.whole_tokens(instance_of(self._peers.number), self._peers.number)
 
     def check(self, name: str) -> None:
-        """Raise PeerLostError when somebody in the group of the run under way is gone."""
+        """Raise PeerLostError when a member of the current task's group is lost."""
         transport = self._parts[name].transport
         if transport is not None:
             transport.check()
 
     def forget(self, name: str) -> None:
-        """Drop a request. Its places may be given to others once `peers.forget` has returned too."""
+        """Drop a request. Its slots may be reused once `peers.forget` has returned too."""
         self._parts.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
@@ -169,7 +178,7 @@ class SpanExecutor:
 
 
 class _SpanMember:
-    """One request."""
+    """State of one request's span tasks on this rank."""
 
     def __init__(self, worker: ModelWorker, config: DecoderConfig, resident: RequestTokens) -> None:
         self._worker, self._resident = worker, resident
@@ -177,12 +186,13 @@ class _SpanMember:
         self._shard: KvShard | None = None
         self._moved = False
         self._room: Room | None = None
+        # `_slots`: slots of the pool held. `_own`: tokens held here at the end of a task of several chunks.
         self._slots = self._own = 0
         self._config = config
         self._chunks: deque[ChunkSpec] = deque()
-        """Of the run under way, from the one that is computed on; `_own`: tokens that this instance has at the end of a
-        run of several. `_moves`: KV of earlier runs is on its way."""
+        """Remaining chunks of the current task, the current one first."""
         self._moves = False
+        """Whether the current chunk moves KV of earlier tasks. Only the first chunk of a task does."""
         self.transport: _PeerTransport | None = None
 
     @property
@@ -207,9 +217,11 @@ class _SpanMember:
             for one in before:
                 held = layout_after(one, held, self._config)
         own = held.get(transport.rank)
+        # KV that the instance's scheduler computed: its slots are wrapped as a shard, not moved.
         if self._shard is None and own is not None and len(own.positions):  # a scheduler has left it
             self._prefill.adopt(held, self._place(len(own.heads), len(own.positions)))
         resident, start, end = self._resident, chunks[0].start, chunks[-1].end
+        # Without the tokens before them, sampled tokens cannot be appended; the check below then fails.
         if drawn and resident.known >= end - len(drawn):
             resident.learn(end - len(drawn), drawn)
         if resident.known < end:
@@ -217,6 +229,7 @@ class _SpanMember:
         self._own = 0
         if len(chunks) > 1 and transport.rank in chunks[0].group.ranks:
             at_end = layout_after(chunks, held, self._config)[transport.rank]
+            # Slots for the whole task at once: a later chunk then never waits for room while peers wait for this rank.
             self._own = len(at_end.positions)
             shard = self._shard
             if shard is not None and shard.pool.kv_heads == len(at_end.heads) and shard.capacity < self._own:
@@ -226,14 +239,14 @@ class _SpanMember:
         self._take_up(held)
 
     def _take_up(self, held: KvLayout) -> None:
-        """The first chunk that is left. Logits are those of the run's last token."""
+        """Begin the first remaining chunk. Only a task's last chunk computes logits, of its last token."""
         spec = self._chunks[0]
+        # None: the last token's logits; an empty tuple: none.
         wanted = None if len(self._chunks) == 1 else ()
         self.prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), wanted, held)
 
     def go(self, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
-        """See `SpanExecutor.go`. A pause that was asked for in the last layer of a chunk is one before the next
-        chunk."""
+        """See `SpanExecutor.go`. A pause requested in the last layer of a chunk takes effect before the next chunk."""
         prefill, transport = self.prefill, self.transport
         assert transport is not None
         while prefill.run(pause=pause, behind=behind, look=transport.look):
@@ -256,10 +269,14 @@ class _SpanMember:
         return self._chunks[0].start, self.prefill.layer, msgspec.structs.replace(saved, kv_bytes_at_end=at_end)
 
     def _place(self, heads: int, tokens: int) -> KvShard:
-        """Slots of the pool for so many heads of a run's tokens: the place that is there, made larger, unless its heads
-        are others. Fewer heads of more tokens take a token's slot together."""
+        """Return slots of the pool for so many heads of a task's tokens.
+
+        The present slots are extended, unless they hold another number of heads. With fewer heads than the pool has,
+        several tokens share one slot of the pool.
+        """
         pool = self._worker.pool
         fold = pool.kv_heads // heads
+        # Ceiling division: `fold` tokens of few heads fill one slot of the whole pool.
         slots = -(-max(tokens, self._own) // fold)
         assert self._room is not None
         shard = self._shard
@@ -269,6 +286,7 @@ class _SpanMember:
             self._moved = self._shard is not None
             shard = self._shard = KvShard(pool if fold == 1 else pool.narrowed(heads), ())
             self._slots = 0
+        # `_room` returns all slots of the request; only those behind the ones already held are new.
         there = sum(count for _, count in runs)
         fresh = cut_runs(runs, self._slots, there)
         self._slots = there
@@ -307,7 +325,7 @@ class _SpanMember:
 
 
 class _PeerTransport:
-    """`Transport` over the sockets between instances, for one run."""
+    """`TensorTransport` over the sockets between instances, for one span task."""
 
     def __init__(self, rank: int, line: PeerStream, look: Callable[[], None]) -> None:
         self.rank, self.look = rank, look
@@ -316,8 +334,9 @@ class _PeerTransport:
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
-        """See `Transport.exchange`."""
+        """See `TensorTransport.exchange`."""
         line = self._line
+        # Receives first, so that incoming data finds its buffer.
         tickets: list[Completion] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
         tickets += [line.send(rank, lane, (_bytes(tensor),)) for rank, tensor in sends]
 
@@ -328,10 +347,10 @@ class _PeerTransport:
         return wait
 
     def check(self) -> None:
-        """Raise PeerLostError when one of the others is gone."""
+        """Raise PeerLostError when another rank of the group is lost."""
         self._line.check()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory."""
+    """Return a contiguous tensor's memory without copying."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -32,6 +32,7 @@ def spread(start: int, tokens: int, members: int, order: Order) -> tuple[Positio
         return tuple(start + _share(tokens, members, member) for member in range(members))
     if order == "first":
         return tuple(np.arange(start, end if member == 0 else start, dtype=np.int64) for member in range(members))
+    # Member i takes shards i and 2N - 1 - i: an early, cheap one and a late, costly one.
     shards = 2 * members
     return tuple(
         start + np.concatenate([_share(tokens, shards, i), _share(tokens, shards, shards - 1 - i)])
