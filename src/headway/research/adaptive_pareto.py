@@ -1,7 +1,7 @@
 """Medha Fig. 4 and Mnemosyne Fig. 8: static chunks against adaptive ones, and chunks of 32 against 4096.
 
 Llama-3 8B, 8 H100s (TP8, one stage), one prompt of 1M tokens alone: time to the first token over the P95 and the worst
-iteration, which is what a decode beside it would wait. Adaptive: the largest chunk within a time, from 10 to 200 ms.
+iteration, the wait of a decode in the same batches. Adaptive: the largest chunk within a time, from 10 to 200 ms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _static(mode: Mode, prompt: int) -> dict[int, tuple[float, float]]:
 
 
 def medha(options: RunOptions) -> ExperimentReport:
-    """Fig. 4: adaptive chunking is on the frontier of both."""
+    """Reproduce Medha Fig. 4: adaptive chunking is on the Pareto front of TTFT and worst iteration."""
     prompt = _prompt(options)
     static = both(lambda mode: _static(mode, prompt))
 
@@ -35,7 +35,8 @@ def medha(options: RunOptions) -> ExperimentReport:
         return found.ttft_s, found.worst_s
 
     def gains(mode: Mode) -> dict[str, float]:
-        """At each static chunk's own worst iteration: the static TTFT over the adaptive one."""
+        """Return static TTFT over adaptive TTFT, the target of the latter being the static chunk's worst iteration."""
+
         return {str(c): ttft / adaptive(mode, worst)[0] for c, (ttft, worst) in static[mode].items() if c >= 64}
 
     curve = {mode: [adaptive(mode, t) for t in TARGETS_S] for mode in MODES}
@@ -64,14 +65,14 @@ def medha(options: RunOptions) -> ExperimentReport:
 
 
 def mnemosyne(options: RunOptions) -> ExperimentReport:
-    """Fig. 8 and §4.2's 1.75×."""
+    """Reproduce Mnemosyne Fig. 8 and the 1.75× of §4.2."""
     prompt = _prompt(options)
     report = medha(options)
     return ExperimentReport(source=report.source, rows=(slowdown(prompt), *report.rows), panels=report.panels)
 
 
 def slowdown(prompt: int = PROMPT) -> ClaimRow:
-    """Chunks of 32 against 4096, end to end."""
+    """Return the row of chunks of 32 against 4096, end to end."""
 
     def ratio(mode: Mode) -> float:
         static = _static(mode, prompt)

@@ -1,13 +1,12 @@
-"""Times that need no scheduler: a lone prefill, a lone decode, and what KV parallelism makes of them.
+"""Times that need no scheduler: a lone prefill, a lone decode, and both under KV parallelism.
 
-All from the shipped operator fits (`perf.latency.fitted`), one pipeline stage's prediction, every stage taken as
-slow as the
-last (it carries the LM head). Nothing public was measured beyond 12K tokens of history on an H100 (4K on an A100), so
-whatever is said here of longer contexts is extrapolated by the fit.
+All times come from the shipped operator fits (`perf.latency.fitted`) for one pipeline stage; every stage is taken as
+slow as the last, which has the LM head. Public measurements end at 12K tokens of history on an H100 (4K on an A100), so
+results for longer contexts are extrapolated by the fit.
 
 The two modes differ in one assumption about kernels. paper: attention of a chunk over its history is spread over the
-whole device from the first token on, as Medha §3.1 says of its kernels. default: what was measured goes on up to the
-measured history, and only beyond it is split.
+whole device from the first token on, as Medha §3.1 states of its kernels. default: kernels behave as measured up to the
+measured history, and are split over the device only beyond it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LEAST_CHUNK = 16
 
 @dataclass(frozen=True)
 class InstanceModel:
-    """One instance's layout: a stage's predictor, and what crosses between stages and between KV groups."""
+    """One instance: the latency of a stage, and the cost of hops between stages and of merges between KV groups."""
 
     device: AcceleratorSpec
     shape: ModelShape
@@ -46,27 +45,32 @@ class InstanceModel:
 
     @property
     def part(self) -> RankShape:
-        """What a rank of the first stage holds; it has the most layers."""
+        """The share of a rank of the first stage, which has the most layers."""
         return cut(self.shape, self.layout, 0)
 
     def hop_s(self, rows: int) -> float:
-        """Activations of so many rows from a stage to the next, each rank over its own link."""
+        """Return the seconds to send `rows` rows of activations to the next stage, each rank over its own link."""
         return self.layout.stage_link(self.device).transfer_s(
             rows * self.shape.hidden * self.shape.dtype_bytes // self.layout.tp
         )
 
     def merge_s(self, rows: int, groups: int) -> float:
-        """KV parallelism's all-gather, over a stage's layers: each group sends the fp32 partial outputs and
-        log-sum-exps of its heads to each of the others, between nodes."""
+        """Return the seconds of KV parallelism's all-gather, over a stage's layers.
+
+        Each group sends the fp32 partial outputs and log-sum-exps of its heads to each of the others, between nodes.
+        """
         if groups == 1:
             return 0.0
         link = self.layout.across_link(self.device)
+        # head_dim outputs and one log-sum-exp for each row and head, four bytes each
         partial = rows * self.part.q_heads * (self.part.head_dim + 1) * 4
         return self.part.layers * link.transfer_s((groups - 1) * partial)
 
     def chunk_s(self, past: float, tokens: int, decodes: int = 0, decode_kv: int = 0, groups: int = 1) -> float:
-        """A stage's iteration: one chunk, beside decodes, the history cut over `groups` (Mnemosyne Eq. 9: attention
-        over its groups, all else as before, and the merge)."""
+        """Return the seconds of one iteration on a stage: one chunk beside decodes, with the history cut over `groups`.
+
+        Mnemosyne Eq. 9: attention is divided by the groups, all else stays, and the merge is added.
+        """
         rows = tokens + decodes
         seconds = self.latency.rows_s(rows)
         if tokens:
@@ -76,21 +80,24 @@ class InstanceModel:
         return seconds + self.merge_s(rows, groups)
 
     def through_s(self, stage_s: float, rows: int) -> float:
-        """From entering the first stage to leaving the last."""
+        """Return the seconds from entering the first stage to leaving the last."""
         return self.stages * stage_s + (self.stages - 1) * self.hop_s(rows)
 
     def tbt_s(self, past: int, chunk: int = 0, groups: int = 1, chunk_past: int = 0) -> float:
-        """Time between tokens of one decode over `past` tokens, beside a chunk of another prompt if given: a token
-        leaves the last stage before the next one enters the first."""
+        """Return the time between tokens of one decode over `past` tokens, beside a chunk of another prompt if given.
+
+        A token leaves the last stage before the next one enters the first.
+        """
         return self.through_s(self.chunk_s(chunk_past, chunk, 1, past, groups), 1 + chunk)
 
 
 @dataclass(frozen=True)
 class LonePrefill:
-    """A lone prefill. iterations: seconds of a stage, by chunk, in order (equal chunks may be sampled)."""
+    """The times of a lone prefill."""
 
     ttft_s: float
     iterations: Seconds
+    """Seconds on a stage by chunk, in order; those of equal chunks may be interpolated between samples."""
 
     @property
     def worst_s(self) -> float:
@@ -102,7 +109,7 @@ class LonePrefill:
 
 @cache
 def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> InstanceModel:
-    """By names; the latency fit is compiled once."""
+    """Return the model of an instance by the names of device and model; the latency fit is compiled once."""
     layout = ParallelLayout(tp=tp, stages=stages)
     told = EngineAssumptions(split_kv="always" if mode == "paper" else "beyond")
     return InstanceModel(
@@ -111,15 +118,18 @@ def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> Instanc
 
 
 def static_prefill(m: InstanceModel, prompt: int, chunk: int, groups: int = 1) -> LonePrefill:
-    """Equal chunks, each entering the first stage as the one before leaves it (SPP). With several KV groups one joins
-    after each such share of the prompt, and a chunk's history is what the fullest of them holds (Mnemosyne's Eq. 10
-    cuts it evenly; shards are only appended to)."""
+    """Return a lone prefill in equal chunks, each entering the first stage as the one before leaves it (SPP).
+
+    With several KV groups one joins after each equal share of the prompt, and a chunk's history is the part on the
+    fullest group (Mnemosyne's Eq. 10 cuts it evenly; here shards are only appended to).
+    """
     shard = -(-prompt // groups)
 
     def chunk_s(past: float, tokens: int) -> float:
         return m.chunk_s(min(past, shard), tokens) + m.merge_s(tokens, 1 + int(past // shard))
 
     starts = np.arange(0, prompt, chunk)
+    # a chunk's time is close to linear in its history: compute a sample, interpolate the rest
     at = starts if starts.size <= SAMPLES else starts[np.unique(np.linspace(0, starts.size - 1, SAMPLES).astype(int))]
     seconds = np.array([chunk_s(past, chunk) for past in at.tolist()])
     if at.size < starts.size:
@@ -127,29 +137,32 @@ def static_prefill(m: InstanceModel, prompt: int, chunk: int, groups: int = 1) -
     last = prompt - int(starts[-1])
     if last < chunk:
         seconds[-1] = chunk_s(float(starts[-1]), last)
+    # the last chunk passes the other stages after the first one has computed all chunks
     tail = (m.stages - 1) * (float(seconds[-1]) + m.hop_s(last))
     return LonePrefill(float(seconds.sum()) + tail, seconds)
 
 
 def adaptive_prefill(m: InstanceModel, prompt: int, t_target_s: float) -> LonePrefill:
-    """The largest chunk that a stage computes within its time, at least LEAST_CHUNK tokens (Medha §3.2)."""
+    """Return a lone prefill in the largest chunks that take `t_target_s` on a stage, at least LEAST_CHUNK tokens
+    (Medha §3.2)."""
     past, seconds, chunk = 0, [], 0
     while past < prompt:
         chunk, _ = solve_tokens(m.latency, BatchLoad(), past, prompt - past, t_target_s)
         chunk = min(max(chunk, LEAST_CHUNK), prompt - past)
         seconds.append(m.chunk_s(past, chunk))
         past += chunk
+    # chunks differ in time: the last one waits in later stages for the slowest before it
     tail = (m.stages - 1) * (max(seconds[-m.stages :]) + m.hop_s(chunk))
     return LonePrefill(sum(seconds) + tail, np.array(seconds))
 
 
 def prefill_flops(shape: ModelShape, prompt: int) -> float:
-    """Model FLOPs of a prompt, causal attention counted as causal."""
+    """Return the model FLOPs of a prompt, with attention counted causally."""
     return shape.linear_flops(prompt) + shape.attention_flops(prompt, 0)
 
 
 def latency_source(*machines: InstanceModel, scenario: str) -> dict[str, Any]:
-    """The `source` of a report that rests on arithmetic."""
+    """Return the `source` of a report whose times come from this module."""
     unique = {m.latency.source.fingerprint: m for m in machines}
     return {
         "latency": [

@@ -1,4 +1,4 @@
-"""What experiments have in common: options in; claims with verdicts, their source, and curves out."""
+"""Common types of experiments: options in; claims with verdicts, their source, and curves out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MODES: tuple[Mode, Mode] = ("paper", "default")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How much of an experiment is run, and how."""
+    """Options of a run of an experiment."""
 
     quick: bool = False
     """A smoke test (short window, one seed, few points), not a reproduction."""
     seeds: tuple[int, ...] | None = None
-    """Instead of the experiment's own."""
+    """Seeds instead of the experiment's own."""
     window_s: float | None = None
     """Observed seconds, instead of the experiment's own."""
     jobs: int = 1
@@ -26,19 +26,23 @@ class RunOptions:
     stopwatch: Callable[[], float] | None = None
     """A real clock in seconds, for experiments that time a decision; without one nothing is timed."""
     on_progress: Callable[[int, int], None] = field(default=lambda done, total: None)
-    """Called after each simulation with (done, total) of those under way."""
+    """Called after each simulation with (done, total) of the batch of simulations in progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimRow:
-    """A claim of the paper beside what came out here, in both modes: numbers, texts, or mappings."""
+    """One claim of a paper beside the values found here. Values are numbers, texts, or mappings of them."""
 
     claim: str
     paper: Any
+    """The paper's value, as it states it."""
     paper_mode: Any
+    """The value in paper mode; None where the mode does not apply."""
     default_mode: Any
     verdict: str
+    """One of `verdicts`."""
     why: str
+    """The rule that was applied, in which mode it holds, and a note."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,7 +56,7 @@ class ClaimRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotPanel:
-    """Curves of one picture."""
+    """One panel of a picture: axes and named curves."""
 
     title: str
     x: str
@@ -68,7 +72,7 @@ class ExperimentReport:
     """The outcome of an experiment."""
 
     source: Mapping[str, Any]
-    """Where latencies come from, the scenario, seeds and window."""
+    """Provenance: source of the latencies, scenario, seeds and window."""
     rows: tuple[ClaimRow, ...]
     panels: tuple[PlotPanel, ...] = ()
 
@@ -97,4 +101,5 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    # numpy scalars
     return plain(float(value))

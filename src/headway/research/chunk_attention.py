@@ -22,8 +22,9 @@ def _machine(mode: Mode) -> InstanceModel:
 
 
 def attention_s(m: InstanceModel, chunk: int, prompt: int = PROMPT) -> float:
-    """Attention of every chunk of the prompt."""
+    """Return the seconds of attention over all chunks of the prompt, on one stage."""
     starts = np.arange(0, prompt, chunk)
+    # 200 chunks are computed, the others interpolated: a chunk's attention is close to linear in its history
     at = np.unique(np.linspace(0, starts.size - 1, 200).astype(int)) * chunk
     seconds = np.array([one_chunk_s(m.latency, int(past), chunk) for past in at])
     return float(np.interp(starts, at, seconds).sum())

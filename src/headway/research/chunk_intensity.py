@@ -18,8 +18,9 @@ CHUNKS = (16, 32, 40, 64, 128, 512, 2048)
 
 
 def intensity(name: str, chunk: int, past: int) -> float:
-    """FLOPs of a chunk's attention over `past` tokens, a byte of KV that it reads."""
+    """Return the FLOPs of a chunk's attention over `past` tokens for each byte of KV that it reads."""
     shape = model(name)
+    # without the chunk's attention over itself: the equation counts the history only
     flops = shape.attention_flops(chunk, past) - shape.attention_flops(chunk, 0)
     return flops / (shape.kv_bytes_per_token * past)
 
@@ -39,6 +40,7 @@ def run(options: RunOptions) -> ExperimentReport:
         judge("Intensity does not depend on the context (10M less 10K tokens)", 0.0, exact(0.0), both(lambda _: spread))
     )
     device, shape = accelerator("h100"), model("llama-3-70b")
+    # Eq. 1 solved for c at the device's FLOPs per byte
     knee = device.flops / device.bandwidth / (shape.q_heads / shape.kv_heads)
     rows.append(
         judge(

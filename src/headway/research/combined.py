@@ -24,11 +24,11 @@ from headway.research.combined_setting import (
 from headway.research.verdicts import VerdictRule, at_most, judge, order
 
 YIELDS = 1 / (1 - 0.7)
-"""What a ring may be delayed by at most, over its own time, by what goes before it: 1 + 0.7 / (1 - 0.7)."""
+"""Bound of a ring's time with delays over its time alone: 1 + 0.7 / (1 - 0.7), 0.7 being Weave's rho_max."""
 
 
 def tetris(options: RunOptions) -> ExperimentReport:
-    """Tetris's workloads."""
+    """Compare the systems on Tetris's workloads."""
     runs = CombinedStudy(options, "tetris")
     return _report(
         runs,
@@ -41,7 +41,7 @@ def tetris(options: RunOptions) -> ExperimentReport:
 
 
 def azure(options: RunOptions) -> ExperimentReport:
-    """PecSched's rewriting of Azure's conversations."""
+    """Compare the systems on PecSched's rewriting of Azure's conversations."""
     runs = CombinedStudy(options, "azure")
     return _report(
         runs,
@@ -73,7 +73,7 @@ def _report(runs: CombinedStudy, source: dict[str, object]) -> ExperimentReport:
 
 
 def named(setting: Setting, place: tuple[str, float]) -> str:
-    """A place, in words."""
+    """Return the name of a workload and load, for claims and axes."""
     return f"{place[0]}, {place[1]:g} requests/s" if setting == "tetris" else place[0]
 
 
@@ -113,7 +113,7 @@ def _rows(runs: CombinedStudy, place: tuple[str, float]) -> list[ClaimRow]:
 
 
 def _own(claim: str, check: VerdictRule, value: Any, note: str = "") -> ClaimRow:
-    """Peers and Weave run in their default mode; no paper has a number."""
+    """Return the row of a claim of our own: all systems run in default mode, and no paper has a number."""
     return judge(claim, "no paper has it", check, {"paper": None, "default": value}, note)
 
 

@@ -1,5 +1,5 @@
-"""Where Weave (Tetris between instances, Medha inside them) is compared with its parts and peers. Nothing is tuned per
-row, and no paper has these figures: claims are ours, rules were written before the runs.
+"""Settings in which Weave (Tetris between instances, Medha inside them) is compared with its parts and peers. Nothing
+is tuned per row, and no paper has these figures: claims are ours, rules were written before the runs.
 
 tetris  Tetris's three workloads on its 16 A100s (Llama-3 8B), prefill only (`tetris_setting`). Chunks on groups, and
         iterations inside instances, both take what Eq. (1), fitted to the paper's Table 1, says. 1,500 requests a run,
@@ -57,18 +57,21 @@ PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetri
 
 
 class CombinedPoint(NamedTuple):
-    """One simulation. where: a workload of Tetris's, or a regime of PecSched's. size: requests, or seconds."""
+    """The inputs of one simulation."""
 
     setting: Setting
     where: str
+    """A workload of Tetris's, or a regime of PecSched's."""
     rps: float
+    """Requests a second; 0 in setting `azure`, where the regime sets them."""
     system: str
     size: float
+    """Number of requests in setting `tetris`, seconds of the window in setting `azure`."""
     seed: int
 
 
 class CombinedResult(NamedTuple):
-    """TTFT in seconds of short and of long requests, shares in time, and what happened to rings."""
+    """The figures of one simulation: TTFT in seconds by class, and shares of requests in time."""
 
     short_p50: float
     short_p99: float
@@ -78,6 +81,7 @@ class CombinedResult(NamedTuple):
     short_in_time: float
     long_in_time: float
     pauses: int
+    """Preemptions of long prefills."""
 
 
 def run_point(point: CombinedPoint) -> CombinedResult:
@@ -89,9 +93,12 @@ def run_point(point: CombinedPoint) -> CombinedResult:
 
 
 def instance_latency(spans: Eq1Latency) -> TableLatency:
-    """Eq. (1) for one instance as the latency of its iterations: the constant, and a term a row, once an iteration; the
-    quadratic terms are the chunks' attention. Nothing decodes here."""
+    """Return Eq. (1) for one instance as the latency model of its iterations; no instance decodes here.
+
+    The constant and the linear term are the cost of an iteration and of a row, the quadratic ones a chunk's attention.
+    """
     at = spans.sizes[1]
+    # T = a + b·L + c·C·L + d·L² (Tetris Eq. 1), tabulated every 32 tokens
     knots = range(0, 16_385, 32)
     source = TableSource(
         fingerprint="eq1 sp1",
@@ -127,6 +134,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
     )
     workload = tetris_setting.requests_of(point.where, point.rps, int(point.size), point.seed)
     result = simulate_cluster(spec, placement, workload)
+    # the first tenth finds an empty cluster
     records = result.sim.records[len(workload) // 10 :]
     shorts = [r for r in records if r.prompt_tokens <= SHORT]
     longs = [r for r in records if r.prompt_tokens >= LONG]
@@ -145,7 +153,7 @@ def _options(system: str, tetris: dict[str, Any], long_sp: int) -> dict[str, Any
 
 
 def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> dict[str, Any]:
-    """A point of `azure` as a scenario's data, as `headway simulate` takes it."""
+    """Return a point of setting `azure` as a scenario's data, as `headway simulate` takes it."""
     if system in ("FIFO", "PecSched"):
         return pecsched_setting.scenario(MODEL, system, "default", regime, window_s)
     base = "FIFO" if system == "JSQ-Medha" else "PecSched"
@@ -154,6 +162,7 @@ def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> d
     aim_s = BESIDE_DECODES_S if system == "JSQ-Medha" else ALONE_S
     policy = {"policy": "lars", "chunking": "adaptive", "t_target_s": aim_s, "max_num_seqs": 512}
     cluster = {**data["cluster"], "placement": PLACEMENTS[system], "options": options}
+    # Tetris and Weave take the KV that memory leaves on the decode instance, not PecSched's fixed size
     if system != "JSQ-Medha":
         prefill, decode = cluster["pools"]
         cluster["pools"] = [prefill, {k: v for k, v in decode.items() if k != "kv_tokens"}]
@@ -164,6 +173,7 @@ def _azure(point: CombinedPoint) -> CombinedResult:
     data = parse_scenario(scenario(point.system, point.where, point.size))  # type: ignore[arg-type]
     result = run_cluster(data, point.seed)
     end_s = result.sim.duration_s
+    # requests of the last fifth have had too little time
     records = [r for r in result.sim.records if r.arrival_s < 0.8 * end_s]
     shorts, longs = ([r for r in records if r.klass == klass] for klass in ("short", "long"))
     spans = cluster_of(data, [TraceRequest(0.0, 1, 1)]).spans
@@ -174,7 +184,7 @@ def _azure(point: CombinedPoint) -> CombinedResult:
 
 
 class _TtftDeadlines:
-    """When a first token is in time: max(1 s, 5·w), w over groups of 1, 2, 4, … of `count` instances."""
+    """Deadline of the first token: max(1 s, 5·w), w the fastest prefill on a group of 1, 2, 4, … up to `count`."""
 
     def __init__(self, spans: GroupLatency, count: int, per_node: int) -> None:
         sizes = [1 << k for k in range(8) if 1 << k <= count]
@@ -244,10 +254,10 @@ class CombinedStudy:
         RESULTS.ensure(points, run_point, options.jobs, options.on_progress)
 
     def value(self, place: tuple[str, float], system: str, what: str) -> float:
-        """Mean over seeds of a field of `CombinedResult`."""
+        """Return the mean over seeds of a field of `CombinedResult`."""
         points = (CombinedPoint(self.setting, *place, system, self.size, seed) for seed in self.seeds)
         return fmean(getattr(RESULTS[point], what) for point in points)
 
     def values(self, place: tuple[str, float], what: str) -> dict[str, float]:
-        """By system."""
+        """Return a field of `CombinedResult` by system, means over seeds."""
         return {system: self.value(place, system, what) for system in SYSTEMS}

@@ -34,7 +34,7 @@ class RateSweep:
         self.first_seed.ensure([("LoongServe", mode) for mode in MODES], self.convoy_rates, [LONG_SHARE])
 
     def rates(self, share: float) -> tuple[float, ...]:
-        """Simulated rates. Chats alone at the ends only: nothing there depends on the order."""
+        """Return the simulated rates. Chats alone: the ends only, as nothing there depends on the order."""
         return self.study.qps if share else (self.low, self.high)
 
     @property
@@ -46,30 +46,30 @@ class RateSweep:
         return self.study.value(system, mode, qps, "ttft_s", cut, share)
 
     def medha_growth(self, mode: Mode) -> float:
-        """Chats alone: Medha's P90 TTFT at the highest rate over that at the lowest."""
+        """Return Medha's P90 TTFT at the highest rate over that at the lowest, chats alone."""
         high_s, low_s = (self.ttft_s("Medha", qps, "p90", 0.0, mode) for qps in (self.high, self.low))
         return (high_s or 0.0) / (low_s or 1.0)
 
     def over_medha(self, system: str, cut: str, qps: float, share: float, mode: Mode) -> float:
-        """A system's TTFT over Medha's."""
+        """Return a system's TTFT over Medha's."""
         mine_s, medha_s = (self.ttft_s(name, qps, cut, share, mode) for name in (system, "Medha"))
         return (mine_s or 0.0) / (medha_s or 1.0)
 
     def loong_growth(self) -> float:
-        """Chats alone: LoongServe's P90 TTFT at the highest rate over that at the lowest, first seed only."""
+        """Return LoongServe's P90 TTFT at the highest rate over that at the lowest, chats alone, first seed only."""
         value = self.first_seed.value
         high_s, low_s = (value("LoongServe", "default", qps, "ttft_s", "p90", 0.0) for qps in (self.high, self.low))
         return (high_s or 0.0) / (low_s or 1.0)
 
     def loong_over_medha(self, metric: str, qps: float, share: float, mode: Mode) -> float:
-        """Median of a metric of LoongServe over Medha's, first seed only."""
+        """Return the median of a metric of LoongServe over Medha's, first seed only."""
         mine_s, medha_s = (
             self.first_seed.value(name, mode, qps, metric, "p50", share) or 0.0 for name in ("LoongServe", "Medha")
         )
         return mine_s / (medha_s or 1.0)
 
     def worst_gap_s(self, system: str, mode: Mode) -> float:
-        """P99 over requests of each one's worst gap, at the worst rate."""
+        """Return the P99 over requests of each one's worst gap, at the worst rate."""
         return max(self.study.value(system, mode, qps, "max_tbt_s", "p99") or 0.0 for qps in self.study.qps)
 
     def gap_over_bound(self, mode: Mode) -> float:
@@ -79,7 +79,7 @@ class RateSweep:
         return self.worst_gap_s("Sarathi-2048", mode) / max(self.worst_gap_s("Medha", mode), 1e-9)
 
     def tpot_s(self, mode: Mode) -> dict[str, float]:
-        """P90 by system, 5% long, at the highest rate."""
+        """Return the P90 of TPOT by system, 5% long, at the highest rate."""
         systems = ("Medha", "Sarathi-2048")
         return {system: self.study.value(system, mode, self.high, "tpot_s", "p90") or 0.0 for system in systems}
 
@@ -90,7 +90,7 @@ def _chats_alone(value: Callable[[], Any]) -> Callable[[Mode], Any]:
 
 
 def fig9(options: RunOptions) -> ExperimentReport:
-    """TTFT over the rate."""
+    """Reproduce Medha Fig. 9: TTFT over the rate."""
     points = RateSweep(options)
     acceptable = points.study.judge(
         "5% long, 1.25 QPS: Medha's median TTFT stays acceptable, seconds",
@@ -164,7 +164,7 @@ def _loong_ttft(points: RateSweep) -> list[ClaimRow]:
 
 
 def fig10(options: RunOptions) -> ExperimentReport:
-    """Decode latency over the rate: the worst gap of each request, and the mean gap."""
+    """Reproduce Medha Fig. 10: each request's worst gap and mean gap over the rate."""
     points = RateSweep(options)
     return ExperimentReport(
         source=points.study.source(),

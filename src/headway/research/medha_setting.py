@@ -64,12 +64,15 @@ CLUSTERS: dict[str, dict[str, Any]] = {"LoongServe": {}, "LoongServe+Reserv": {"
 
 
 def stage_target_s(mode: Mode) -> float:
-    """Seconds that a stage may take so that a gap between tokens is at most `TBT_S`; paper mode divides as it does."""
+    """Return the seconds that a stage may take so that a gap between tokens is at most `TBT_S`.
+
+    Paper mode divides by the stages, as Medha §4.2 does; default mode by the stages + 1 (see the module).
+    """
     return TBT_S / (STAGES if mode == "paper" else STAGES + 1)
 
 
 class MedhaPoint(NamedTuple):
-    """One simulation."""
+    """The inputs of one simulation. Two runs with equal points have equal results."""
 
     system: str
     mode: Mode
@@ -81,20 +84,25 @@ class MedhaPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class MedhaResult:
-    """What is kept of it. Percentiles by name; ttft of all requests and of shorts, censored at the window's end."""
+    """The figures of one simulation. Times in seconds, by name of percentile."""
 
     ttft_s: dict[str, float | None]
+    """Of all requests; those without a first token count with the time from arrival to the window's end."""
     short_ttft_s: dict[str, float | None]
+    """Of short requests, likewise."""
     tpot_s: dict[str, float | None]
     max_tbt_s: dict[str, float | None]
+    """Of each completed request's worst gap."""
     requests: int
     completed: int
     in_time: float
+    """Share of requests whose first token came before its deadline."""
     longs_done: float | None
+    """Share of long requests that completed; None without any."""
 
 
 def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
-    """The setting as a scenario's data, as `headway simulate` takes it."""
+    """Return the setting as a scenario's data, as `headway simulate` takes it."""
     if system in CLUSTERS:
         return _cluster(system, mode, qps, long_share, window_s)
     policy = {"mode": mode, "t_target_s": stage_target_s(mode), "max_num_seqs": 512, **SYSTEMS[system]}
@@ -110,14 +118,17 @@ def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: f
         "run": {"window_s": window_s, "deadline_is_target": True},
     }
     if whole:
-        data["memory"] = {"kv_tokens": 4_000_000}  # activations of a whole prompt are left out: they would not fit
+        # activations of a whole prompt are left out: they would not fit
+        data["memory"] = {"kv_tokens": 4_000_000}
     return data
 
 
 def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
-    """Spans take what one instance's fitted latency gives on a ring (`perf.latency.ring`); KV as memory allows, but
-    for the
-    activations of whole prompts."""
+    """Return the scenario of a LoongServe system.
+
+    Spans take the time of one instance's fitted latency on a ring (`perf.latency.ring`); KV as memory allows, but for
+    the activations of whole prompts.
+    """
     data = scenario("FCFS", mode, qps, long_share, window_s)
     del data["layout"]
     data |= {
@@ -135,13 +146,14 @@ def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: f
 
 
 def measure(result: SimResult) -> MedhaResult:
-    """Reduce a run."""
+    """Return the figures of a run."""
     end_s = result.duration_s
     waits: dict[str, list[float]] = {"short": [], "long": []}
     done = {"short": 0, "long": 0}
     in_time = 0
     for record in result.records:
         first = definitions.ttft_s(record)
+        # a lower bound for requests still without a first token
         waits[record.klass].append(first if first is not None else end_s - record.arrival_s)
         done[record.klass] += record.ok
         in_time += first is not None and (record.slo.ttft_s is None or first <= record.slo.ttft_s)
@@ -160,15 +172,19 @@ def measure(result: SimResult) -> MedhaResult:
 
 @dataclass(frozen=True)
 class MedhaSetting:
-    """What a figure's points are made of. make: a point's scenario, from (system, mode, QPS, long share, window), a
-    function of a module; names of systems are of one setting only. latency, told: what a report's source says, beside
-    the scenario of the system that is `shown`."""
+    """The parameters of a family of points. Names of systems must be unique across settings: results are cached."""
 
     make: Callable[[str, Mode, float, float, float], dict[str, Any]]
+    """Returns a point's scenario from (system, mode, QPS, long share, window); a function of a module, so that it can
+    be sent to other processes."""
     systems: Mapping[str, Mapping[str, Any]]
+    """Policy settings by name of the system."""
     shown: str
+    """The system whose scenario a report shows."""
     latency: str
+    """Source of the latencies, for reports."""
     description: str
+    """The scenario in words, for reports."""
 
 
 POLICY_SETTING = MedhaSetting(
@@ -184,7 +200,7 @@ POLICY_SETTING = MedhaSetting(
 
 
 def run_point(setting: MedhaSetting, point: MedhaPoint) -> MedhaResult:
-    """Simulate."""
+    """Simulate a point and return its figures."""
     data = setting.make(point.system, point.mode, point.qps, point.long_share, point.window_s)
     return measure(run_scenario(parse_scenario(data), point.seed).sim)
 
@@ -193,7 +209,7 @@ RESULTS: SimulationCache[MedhaPoint, MedhaResult] = SimulationCache()
 
 
 class MedhaStudy:
-    """All points of a figure, by (system, mode, qps, share) and seed."""
+    """The points of a figure, by (system, mode, qps, share) and seed; all figures of a process share results."""
 
     def __init__(self, options: RunOptions, setting: MedhaSetting = POLICY_SETTING) -> None:
         self.setting = setting
@@ -204,7 +220,7 @@ class MedhaStudy:
         self._all = self.seeds
 
     def ensure(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
-        """Simulate what is not there yet, in `jobs` processes."""
+        """Simulate the points that have no result yet, in `jobs` processes."""
         points = (
             self._point(system, mode, rate, share, seed)
             for system, mode in systems
@@ -215,30 +231,31 @@ class MedhaStudy:
         RESULTS.ensure(points, partial(run_point, self.setting), self._options.jobs, self._options.on_progress)
 
     def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> MedhaPoint:
-        """Modes differ in nothing that chunks sized by tokens look at: one run stands for both."""
+        """Return the cache key of a point. Chunks of a fixed size do not depend on the mode, so one run serves both."""
         by_time = "chunking" not in self.setting.systems[system]
         return MedhaPoint(system, mode if by_time else "default", qps, share, self.window_s, seed)
 
     def results(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[MedhaResult]:
-        """One a seed, in order."""
+        """Return the results of a point, one for each seed, in order."""
         return [RESULTS[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
 
     def value(
         self, system: str, mode: Mode, qps: float, metric: str, cut: str, share: float = LONG_SHARE
     ) -> float | None:
-        """Median over seeds of a percentile; None where no request has it."""
+        """Return the median over seeds of a percentile; None where no request has it."""
         found = [getattr(m, metric)[cut] for m in self.results(system, mode, qps, share)]
         found = [value for value in found if value is not None]
         return float(median(found)) if found else None
 
     def spread(self, find: Callable[[Mode], Any]) -> str:
-        """What `find` gives seed by seed, as a sentence: the least and the most in each mode. Empty for one seed."""
+        """Return the range of `find` over single seeds in each mode, as a sentence; empty for one seed."""
         if len(self._all) == 1:
             return ""
         parts = []
         for mode in MODES:
             found = []
             for seed in self._all:
+                # `find` reads `self.seeds` through `value` and `ratio`
                 self.seeds = (seed,)
                 try:
                     found.append(find(mode))
@@ -257,20 +274,20 @@ class MedhaStudy:
         *,
         approximate: bool = False,
     ) -> ClaimRow:
-        """`verdicts.judge` of what `find` gives over all seeds, with the range over them in `why`."""
+        """Return `verdicts.judge` of the value of `find` over all seeds, with its range over single seeds in `why`."""
         why = " ".join(part for part in (self.spread(find), note) if part)
         return judge(claim, paper, check, both(find), why, approximate=approximate)
 
     def ratio(
         self, over: str, under: str, mode: Mode, qps: float, cut: str = "p50", metric: str = "ttft_s"
     ) -> float | None:
-        """Median over seeds of the ratio at the same seed: the same requests at the same times."""
+        """Return the median over seeds of the ratio at the same seed: both systems had the same requests."""
         pairs = zip(self.results(over, mode, qps), self.results(under, mode, qps), strict=True)
         found = [getattr(a, metric)[cut] / getattr(b, metric)[cut] for a, b in pairs if getattr(b, metric)[cut]]
         return float(median(found)) if found else None
 
     def source(self, **more: Any) -> dict[str, Any]:
-        """The `source` of a report."""
+        """Return the `source` of a report."""
         return {
             "latency": self.setting.latency,
             "scenario": self.setting.description,
@@ -284,7 +301,7 @@ class MedhaStudy:
 
 
 def _ends(found: list[Any]) -> str:
-    """The least and the most; of mappings, key by key."""
+    """Return "least to most" of values; of mappings, key by key."""
     if isinstance(found[0], Mapping):
         return ", ".join(f"{key} {_ends([one[key] for one in found])}" for key in found[0])
     known = [float(value) for value in found if value is not None]

@@ -1,4 +1,4 @@
-"""From numbers to a verdict, by a rule that is written down before they are known.
+"""Verdicts on claims, by rules that are fixed before the numbers are known.
 
 Verdicts: `exact`, `within band`, `ordering holds`, `illustrative` (the rule holds, but on a labelled approximation) and
 `not reproduced: …`. A rule is applied to what paper mode and default mode give; the row says in which of them it holds.
@@ -20,24 +20,27 @@ MISSED = "not reproduced: "
 
 
 def allowed(verdict: str) -> bool:
-    """Whether this is one of the verdicts."""
+    """Return whether a text is one of the verdicts."""
     return verdict in PLAIN or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
 
 
 @dataclass(frozen=True)
 class VerdictRule:
-    """A rule: what it grants, in words, and whether a value meets it. Missing values never do."""
+    """A rule for one claim. Missing values (None) never meet it."""
 
     kind: Kind
+    """The verdict when the rule holds."""
     words: str
+    """The rule in words, for the row's `why`."""
     test: Callable[[Any], bool]
+    """Returns whether a value meets the rule."""
 
     def __call__(self, value: Any) -> bool:
         return value is not None and bool(self.test(value))
 
 
 def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
-    """This value, numbers (also in mappings) within an absolute tolerance."""
+    """Return a rule for this value, numbers (also in mappings) within an absolute tolerance."""
 
     def same(found: Any, wanted: Any) -> bool:
         if isinstance(wanted, Mapping):
@@ -51,7 +54,7 @@ def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
 
 
 def band(low: float, high: float) -> VerdictRule:
-    """From low to high, both included."""
+    """Return a rule for values from low to high, both included."""
     words = f"{low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
     if low == -math.inf:
         words = f"at most {high:g}"
@@ -69,17 +72,17 @@ def at_most(high: float) -> VerdictRule:
 
 
 def order(words: str, test: Callable[[Any], bool]) -> VerdictRule:
-    """An ordering or a trend, in words."""
+    """Return a rule for an ordering or a trend, given in words and as a test."""
     return VerdictRule("ordering holds", words, test)
 
 
 def ascending(words: str) -> VerdictRule:
-    """The values of a mapping rise, in its order."""
+    """Return a rule: the values of a mapping rise, in its order."""
     return order(words, lambda found: _sorted(list(found.values())))
 
 
 def descending(words: str) -> VerdictRule:
-    """The values of a mapping fall, in its order."""
+    """Return a rule: the values of a mapping fall, in its order."""
     return order(words, lambda found: _sorted([-value for value in found.values()]))
 
 
@@ -92,11 +95,15 @@ def judge(
     *,
     approximate: bool = False,
 ) -> ClaimRow:
-    """A row; `ours` holds a value a mode. The rule holds if it does in either mode, and the row says where.
-    `approximate`: it claims no more than an illustration."""
+    """Return the row of a claim. The rule holds if it holds in either mode; `why` has which.
+
+    ours: the value in each mode. approximate: the value rests on an approximation, so the verdict is at most
+    `illustrative`.
+    """
     held = [mode for mode in MODES if check(ours[mode])]
     if held:
         where = "in both modes" if len(held) == 2 else f"in {held[0]} mode only"
+        # a mode without a value does not count as one where the rule fails
         if None in ours.values():
             where = "in the only mode that applies"
         verdict: str = "illustrative" if approximate else check.kind
@@ -116,17 +123,17 @@ def judge(
 def judge_same(
     claim: str, paper: Any, check: VerdictRule, value: Any, note: str = "", *, approximate: bool = False
 ) -> ClaimRow:
-    """A row of something that does not differ between the modes."""
+    """Return the row of a claim whose value is the same in both modes."""
     return judge(claim, paper, check, {"paper": value, "default": value}, note, approximate=approximate)
 
 
 def both(value: Callable[[Mode], Any]) -> dict[Mode, Any]:
-    """What a function gives in each mode."""
+    """Return the value of a function in each mode."""
     return {mode: value(mode) for mode in MODES}
 
 
 def _sorted(values: list[float]) -> bool:
-    """Of two or more: what has no order does not show one."""
+    """Return whether two or more values rise; a single value shows no order."""
     return len(values) > 1 and all(a <= b + 1e-9 * abs(b) for a, b in pairwise(values))
 
 
