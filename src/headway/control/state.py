@@ -19,7 +19,7 @@ from headway.policy.placement.view import ClusterState
 
 
 class ControllerState:
-    """Mutable state of one `ClusterController`. Lists by instance grow with `join`; ids are never used twice."""
+    """Mutable state of one `ClusterController`. Lists are by instance id and grow with `join`."""
 
     def __init__(self, book: ClusterState, hands: InstanceBackend, layers: int, backends: int, order: str) -> None:
         self.book, self.hands, self.layers = book, hands, layers
@@ -56,6 +56,7 @@ class ControllerState:
     # -- what an action names -----------------------------------------------------------------------------------------
 
     def journey(self, name: str) -> ControlledRequest:
+        """Return the state of a request by its id. Raises ActionImpossible if it has ended or never arrived."""
         journey = self.journeys.get(name)
         if journey is None:
             raise ActionImpossible(f"there is no request {name}")

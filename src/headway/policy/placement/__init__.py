@@ -1,1 +1,2 @@
-"""Many instances: where does the next span go? Policies over a view of the cluster; live or simulated, the same."""
+"""Placement policies: choice of the instances for each span or request, from a snapshot of the cluster. Simulator and
+live cluster use the same objects."""

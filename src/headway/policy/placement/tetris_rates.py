@@ -59,6 +59,7 @@ class RateControl:
 
     def rate(self, view: ClusterSnapshot) -> float:
         """Return the rate for a decision now."""
+        # between two look-ups the rate is constant: the load is a mean over many arrivals
         if view.now_s >= self._due_s:
             self._rate = self._table.at(view.arrival_rate_rps(self._window_s))
             self._due_s = view.now_s + self._refresh_s

@@ -39,6 +39,7 @@ class LoongServeOptions(PolicyOptions, frozen=True, kw_only=True):
     reserved: int = 0
     """Instances kept for prompts below `short_tokens`, with a scheduler of their own (Medha §6.5)."""
     short_tokens: int = 8192
+    """Prompts below this go to the reserved instances."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,13 +19,16 @@ class PecSchedOptions(PolicyOptions, frozen=True, kw_only=True):
     """Rule for "sufficient" replicas, which the paper does not state: as memory needs, as latency needs to stay within
     `long_target_s`, or `long_sp`. Never fewer than memory needs."""
     long_target_s: float = 20.0
+    """Largest predicted prefill time of a long request, in seconds, for the rule `latency`."""
     long_sp: int = 4
+    """Replicas of a long request for the rule `fixed`."""
     queue: Literal["tokens", "seconds"] | None = None
     """Unit of queue lengths; None: tokens in mode `paper`, else predicted seconds, in which attention is quadratic."""
     ageing: float | Literal["off"] | None = None
     """A long prefill is suspended for at most so many times as long as it has computed, and `slice_s` more; then it
     computes until that holds again. "off": without bound. None: off in mode `paper`, else 1."""
     slice_s: float = 1.0
+    """Seconds added to the time computed when ageing bounds a suspension: see `ageing`."""
     preempt: bool = True
     """False: the ablation /PE (§6.4)."""
     disaggregate: bool = True
