@@ -1,1 +1,1 @@
-"""Accounting of KV memory: who owns which blocks. No tensors here (those are in `runtime.attention.kv_pool`)."""
+"""Accounting of KV memory: the owner of each block. No tensors (those are in `runtime.attention.kv_pool`)."""

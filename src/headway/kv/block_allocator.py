@@ -1,9 +1,9 @@
-"""Which blocks: a deterministic allocator that hands out *runs*.
+"""Deterministic allocator of KV blocks in contiguous ranges, *runs*.
 
 Attention on CPU reads a contiguous run of KV in one call, whatever the block size, so the allocator keeps requests
 contiguous: it extends a request's last run in place where it can, otherwise takes the smallest free run that holds all,
-otherwise the largest ones. The same operations in the same order give the same blocks, which is why an executor that
-replays them never has to be told a block table.
+otherwise the largest ones. The same operations in the same order give the same blocks, so an executor replays them and
+batches carry no block tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ Run = tuple[int, int]
 
 
 class BlockAllocator:
-    """Free blocks 0..n_blocks-1 as sorted, disjoint, non-adjacent runs. O(free runs) an operation."""
+    """Allocator of blocks 0..n_blocks-1.
+
+    Free ones are sorted, disjoint, non-adjacent runs; an operation is O(free runs)."""
 
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
@@ -27,10 +29,11 @@ class BlockAllocator:
 
     @classmethod
     def without(cls, n_blocks: int, taken: Sequence[Run]) -> BlockAllocator:
-        """An allocator in which everything but `taken` is free. Raises InvariantError where runs overlap."""
+        """Return an allocator in which everything but `taken` is free. Raises InvariantError where runs overlap."""
         allocator = cls(n_blocks)
         allocator._free = []
         at = 0
+        # The empty run at the end closes the last gap.
         for first, count in [*sorted(taken), (n_blocks, 0)]:
             if first < at:
                 raise InvariantError(f"block {first} is taken twice")
@@ -43,7 +46,7 @@ class BlockAllocator:
     def allocate(self, blocks: int, after: int | None = None) -> list[Run]:
         """Take `blocks` blocks and return them as runs in order. `after`: the request's last block, to be extended.
 
-        Raises InvariantError when fewer are free: the ledger asks first.
+        Raises InvariantError when fewer are free: `BlockManager` checks `free_blocks` first.
         """
         if blocks > self.free_blocks or blocks < 0:
             raise InvariantError(f"{blocks} blocks asked of an allocator with {self.free_blocks} free")
@@ -51,6 +54,7 @@ class BlockAllocator:
         left = blocks
         if after is not None and left:
             i = bisect_left(self._free, (after + 1, 0))
+            # Extend the last run in place as far as its free neighbour reaches.
             if i < len(self._free) and self._free[i][0] == after + 1:
                 left -= self._take(i, left, taken)
         while left:
@@ -59,7 +63,7 @@ class BlockAllocator:
         return taken
 
     def release(self, runs: list[Run]) -> None:
-        """Give runs back. Raises InvariantError on a block that is free already."""
+        """Free runs and merge them with free neighbours. Raises InvariantError on a block that is free already."""
         for first, count in runs:
             i = bisect_left(self._free, (first, 0))
             before = self._free[i - 1] if i else None
@@ -67,6 +71,7 @@ class BlockAllocator:
             if (before and before[0] + before[1] > first) or (behind and first + count > behind[0]):
                 raise InvariantError(f"blocks {first}..{first + count - 1} are released twice")
             self.free_blocks += count
+            # Entries low..high-1 of the free list are replaced by the merged run.
             low, high = i, i
             if before and before[0] + before[1] == first:
                 low, first, count = i - 1, before[0], before[1] + count
@@ -75,13 +80,14 @@ class BlockAllocator:
             self._free[low:high] = [(first, count)]
 
     def free_runs(self) -> tuple[Run, ...]:
-        """What is free, in order."""
+        """Return the free runs, in order."""
         return tuple(self._free)
 
     def check(self) -> None:
         """Raise InvariantError unless free runs are sorted, disjoint, non-adjacent, in range and add up."""
         end = -1
         for first, count in self._free:
+            # `<=`: runs that touch should have been merged. `end` starts below block 0.
             if first <= end or count <= 0:
                 raise InvariantError(f"free runs overlap or touch at block {first}")
             end = first + count
@@ -89,12 +95,13 @@ class BlockAllocator:
             raise InvariantError("free runs do not add up to the free count")
 
     def _choose(self, blocks: int) -> int:
-        """Index of the smallest free run that holds all `blocks`, else of the largest; the lowest one on ties."""
+        """Return the index of the smallest free run that holds all `blocks`, else of the largest; the first on ties."""
         counts = [count for _, count in self._free]
         best = min([count for count in counts if count >= blocks], default=0) or max(counts)
         return counts.index(best)
 
     def _take(self, i: int, blocks: int, taken: list[Run]) -> int:
+        """Move up to `blocks` blocks from the front of free run `i` to `taken`. Return how many."""
         first, count = self._free[i]
         n = min(blocks, count)
         if n == count:
@@ -109,7 +116,9 @@ class BlockAllocator:
 
 
 class BlockTables:
-    """Every request's runs, kept by replaying `KvOp`s on an allocator: one copy in the ledger, one in each executor."""
+    """Runs of blocks by request.
+
+    `BlockManager` has one copy, and each executor one that replays the `KvOp`s of batches."""
 
     def __init__(self, n_blocks: int) -> None:
         self.allocator = BlockAllocator(n_blocks)
@@ -117,7 +126,7 @@ class BlockTables:
 
     @classmethod
     def of(cls, n_blocks: int, held: Mapping[str, Sequence[Run]]) -> BlockTables:
-        """Tables in which `held` is owned and all else is free: what any operations that led there have left."""
+        """Return tables in which the runs in `held` are owned and all other blocks are free."""
         tables = cls(n_blocks)
         tables._runs = {request: list(runs) for request, runs in held.items()}
         tables.allocator = BlockAllocator.without(n_blocks, [run for runs in held.values() for run in runs])
@@ -134,20 +143,22 @@ class BlockTables:
                 runs.append((first, count))
 
     def free(self, request: str) -> None:
-        """Give all of a request's blocks back. Raises InvariantError for an unknown request."""
+        """Free all blocks of a request. Raises InvariantError for an unknown request."""
         runs = self._runs.pop(request, None)
         if runs is None:
             raise InvariantError(f"request {request} owns no blocks")
         self.allocator.release(runs)
 
     def reassign(self, before: str, request: str) -> None:
-        """What `before` owns is the request's. Raises InvariantError where that owns blocks, or `before` does not."""
+        """Give all blocks of `before` to `request`.
+
+        Raises InvariantError if `request` owns blocks, or `before` none."""
         if request in self._runs or before not in self._runs:
             raise InvariantError(f"blocks of {before} cannot become those of {request}")
         self._runs[request] = self._runs.pop(before)
 
     def runs(self, request: str) -> tuple[Run, ...]:
-        """The request's runs of blocks, in order of its tokens."""
+        """Return the request's runs of blocks, in order of its tokens."""
         return tuple(self._runs[request])
 
     def owners(self) -> tuple[str, ...]:
@@ -158,6 +169,7 @@ class BlockTables:
         self.allocator.check()
         owned = [run for runs in self._runs.values() for run in runs]
         expected = 0
+        # Owned and free runs together must tile the pool without gap or overlap.
         for first, count in sorted([*owned, *self.allocator.free_runs()]):
             if first < expected:
                 raise InvariantError(f"block {first} has two owners, or is owned and free")

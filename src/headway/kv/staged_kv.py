@@ -1,9 +1,9 @@
-"""KV blocks not owned by a scheduled request: room for KV that will arrive, KV of spans, what a prefill leaves behind.
+"""KV blocks not owned by a scheduled request: blocks for KV that will arrive, KV of spans, KV of finished prefills.
 
-Leases by name, and a line of requests for room. The line is served in order of asking, each whole or not at all: none
-holds part of what it needs, and none overtakes (Tetris §4.2 asks both of a receiver; the order there is that of the
-first handshake). A name that holds something already and asks for more goes first: what it holds is of no use until it
-has the rest. Then spans: one that waits keeps its whole group from computing, and so those that will free blocks.
+Leases by name, and a queue of pending requests for blocks. The queue is served first come, first served, each request
+whole or not at all: no partial allocation and no overtaking (Tetris §4.2 requires both of a receiver; its order is that
+of the first handshake). Names that hold something already go first: what they hold is of no use without the rest. Then
+spans: a waiting span keeps its whole group of instances from computing, and so from freeing blocks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ _RUNS = "/runs"
 
 
 def runs_of(request: str) -> str:
-    """The name under which a request's KV is staged while spans of a group compute it.
+    """Return the name under which a request's KV is staged while spans of a group compute it.
 
-    Such KV lies in the order of a layout. What is kept under the request's own id lies in the order of its tokens, and
-    only that may become a scheduled request's. An instance that computes spans may so receive the whole beside its
-    share."""
+    Such KV lies in the order of a layout. KV staged under the request's own id lies in the order of its tokens, and
+    only that may be claimed by a scheduled request. Two names let an instance that computes spans receive the whole KV
+    next to its own share."""
     return request + _RUNS
 
 
 class _PendingRequest(NamedTuple):
     tokens: int
+    """Capacity that the name needs in all."""
     since_s: float
+    """When it was requested."""
 
 
 class StagedKv:
-    """Of one ledger. Its operations are kept by the ledger, in order with those of the scheduler."""
+    """Staged KV of one block manager, which keeps its operations in order with those of the scheduler."""
 
     def __init__(self, ledger: BlockManager) -> None:
         self._ledger = ledger
         self._held: dict[str, KvLease] = {}
+        # Pending requests by name, in order of arrival (dicts keep it).
         self._line: dict[str, _PendingRequest] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -48,28 +51,28 @@ class StagedKv:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Names that wait for room, in order of asking."""
+        """Names that wait for blocks, in order of their requests."""
         return tuple(self._line)
 
     def lease(self, name: str) -> KvLease | None:
-        """What is held under a name; None: nothing. It stays staged."""
+        """Return the lease that is staged under a name, or None. It stays staged."""
         return self._held.get(name)
 
     def waits(self, name: str) -> bool:
-        """Whether a name has requested room and has not got it."""
+        """Whether a name has requested blocks that `admit` has not given yet."""
         return name in self._line
 
     def blocked(self, now: float, age_s: float) -> bool:
-        """Whether a name has waited for longer than `age_s`: no new request should then take KV before it does."""
+        """Whether a name has waited for `age_s` or longer: new requests should then take no KV before it."""
         return bool(self._line) and now - min(ask.since_s for ask in self._line.values()) >= age_s
 
-    # -- room ---------------------------------------------------------------------------------------------------
+    # -- blocks for KV that will arrive -------------------------------------------------------------------------
 
     def request(self, name: str, tokens: int, now: float) -> None:
-        """Wait for room for `tokens` tokens, or for that many in all where something is held already. `admit` gives it.
+        """Queue a request for blocks of `tokens` tokens, including what the name holds already. `admit` serves it.
 
-        Raises RequestError when the pool could never hold that many, when the name waits already, and when a sequence
-        holds KV under it."""
+        Raises RequestError when the pool could never hold that many, when the name waits already, and when a scheduled
+        request holds KV under it."""
         if name in self._line or (name in self._ledger and name not in self._held):
             raise RequestError(f"{name} waits for room already, or is computed here", "id")
         if self._ledger.blocks_for(tokens) > self._ledger.n_blocks:
@@ -77,11 +80,13 @@ class StagedKv:
         self._line[name] = _PendingRequest(tokens, now)
 
     def admit(self) -> list[str]:
-        """Give room to the names that wait, in order, until one does not fit. Returns those that have got it."""
+        """Serve pending requests in order until one does not fit. Return the names that were served."""
         if not self._line:
             return []
         granted: list[str] = []
-        for name in sorted(self._line, key=self._turn):  # stable: first comers stay first
+        # The sort is stable: within a turn, first come, first served.
+        for name in sorted(self._line, key=self._turn):
+            # Stop at the first that does not fit: a later, smaller one must not overtake it.
             if not self._give(name, self._line[name].tokens):
                 break
             del self._line[name]
@@ -89,9 +94,11 @@ class StagedKv:
         return granted
 
     def _turn(self, name: str) -> int:
+        """Return the rank of a pending name: holders of some KV, then spans, then others."""
         return 0 if name in self._held else 1 if _RUNS in name else 2
 
     def _give(self, name: str, tokens: int) -> bool:
+        """Grow or reserve the lease of a name. False: too few free blocks."""
         lease = self._held.get(name)
         if lease is not None:
             return self._ledger.grow(lease, tokens)
@@ -101,16 +108,18 @@ class StagedKv:
         self._held[name] = lease
         return True
 
-    # -- who has what -------------------------------------------------------------------------------------------
+    # -- ownership ----------------------------------------------------------------------------------------------
 
     def store(self, lease: KvLease) -> None:
-        """Keep the KV that a scheduled request leaves behind, under its own name."""
+        """Stage the lease of a request that leaves the scheduler, under its own id."""
         if lease.request in self._held:
             raise InvariantError(f"{lease.request} has KV in custody already")
         self._held[lease.request] = lease
 
     def claim(self, name: str) -> KvLease:
-        """Hand what is held under a name to its scheduled request. Raises InvariantError when nothing is."""
+        """Return the lease staged under a name, to be owned by its scheduled request.
+
+        Raises InvariantError if none is."""
         lease = self._held.pop(name, None)
         if lease is None:
             raise InvariantError(f"no KV is held for {name}")
@@ -118,8 +127,9 @@ class StagedKv:
         return lease
 
     def to_request(self, request: str) -> bool:
-        """Hand what spans have left to the request, unless it has received its KV already: then give it back. Only for
-        KV in the order of tokens. False: nothing is held for the request."""
+        """Move the KV that spans have left to the request's own id. False: nothing is staged for the request.
+
+        If KV was received under that id already, the spans' copy is freed. Only for KV in the order of tokens."""
         name = runs_of(request)
         lease = self._held.get(name)
         if lease is not None and request not in self._held:
@@ -132,8 +142,9 @@ class StagedKv:
         return request in self._held
 
     def to_span(self, request: str) -> bool:
-        """The reverse of `to_request`: hand what is held under the request's own name to its spans. False: nothing is,
-        or spans have something already."""
+        """Move KV staged under the request's own id to its spans, the reverse of `to_request`.
+
+        False, and no change: nothing is staged, or the spans hold something already."""
         name, lease = runs_of(request), self._held.get(request)
         if lease is None or name in self._held:
             return False
@@ -144,7 +155,7 @@ class StagedKv:
         return True
 
     def release(self, name: str) -> bool:
-        """Free what is held under a name, and take it out of the line. False: neither was so."""
+        """Free what is staged under a name and cancel its pending request. False: there was neither."""
         waited = self._line.pop(name, None) is not None
         lease = self._held.pop(name, None)
         if lease is not None:
@@ -152,7 +163,7 @@ class StagedKv:
         return waited or lease is not None
 
     def lost(self) -> None:
-        """Drop all that is held and all that waits: the contents of the pool are gone."""
+        """Drop all staged KV and pending requests: the contents of the pool are lost."""
         for name in list(self._held):
             self.release(name)
         self._line.clear()
