@@ -1,4 +1,4 @@
-"""Types for argparse that several commands share."""
+"""Argument types of argparse shared by several commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.sim.workload.specs import parse_tokens
 
 
 def tokens(text: str) -> int:
-    """A count of tokens of at least 1: `200`, `32K`, `1M` (powers of ten)."""
+    """Parse a count of tokens of at least 1: `200`, `32K`, `1M` (powers of ten)."""
     try:
         return parse_tokens(text)
     except ConfigError as problem:

@@ -1,7 +1,7 @@
-"""One request to an OpenAI endpoint, streamed, and the record of what happened to it.
+"""Client of an OpenAI endpoint: sends one streamed request and returns its record.
 
-There is no limit on connections: how many requests are open at a time is the server's doing, not ours (open loop).
-Each request has a connection of its own, so that none fails because a kept one was closed under it.
+The number of connections is unlimited, because in an open loop only the server decides how many requests are open. Each
+request has its own connection, so that none fails because a reused one was closed by the server.
 """
 
 from __future__ import annotations
@@ -27,48 +27,55 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class TargetEndpoint:
-    """Where requests go. `base_url` is the server's root or its /v1; `timeout_s` bounds one whole request, if given.
-
-    `extensions` sends what vLLM and Headway understand beyond OpenAI's own API: `ignore_eos`, `min_tokens` and usage in
-    every chunk (exact token counts). Without them a chunk counts as one token and answers may end early.
-    """
+    """Address of a server and the way to use it."""
 
     base_url: str
+    """The server's root, or its /v1."""
     model: str
     api_key: str | None = None
     timeout_s: float | None = 3600.0
+    """Limit of one whole request; None: no limit."""
     extensions: bool = True
+    """Whether to send fields beyond OpenAI's API: `ignore_eos`, `min_tokens`, usage in every chunk.
+
+    Without them answers may end early, and a chunk counts as one token.
+    """
     send_slo: bool = False
+    """Whether to send a request's objectives as headers."""
     headers: dict[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
-        """The address of `name` under /v1."""
+        """Return the URL of `name` under /v1."""
         root = self.base_url.rstrip("/").removesuffix("/v1")
         return f"{root}/v1/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """One request to make. `prompt` is JSON text: an array of ids, or a string; `due_s` is on the run's clock."""
+    """One request to send."""
 
     id: str
     prompt: bytes
+    """JSON text: an array of token ids, or a string."""
     prompt_tokens: int
     output_tokens: int
     klass: str = "all"
     due_s: float = 0.0
+    """Time to send it, in seconds on the run's clock."""
     slo: SloTargets = NO_TARGETS
     ignore_eos: bool = True
+    """Whether the answer has exactly `output_tokens`, where the endpoint supports that."""
     keep_text: bool = False
+    """Whether the record keeps the answer's text."""
 
 
 def text_prompt(text: str) -> bytes:
-    """A text as the JSON that `LoadRequest.prompt` wants."""
+    """Encode a text as JSON, for `LoadRequest.prompt`."""
     return msgspec.json.encode(text)
 
 
 def request_body(endpoint: TargetEndpoint, job: LoadRequest) -> bytes:
-    """The request's body; the prompt's JSON is spliced in, never parsed or encoded again."""
+    """Return the request's body. The prompt's JSON is inserted as it is, without being parsed."""
     options: dict[str, Any] = {"include_usage": True}
     body: dict[str, Any] = {
         "model": endpoint.model,
@@ -86,7 +93,7 @@ def request_body(endpoint: TargetEndpoint, job: LoadRequest) -> bytes:
 
 
 def request_headers(endpoint: TargetEndpoint, job: LoadRequest) -> dict[str, str]:
-    """The request's headers: key, request id, and the objectives where the endpoint is to know them."""
+    """Return the request's headers: API key, request id, and the objectives with `send_slo`."""
     headers = {
         "Content-Type": "application/json",
         "Accept-Encoding": "identity",
@@ -127,18 +134,18 @@ class LoadClient:
             await self._session.close()
 
     def now(self) -> float:
-        """Seconds on the run's clock, the one of `LoadRequest.due_s` and of every record."""
+        """Return seconds on the run's clock, to which `LoadRequest.due_s` and all records refer."""
         return self._clock() - self._origin
 
     def restart_clock(self) -> None:
-        """Let the run's clock start at zero now."""
+        """Restart the run's clock at zero."""
         self._origin = self._clock()
 
     async def send(self, job: LoadRequest, on_first_token: Callable[[float], None] | None = None) -> RequestRecord:
-        """Send one job now and follow it to its end. Always returns a record: whatever goes wrong is its `error`.
+        """Send one request now and return its record at the end; a failure is the record's `error`.
 
-        Errors read `reason: details`; the reason has few values and is what reports count by. A cancelled request is
-        recorded as such too, and the cancellation ends here.
+        Errors have the form `reason: details`; reports count by the reason, which has few values. Cancellation is
+        recorded like other errors and not raised again.
         """
         answer = StreamedAnswer(on_first_token)
         sent_s = self.now()
@@ -150,7 +157,7 @@ class LoadClient:
             error = f"timeout: no end within {self.endpoint.timeout_s} s"
         except asyncio.CancelledError:
             error = "cancelled: the run was stopped"
-        except Exception as problem:  # the record must exist, whatever the network or the server came up with
+        except Exception as problem:  # every request must have a record, whatever went wrong
             error = f"{type(problem).__name__}: {problem}"
         return answer.record(job, sent_s=sent_s, finish_s=self.now(), error=error)
 
@@ -165,6 +172,7 @@ class LoadClient:
                 return f"HTTP {response.status}: {error_message(await response.read())}"
             parser = SseParser()
             async for chunk in response.content.iter_any():
+                # One timestamp per network chunk: parsing time is not part of a token's latency.
                 now = self.now()
                 for event in parser.feed(chunk):
                     answer.take(event, now)
@@ -172,7 +180,7 @@ class LoadClient:
 
 
 def error_message(body: bytes) -> str:
-    """The message of an OpenAI error object (or of FastAPI's), else the start of the body."""
+    """Return the message of an OpenAI (or FastAPI) error object, else the start of the body."""
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -10,7 +10,7 @@ from headway.serving.load import convoy_command, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the load run, and the sub-command `convoy` with its own."""
+    """Add the options of the load run, and the sub-command `convoy`."""
     load.add_arguments(parser)
     commands = parser.add_subparsers(dest="bench_command", metavar="convoy", required=False)
     convoy = commands.add_parser("convoy", help="one long prompt and a beat of short ones: who waits for whom?")
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what was asked for; the exit status."""
+    """Run the load or the convoy; return the exit status."""
     end_like_ctrl_c()
     if args.bench_command == "convoy":
         return convoy_command.run(args)
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def end_like_ctrl_c() -> None:
-    """Let SIGTERM end this command as Ctrl-C does, through every `finally`, so that no server outlives it."""
+    """Handle SIGTERM like Ctrl-C, so that every `finally` runs and started servers are ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

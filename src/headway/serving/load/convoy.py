@@ -1,12 +1,12 @@
-"""The convoy: one long prompt, and short ones at a steady beat while it is being read. How long do the short ones wait?
+"""The convoy experiment: latency of short prompts that arrive at a fixed interval while one long prompt is prefilled.
 
-One run is one server in one configuration:
-1. warm-up: a few shorts one after another (the last ones give the time of a short alone), then one long prompt (the
-   first one pays for memory touched for the first time: without it "alone" would look slow and the convoy cheap),
-2. the long prompt alone, the shorts absent: `alone_s`,
-3. the convoy: another long prompt of the same length at t = 0, a short one at every interval until the long one's first
-   token. Percentiles are over the shorts *sent* in that time, however late they were answered.
-Prompts are random token ids, all different, so that no prefix cache helps.
+One run measures one server in one configuration:
+1. warm-up: a few shorts in sequence (the last ones give the latency of a short alone), then one long prompt, because
+   the first one is slowed by first use of memory,
+2. a long prompt without shorts: `alone_s`,
+3. the convoy: another long prompt of the same length at t = 0, and a short one per interval until the long one's first
+   token. Percentiles are over the shorts sent in that time, however late their answers.
+Prompts are distinct random token ids, so that no prefix cache helps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from headway.sim.metrics.quantiles import quantile
 
 
 class ConvoyError(HeadwayError):
-    """The experiment could not be finished: the long prompt, or a warm-up, failed. The message says why."""
+    """The long prompt or a warm-up request failed; the message has the request and its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvoyPlan:
-    """What to send. Tokens as counts, intervals in seconds; `seed` decides every prompt; `alone` measures
-    the long prompt alone too.
-    After `max_s` no more shorts are sent, so that a server which they overload comes to an end too."""
+    """Requests of one run. Lengths in tokens."""
 
     long_tokens: int
     long_output: int = 1
@@ -41,33 +39,42 @@ class ConvoyPlan:
     short_output: int = 16
     short_interval_s: float = 1.0
     warmup: int = 5
+    """Shorts sent before the measurement."""
     repeat: int = 1
+    """Convoys; their shorts are pooled."""
     alone: bool = True
+    """Whether the long prompt is measured without shorts as well."""
     max_s: float = 600.0
+    """Seconds after which no more shorts are sent, so that a run on an overloaded server ends."""
     seed: int = 0
+    """Decides all prompts."""
 
 
 @dataclass(frozen=True)
 class ConvoyResult:
-    """One convoy as it went; the shorts are those sent before the long one's first token, in order. `cut_short`: the
-    plan's `max_s` ended the shorts before the long prompt was read."""
+    """Records of one convoy."""
 
     long: RequestRecord
     shorts: tuple[RequestRecord, ...]
+    """Those sent before the long prompt's first token, in order."""
     cut_short: bool = False
+    """Whether `ConvoyPlan.max_s` ended the shorts before the long prompt's first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvoyRun:
-    """All that was measured with one server: convoys (one a repeat), long prompts alone (as many), shorts alone."""
+    """All measurements with one server."""
 
     convoys: tuple[ConvoyResult, ...]
+    """One per repeat."""
     longs_alone: tuple[RequestRecord, ...]
+    """One per repeat; empty when the plan's `alone` is False."""
     shorts_alone: tuple[RequestRecord, ...] = ()
+    """The warm-up's shorts."""
 
     @property
     def shorts(self) -> list[RequestRecord]:
-        """Those of all repeats, pooled."""
+        """Shorts of all repeats, pooled."""
         return [short for convoy in self.convoys for short in convoy.shorts]
 
     @property
@@ -82,7 +89,7 @@ class ConvoyRun:
 
     @property
     def short_alone_s(self) -> float | None:
-        """Median TTFT of a short alone, the first one left out (it pays for whatever the server does once)."""
+        """Median TTFT of a short alone, without the first one, which includes the server's one-time work."""
         return quantile(
             [s for record in self.shorts_alone[1:] if (s := ttft_s(record)) is not None],
             50,
@@ -94,14 +101,14 @@ Say = Callable[[str], None]
 
 @dataclass
 class PromptSource:
-    """Where a convoy's prompts come from; the default ones are random ids, the demo's are texts."""
+    """Makers of a convoy's requests: random ids for `headway bench`, texts for the demo."""
 
     long: Callable[[], LoadRequest]
     short: Callable[[], LoadRequest]
 
 
 def random_prompts(plan: ConvoyPlan, vocab_size: int) -> PromptSource:
-    """Prompts of random ids, from the plan's seed."""
+    """Make a source of prompts of random ids, drawn with the plan's seed."""
     pool = PromptPool(
         np.random.default_rng(plan.seed),
         vocab_size,
@@ -125,7 +132,7 @@ def random_prompts(plan: ConvoyPlan, vocab_size: int) -> PromptSource:
 
 @dataclass
 class ConvoyRunner:
-    """Runs a plan against one endpoint. `say` gets a line of progress now and then."""
+    """Runner of a plan against one endpoint. say: called with lines of progress."""
 
     endpoint: TargetEndpoint
     plan: ConvoyPlan
@@ -133,7 +140,7 @@ class ConvoyRunner:
     say: Say = field(default=lambda line: None)
 
     async def run(self) -> ConvoyRun:
-        """The whole experiment; raises ConvoyError if a warm-up or a long prompt fails. A failed short is a record."""
+        """Run the experiment. A failed short becomes a record; raises ConvoyError for any other failed request."""
         async with LoadClient(self.endpoint) as client:
             shorts_alone = [await self._one(client, self.prompts.short(), f"warm-{i}") for i in range(self.plan.warmup)]
             self.say(f"warm-up: {self.plan.warmup} shorts")
@@ -159,6 +166,7 @@ class ConvoyRunner:
         return _checked(await client.send(_named(job, name, 0.0)))
 
     async def _convoy(self, client: LoadClient, number: int) -> ConvoyResult:
+        # Set at the long prompt's first token, or at its end when it fails before.
         read = asyncio.Event()
         client.restart_clock()
         long = asyncio.create_task(
@@ -172,10 +180,12 @@ class ConvoyRunner:
                 if due_s > self.plan.max_s:
                     self.say(f"no more shorts after {self.plan.max_s:g} s; waiting for the long prompt")
                     break
+                # Made before the wait, so that building the prompt does not delay its sending.
                 job = _named(self.prompts.short(), f"short-{number}-{len(shorts)}", due_s)
                 if await _set_before(read, due_s - client.now()):
                     break
                 shorts.append(asyncio.create_task(client.send(job)))
+            # Before the long prompt is awaited, which would set the event.
             cut_short = not read.is_set()
             return ConvoyResult(_checked(await long), tuple([await task for task in shorts]), cut_short)
         finally:
@@ -184,7 +194,7 @@ class ConvoyRunner:
 
 
 async def _set_before(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for the event, at most so long; whether it is set."""
+    """Wait for the event, at most `seconds`; return whether it is set."""
     try:
         async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()

@@ -1,4 +1,4 @@
-"""`headway bench convoy`: a server per policy, one after another, the convoy on each, numbers and a picture."""
+"""`headway bench convoy`: run the convoy on one server per policy, in sequence; report numbers and a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_servers(group: argparse._ArgumentGroup) -> None:
-    """Which servers are measured."""
+    """Add the options that select the servers."""
     add = group.add_argument
     add("--model", help="checkpoint folder to serve; with --url, the model name to ask for")
     add("--url", help="measure the server that runs there instead of starting one per policy")
@@ -43,7 +43,7 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    """What each server is sent."""
+    """Add the options of the requests."""
 
     def add(flag: str, kind: Callable[[str], Any], default: float, text: str) -> None:
         group.add_argument(flag, type=kind, default=default, help=f"{text} (default %(default)s)")
@@ -63,7 +63,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; 0 when every request was answered, 1 when a short was not."""
+    """Run the experiment; return 0 when every request was answered, 1 when a short was not."""
     plan = _plan(args)
     specs = parse_policies(args.policies)
     if args.url:
@@ -103,11 +103,12 @@ def _plan(args: argparse.Namespace) -> ConvoyPlan:
 
 
 def _prompts(args: argparse.Namespace, plan: ConvoyPlan) -> PromptSource:
-    """Random prompts within the model's vocabulary."""
+    """Make random prompts within the model's vocabulary."""
     return random_prompts(plan, args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB)
 
 
 def _measure_url(args: argparse.Namespace, plan: ConvoyPlan) -> ConvoyRun:
+    # With --url, a folder in --model only tells the vocabulary; otherwise it is the name to send.
     named = args.model is not None and not Path(args.model).is_dir()
     model = args.model if named else str(first_model(args.url, args.api_key)["id"])
     endpoint = TargetEndpoint(base_url=args.url, model=model, api_key=args.api_key, timeout_s=args.timeout)

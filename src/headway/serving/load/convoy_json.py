@@ -1,4 +1,4 @@
-"""The convoy's JSON: what `headway bench convoy --json` writes and what the picture is drawn from."""
+"""JSON of the convoy: written by `headway bench convoy --json`, and the input of its picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEMA = "headway.convoy/1"
 
 
 def run_json(spec: PolicySpec, run: ConvoyRun) -> dict[str, Any]:
-    """One run. Times in seconds; `series` has one row a short: when it was due, its TTFT, its worst gap, its error."""
+    """Return one run. Times in seconds; `series` has one row per short: due time, TTFT, largest TBT, error."""
     ttfts = [ttft_s(short) for short in run.shorts if short.ok]
     gaps = [gap for short in run.shorts if short.ok for gap in tbt_s(short)]
     long_s, alone_s = run.long_s, run.alone_s
@@ -58,7 +58,7 @@ def run_json(spec: PolicySpec, run: ConvoyRun) -> dict[str, Any]:
 
 
 def convoy_json(model: str, plan: ConvoyPlan, runs: Sequence[tuple[PolicySpec, ConvoyRun]]) -> dict[str, Any]:
-    """The whole file."""
+    """Return the file's contents."""
     return {
         "schema": SCHEMA,
         "model": model,

@@ -1,4 +1,4 @@
-"""What an endpoint says about itself: the models that it serves. Asked once, before a run."""
+"""Query of an endpoint's models, once before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.core.errors import ConfigError
 
 
 def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
-    """The first entry of /v1/models (its `id` is the name to send); ConfigError when there is none to be had."""
+    """Return the first entry of /v1/models; its `id` is the name to send. Raises ConfigError when there is none."""
     url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:

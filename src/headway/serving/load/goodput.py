@@ -12,7 +12,7 @@ _FIELDS = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "
 
 
 class GoodputTargets:
-    """Objectives by class. What names no class holds for every class, unless the class has its own value."""
+    """Objectives by class. An objective without a class applies to all classes that have no value of their own."""
 
     def __init__(self, items: Sequence[str]) -> None:
         self._given: dict[str, SloTargets] = {}
@@ -31,13 +31,13 @@ class GoodputTargets:
             self._given[klass] = replace(base, **{_FIELDS[name]: value / 1000})
 
     def of(self, klass: str) -> SloTargets:
-        """The objectives of a request of this class."""
+        """Return the objectives of requests of a class."""
         common, own = self._given.get("", NO_TARGETS), self._given.get(klass, NO_TARGETS)
         names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
         return SloTargets(**{n: getattr(common, n) if getattr(own, n) is None else getattr(own, n) for n in names})
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """Class (`*` for all) → objective → seconds."""
+        """Return class (`*`: all) → objective → seconds."""
         names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
         return {
             klass or "*": {n: getattr(slo, n) for n in names if getattr(slo, n) is not None}

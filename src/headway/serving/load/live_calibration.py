@@ -1,8 +1,8 @@
 """Live calibration, the second half of `headway profile`: serve for some seconds, and correct the table by the times.
 
-The load is chats and a document now and then, with pauses, through HTTP on this machine as `headway bench` sends it.
-What a table measured point by point leaves out (cold caches, waking up, the server and its client on the same cores) is
-in the scales that the engine learns meanwhile; `perf.latency.calibrated_table` works them into the table.
+The load is chats and occasional documents, with pauses, over HTTP on this host as `headway bench` sends it. The engine
+learns scales that include what a table measured point by point lacks: cold caches, wake-ups, the server and its client
+on the same cores. `perf.latency.calibrated_table` applies the scales to the table.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from headway.serving.load.server_process import ServerError, ServerProcess
 from headway.sim.replay import ReplayedRun, read_log, replay
 
 CHATS = 3
+"""Concurrent users with short prompts, beside one with long prompts."""
 _MIN_ITERATIONS = 50
-"""Below it nothing is concluded."""
+"""Iterations below which the table is not corrected."""
 _MAX_OUTPUT = 48
+"""Most output tokens of a request."""
 
 
 def calibrate_live(
@@ -46,6 +48,7 @@ def calibrate_live(
         table, log, file = folder.path / "table.json", folder.path / "run.jsonl", folder.path / "serve.yaml"
         store.save(source, table)
         file.write_text(print_config(settings))
+        # HEADWAY_ variables would override the settings under test.
         own = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         arguments = [model, "--config", str(file), "--latency-profile", str(table), "--event-log", str(log)]
         with ServerProcess(arguments, environment=own) as server:
@@ -56,7 +59,7 @@ def calibrate_live(
 
 
 def learned_table(source: TableSource, run: ReplayedRun) -> tuple[TableSource, int]:
-    """Correct a table by what a run that began from that very table learned; also the number of its iterations."""
+    """Apply the scales learned by a run that started from `source`; return the table and the number of iterations."""
     iterations = len(run.batches)
     if not isinstance(run.model, CorrectedLatency) or iterations < _MIN_ITERATIONS:
         return source, iterations
@@ -69,6 +72,7 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
     endpoint = TargetEndpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 5.0)
     async with LoadClient(endpoint) as client:
         until = time.monotonic() + seconds
+        # Documents of up to half the context, at most 8K tokens; room is what the output leaves.
         longest = max(1, min(most // 2, 8192))
         lengths = [(32, 512)] * CHATS + [(max(1, longest // 4), longest)]
         room = max(1, most - _MAX_OUTPUT)
@@ -80,9 +84,9 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
 
 
 async def _user(client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
-    """Be one user until the time `until`: a prompt of `least` to `most` tokens, its answer, a longer pause.
+    """Act as one user until the monotonic time `until`: a prompt of `least` to `most` tokens, its answer, a pause.
 
-    A request that times out is the last.
+    Pauses take 0.5 to 3 times as long as the answer. A request that times out is the last.
     """
     rng = random.Random(name)
     number = 0

@@ -12,7 +12,7 @@ from headway.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the load run, those of the workload among them."""
+    """Add the options of the load run, those of the workload included."""
     from headway.serving.load import load_workload
 
     where = parser.add_argument_group("where")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load; 0 only if every request was answered."""
+    """Run the load; return 0 only if every request was answered."""
     import numpy as np
 
     from headway.serving.load.client import TargetEndpoint
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     goodput = GoodputTargets(args.goodput)
     if args.send_slo and not args.goodput:
         raise ConfigError("--send-slo has nothing to send; give objectives with --goodput")
+    # Separate streams of the seed: prompts do not change with the number of draws for lengths.
     requests, description = workload(args, np.random.default_rng((args.seed, 0)))
     folder = args.model is not None and Path(args.model).is_dir()
     model = args.model if args.model is not None and not folder else str(first_model(args.url, args.api_key)["id"])
@@ -106,6 +107,7 @@ def _report(
     show(load_table(summary))
     show(rates_line(summary, judged=bool(goodput)))
     lag = send_lag(result.records)
+    # 10 ms: beyond it the client itself distorts short latencies.
     if (lag["p99"] or 0.0) > 0.01:
         say(f"[yellow]this client sent late: p99 {duration(lag['p99'])}, included in every latency[/yellow]")
     failed = summary.total.requests - summary.total.ok

@@ -1,4 +1,4 @@
-"""From a workload to jobs: a prompt for each request, made when it is about to be sent."""
+"""Conversion of a workload to requests with prompts, each made shortly before it is sent."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from headway.serving.load.prompts import PromptPool
 from headway.sim.workload import TraceRequest
 
 CACHE_BLOCK = 64
-"""Traces count cached prefixes in blocks of this size, so that what extends a prompt may fall short of it."""
+"""Tokens per block of cached prefixes in traces: a prefix that reaches the end may be short by less than this."""
 
 
 class SessionPrompts:
-    """Prompts that share what their trace says was cached.
+    """Prompts whose shared prefixes are those that a trace recorded as cached.
 
-    Each session has one line of tokens. A request whose cached part reaches the end of what was sent of it extends the
-    line; any other one shares its cached part with the line and goes on with fresh tokens, which nobody shares later.
+    Each session has one sequence of tokens. A request whose cached prefix reaches the end of the tokens sent so far
+    extends the sequence. Any other request takes its cached prefix from the sequence and continues with fresh tokens,
+    which no later request shares.
     """
 
     def __init__(self, pool: PromptPool) -> None:
         self._pool = pool
+        # By session: place of its sequence in the pool, and tokens sent of it.
         self._lines: dict[str, tuple[int, int]] = {}
 
     def prompt(self, session: str, tokens: int, cached: int) -> bytes:
-        """The next prompt of this session, as JSON."""
+        """Return the next prompt of a session, of `tokens` tokens with `cached` of them shared, as JSON."""
         if session not in self._lines:
             self._lines[session] = (self._pool.place(), 0)
         place, sent = self._lines[session]
@@ -38,9 +40,10 @@ class SessionPrompts:
 def jobs(
     requests: Sequence[TraceRequest], pool: PromptPool, goodput: GoodputTargets, *, share_prefixes: bool = False
 ) -> Iterator[LoadRequest]:
-    """One job a request, in order. With `share_prefixes`, prompts of a session begin alike as `SessionPrompts` says;
-    else
-    every prompt is new."""
+    """Yield one request to send per request of the workload, in order.
+
+    share_prefixes: prompts of a session share prefixes (`SessionPrompts`); otherwise every prompt is new.
+    """
     sessions = SessionPrompts(pool)
     for number, request in enumerate(requests):
         if share_prefixes and request.session is not None:

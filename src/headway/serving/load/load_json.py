@@ -1,4 +1,4 @@
-"""The JSON of a load run: the summary, the same under the names of `vllm bench serve`, and one row a request."""
+"""JSON of a load run: the summary, also under the names of `vllm bench serve`, and one row per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_json(
     records: Sequence[RequestRecord],
     interrupted: bool,
 ) -> dict[str, Any]:
-    """The whole file. Times in seconds, except under `vllm`, whose names say milliseconds."""
+    """Return the file's contents. Times in seconds, except under `vllm`, whose keys end in `_ms`."""
     return {
         "schema": SCHEMA,
         "model": model,
@@ -41,12 +41,12 @@ def load_json(
 
 
 def send_lag(records: Sequence[RequestRecord]) -> dict[str, float | None]:
-    """How late requests left the client: sent - due, seconds. Latencies include it."""
+    """Return percentiles of the client's delay, sent - due, in seconds. Latencies include it."""
     return percentiles(record.sent_s - record.arrival_s for record in records if record.sent_s is not None)
 
 
 def vllm_names(summary: RunSummary) -> dict[str, float | None]:
-    """The keys that scripts for `vllm bench serve` look for (its ITL is our TBT)."""
+    """Return the summary under the keys of `vllm bench serve`, whose ITL is TBT here."""
     total, body = summary.total, summary.to_json()
     flat: dict[str, float | None] = {
         "duration": summary.duration_s,

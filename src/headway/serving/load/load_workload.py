@@ -1,4 +1,4 @@
-"""Which requests a load run sends, and when: from a trace, a preset, or two length distributions."""
+"""Requests and arrival times of a load run: from a trace, a preset, or two length distributions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_REQUESTS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that decide the workload."""
+    """Add the options that decide the workload."""
     what = parser.add_argument_group("which requests")
     what.add_argument(
         "--trace", metavar="FILE[:FORMAT]", help=f"replay a trace ({', '.join(FORMATS)}; recognised if not named)"
@@ -78,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
-    """The requests, by arrival from 0, each with a class; and how they came about, for the JSON."""
+    """Return the requests in order of arrival from 0, each with a class, and their description for the JSON.
+
+    Raises ConfigError for options that contradict each other and for an empty workload.
+    """
     for name in (
         "num_requests",
         "duration",
@@ -98,6 +101,7 @@ def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[T
     requests = transforms.clip_lengths(requests, args.max_prompt_tokens, args.max_output_tokens)
     if args.duration is not None:
         requests = [request for request in requests if request.arrival_s < args.duration]
+    # Classes follow from the lengths that are sent, so they are set after scaling and clipping.
     requests = transforms.classify(requests[: args.num_requests], args.long_threshold)
     if not requests:
         raise ConfigError("no request is left after slicing and cutting the workload")
@@ -119,6 +123,7 @@ def _drawn(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[Tra
     mix: WorkloadPreset = (
         preset(args.preset) if args.preset else simple(parse_lengths(args.input), parse_lengths(args.output, "output"))
     )
+    # Enough to fill --duration: twice the expected number, since the rest is cut off later.
     count = args.num_requests or (round(args.duration * rate * 2) + 50 if args.duration else DEFAULT_REQUESTS)
     requests = mix.draw(rng, arrivals(kind, rate, args.cv), count)
     lengths = (
@@ -131,6 +136,7 @@ def _from_trace(args: argparse.Namespace, rng: np.random.Generator) -> tuple[lis
     if args.preset:
         raise ConfigError("--trace and --preset exclude each other")
     file, colon, format_name = args.trace.rpartition(":")
+    # FILE:FORMAT, unless a file of that whole name exists.
     trace = read_trace(file, format_name) if colon and not Path(args.trace).exists() else read_trace(args.trace)
     kind = args.arrivals or ("trace" if trace.has_arrivals else "poisson")
     requests = _placed(args, trace, rng)
@@ -159,10 +165,12 @@ def _from_trace(args: argparse.Namespace, rng: np.random.Generator) -> tuple[lis
 def _placed(args: argparse.Namespace, trace: RequestTrace, rng: np.random.Generator) -> list[TraceRequest]:
     requests = list(trace.requests)
     if trace.session_clock:
+        # A session's clock starts at its own first request: sessions get starts at --session-rate.
         requests = transforms.start_sessions(requests, args.session_rate, rng)
     return transforms.slice_by(requests, args.slice) if args.slice else requests
 
 
 def _mean_rate(requests: list[TraceRequest]) -> float | None:
+    """Return requests per second over the trace; None without a time span."""
     span_s = requests[-1].arrival_s if requests else 0.0
     return (len(requests) - 1) / span_s if span_s > 0 else None

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was taken, for the JSON beside it. Nothing that identifies a user or a path."""
+"""Host and software versions of a measurement, for its JSON. Nothing identifies a user or a path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.perf.hardware.processor import processor_name
 
 
 def machine() -> dict[str, object]:
-    """Processor, usable cores and memory of this machine (the client's: a remote server's is not known)."""
+    """Return processor, usable cores and memory of the client's host; a remote server's are not known."""
     return {
         "cpu": processor_name(),
         "cores": len(CORES),
@@ -21,7 +21,7 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Python's, ours and torch's version; read from metadata, so that nothing heavy is imported."""
+    """Return the versions of Python, Headway, torch and aiohttp, from metadata, without importing them."""
     found = {"python": platform.python_version()}
     for name in ("headway", "torch", "aiohttp"):
         try:

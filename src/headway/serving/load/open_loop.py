@@ -1,4 +1,4 @@
-"""Open loop: every request leaves when it is due, however many are still open. Nothing is dropped on the way."""
+"""Open-loop load: every request is sent when it is due, however many are still open. None is dropped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from headway.sim.metrics import RequestRecord
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Records in the order of the jobs, one a job; `interrupted` when the run was stopped before its end."""
+    """Result of a load run."""
 
     records: list[RequestRecord]
+    """One per request, in order."""
     interrupted: bool = False
+    """Whether the run was stopped before its end."""
 
 
 async def run_open_loop(
@@ -26,8 +28,9 @@ async def run_open_loop(
 ) -> LoadResult:
     """Send each job at its `due_s`, ascending, on the client's clock (which starts at zero here).
 
-    Jobs are taken from the iterator one ahead of their time, so that long prompts are not all held at once. When the
-    task is cancelled (Ctrl-C), open requests are closed and recorded as cancelled, those not yet sent as not sent.
+    Requests are taken from the iterator one ahead of their time, so that long prompts are not all held at once. When
+    the task is cancelled (Ctrl-C), open requests are recorded as cancelled, the remaining ones as not sent. on_sent and
+    on_done: called at each request's start and end.
     """
     client.restart_clock()
     tasks: list[asyncio.Task[RequestRecord]] = []

@@ -1,4 +1,4 @@
-"""`lars`, `fcfs`, `fcfs+static:512`: how a command line names a scheduling policy and its chunking."""
+"""Notation of a scheduling policy and its chunking on a command line: `lars`, `fcfs`, `fcfs+static:512`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ DEFAULT_CHUNKING = {
     "lrs": "adaptive",
     "srpt": "adaptive",
 }
-"""First come, first served is meant as servers without chunks do it; the others get chunks by time budget."""
+"""Chunking of a policy that is named without one: whole prompts for the baseline, a time budget for the others."""
 
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A policy and a chunking, as `headway serve` spells them."""
+    """A scheduling policy and a chunking, as named by `headway serve`."""
 
     policy: str
     chunking: str
 
     @property
     def label(self) -> str:
-        """For tables and pictures."""
+        """Label for tables and pictures."""
         return (
             f"{self.policy}, {self.chunking} prompts"
             if self.chunking == "whole"
@@ -33,12 +33,12 @@ class PolicySpec:
         )
 
     def server_arguments(self) -> list[str]:
-        """The flags that make `headway serve` use it."""
+        """Return the flags of `headway serve` that select the policy and chunking."""
         return ["--scheduling-policy", self.policy, "--chunking", self.chunking]
 
 
 def parse_policies(text: str) -> list[PolicySpec]:
-    """`lars,fcfs+static:512` → specs, in order; ConfigError names what is wrong and what is allowed."""
+    """Parse a list such as `lars,fcfs+static:512`, in order. Raises ConfigError that lists what is allowed."""
     return [_parse(item.strip()) for item in text.split(",") if item.strip()]
 
 

@@ -1,8 +1,8 @@
-"""Token-id prompts made of random valid ids, ready as JSON text.
+"""Prompts of random token ids, as JSON text.
 
-Ids are drawn once into a pool which is kept as JSON text; a prompt is a slice of it from a random place. So a prompt of
-a million ids costs one copy of five megabytes, and a client never falls behind its own schedule by building prompts.
-Two prompts share no prefix, up to the chance that they start at the same place of the pool.
+Ids are drawn once into a pool that is kept as JSON text; a prompt is a slice of it from a random place. A prompt of a
+million ids costs one copy of five megabytes, so building prompts does not delay the client. Two prompts share a prefix
+only if they happen to start at the same place of the pool.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from pathlib import Path
 import numpy as np
 
 POOL_TOKENS = 1 << 20
+"""Places in the pool at which a prompt may start."""
 SAFE_VOCAB = 256
-"""Used when nobody knows the model's vocabulary: ids below 256 exist in every model that we know of."""
+"""Vocabulary size for a model whose own is unknown: ids below 256 exist in all common models."""
 
 
 class PromptPool:
-    """Prompts of any length up to `longest`, from ids 3 … vocab_size - 1 (0 … 2 are often padding, start and end)."""
+    """Pool of random ids in 3 … vocab_size - 1 (0 … 2 are often padding, start and end).
+
+    longest: tokens of the longest prompt.
+    """
 
     def __init__(self, rng: np.random.Generator, vocab_size: int = SAFE_VOCAB, longest: int = 0) -> None:
         if vocab_size < 2:
@@ -29,19 +33,20 @@ class PromptPool:
         self._size = max(longest, 1) + POOL_TOKENS
         ids = rng.integers(first, vocab_size, self._size)
         self._text = ",".join(map(str, ids.tolist())).encode()
+        # Byte offset of each id; the last entry is one past an imaginary final comma, as `_slice` subtracts it.
         commas = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord(",")) + 1
         self._starts = np.concatenate(([0], commas, [len(self._text) + 1]))
 
     def place(self) -> int:
-        """A random place to start from; keep it to make prompts that share a prefix."""
+        """Draw a random place; prompts from the same place share a prefix."""
         return int(self._rng.integers(0, POOL_TOKENS))
 
     def json(self, tokens: int, place: int | None = None) -> bytes:
-        """A JSON array of `tokens` ids from `place` (random when None)."""
+        """Return a JSON array of `tokens` ids from `place` (None: a random one)."""
         return b"[" + self._slice(self.place() if place is None else place, tokens) + b"]"
 
     def json_sharing(self, tokens: int, shared: int, place: int) -> bytes:
-        """A JSON array whose first `shared` ids are those of every other prompt from `place`; the rest are fresh."""
+        """Return a JSON array whose first `shared` ids are those from `place`; the rest is from a random place."""
         shared = min(shared, tokens)
         parts = [self._slice(place, shared), self._slice(self.place(), tokens - shared)]
         return b"[" + b",".join(part for part in parts if part) + b"]"
@@ -57,7 +62,7 @@ class PromptPool:
 
 
 def vocab_size_of(model: str | None) -> int | None:
-    """The vocabulary of a checkpoint folder, from its config.json; None when `model` is not such a folder."""
+    """Return the vocabulary size in a checkpoint folder's config.json; None when `model` is not such a folder."""
     if model is None:
         return None
     try:

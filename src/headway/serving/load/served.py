@@ -1,4 +1,4 @@
-"""A convoy against a server that we start, and what is reported of it; shared by `bench convoy` and the demo."""
+"""Running a convoy against a server started for it, and reporting; shared by `bench convoy` and the demo."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from headway.serving.load.server_process import SERVE, ServerProcess
 
 @dataclass(frozen=True, kw_only=True)
 class ServerUnderTest:
-    """Which server to start, policy apart: checkpoint folder, longest context, further arguments, command line."""
+    """The server to start, without its policy."""
 
     model: str
+    """Checkpoint folder."""
     max_model_len: int
     arguments: tuple[str, ...] = ()
+    """Further arguments of the command."""
     command: tuple[str, ...] = SERVE
     api_key: str | None = None
     timeout_s: float | None = 3600.0
+    """Limit of one request."""
 
 
 def serve_and_measure(served: ServerUnderTest, spec: PolicySpec, plan: ConvoyPlan, prompts: PromptSource) -> ConvoyRun:
-    """Start a server with this policy, measure, and end it. Errors carry the server's last words."""
+    """Start a server with a policy, run the plan against it, and end it. Errors quote the end of its output."""
     from headway.sim.report.console import say
 
     say(f"[bold]{spec.label}[/bold]: starting a server")
@@ -51,7 +54,7 @@ def serve_and_measure(served: ServerUnderTest, spec: PolicySpec, plan: ConvoyPla
 
 
 def measure(endpoint: TargetEndpoint, plan: ConvoyPlan, prompts: PromptSource) -> ConvoyRun:
-    """Run the plan against this endpoint, telling the terminal how it goes."""
+    """Run the plan against an endpoint, with progress on the terminal."""
     from headway.sim.report.console import say
 
     return asyncio.run(ConvoyRunner(endpoint, plan, prompts, say=lambda line: say(f"  {line}")).run())

@@ -1,4 +1,4 @@
-"""A server as a child process: started, waited for, and always torn down."""
+"""A server as a child process that is always ended with its context."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from headway.core.errors import HeadwayError
 
 SERVE: tuple[str, ...] = (sys.executable, "-m", "headway.cli.main", "serve")
 KEPT_STDERR_CHARS = 4000
+"""Bytes of the server's output that an error quotes."""
 
 
 class ServerError(HeadwayError):
-    """The server did not come up; the message ends with the last of what it wrote to stderr."""
+    """The server did not start; the message ends with the end of its output."""
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback now."""
+    """Return a TCP port that is free on loopback at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class ServerProcess:
-    """`command … --port P` on the loopback, as a context manager: ready on entry, gone on exit, whatever happens.
+    """Context manager around `command … --port P` on loopback: ready on entry, ended on exit in every case.
 
-    The child leads a process group of its own: Ctrl-C reaches only us, and on exit the group as a whole gets SIGTERM
-    and, `grace_s` later, SIGKILL. Its stderr and stdout go to a temporary file, whose end is part of any error.
-    environment: the child's; left out: ours.
+    The child leads its own process group, so Ctrl-C does not reach it; on exit the whole group gets SIGTERM and,
+    `grace_s` seconds later, SIGKILL. Its output goes to a temporary file, whose end is quoted in errors. environment:
+    the child's, by default this process's.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class ServerProcess:
             )
 
     def last_words(self) -> str:
-        """The end of what the server wrote."""
+        """Return the end of the server's output, as part of a sentence."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - KEPT_STDERR_CHARS))
         text = self._log.read().decode("utf-8", "replace").strip()
         return f"it wrote:\n{text}" if text else "it wrote nothing"
 
     def stop(self) -> None:
-        """End the server and everything that it started. Safe to call twice."""
+        """End the server and its child processes. Idempotent."""
         process, self._process = self._process, None
         try:
             if process is not None:
@@ -127,12 +128,12 @@ class ServerProcess:
                 process.wait(patience)
             except subprocess.TimeoutExpired:
                 continue
-            # The leader is gone; its children may not be: let the next round see to them.
+            # The leader has ended, its children may not have: SIGKILL follows for the rest of the group.
         process.poll()
 
 
 def _answers(*urls: str) -> bool:
-    """Whether the first of these that exists answers 200 (`/ready`, or `/health` where a server has no `/ready`)."""
+    """Return whether the first URL that exists answers 200 (`/ready`, or `/health` on a server without it)."""
     for url in urls:
         try:
             with urllib.request.urlopen(url, timeout=2):

@@ -1,4 +1,4 @@
-"""Server-sent events, read as they come: bytes in, whole events out."""
+"""Incremental parser of server-sent events."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event: its name (`message` unless the server said otherwise) and its data lines joined by newlines."""
+    """One event of a stream."""
 
     name: str
+    """`message` unless the event names itself."""
     data: bytes
+    """Data lines, joined by newlines."""
 
 
 class SseParser:
-    """Feed it whatever the socket delivers; it returns the events that are complete by then.
+    """Parser of a byte stream that may be cut anywhere. Lines end in LF or CRLF.
 
-    Comments (keep-alives) and fields that we have no use for (`id`, `retry`) are dropped. Lines may end in LF or CRLF
-    and be cut anywhere. An event without data is dropped, as the WHATWG specification demands.
+    Comments (keep-alives) and unused fields (`id`, `retry`) are dropped, and so is an event without data, as the WHATWG
+    specification requires.
     """
 
     def __init__(self) -> None:
@@ -26,8 +28,9 @@ class SseParser:
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
-        """Take bytes; return the events which they completed, in order."""
+        """Add bytes; return the events that they complete, in order."""
         lines = (self._buffer + chunk).split(b"\n")
+        # The part after the last newline is an incomplete line, or empty.
         self._buffer = lines.pop()
         events: list[SseEvent] = []
         for raw in lines:
@@ -41,6 +44,7 @@ class SseParser:
             self._name, self._data = "message", []
             return
         field, _, value = line.partition(b":")
+        # One space after the colon is not part of the value.
         value = value.removeprefix(b" ")
         if field == b"data":
             self._data.append(value)

@@ -1,4 +1,4 @@
-"""What one streamed answer says, event by event: when tokens came, how many, and how it ended."""
+"""Evaluation of one streamed answer, event by event: times and number of tokens, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from headway.sim.metrics import RequestRecord
 if TYPE_CHECKING:
     from headway.serving.load.client import LoadRequest
 
+# Finish reasons that count as success.
 GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "content_filter"})
 
 
 class StreamedAnswer:
-    """Collects one answer. A chunk's token count is the growth of its usage, else the ids that it carries, else one.
+    """Collector of one answer. A chunk's token count is the growth of its usage, else the number of its ids, else one.
 
-    Tokens which only the final usage knows of (a server may hold back text) are put at the time of the last chunk.
+    Tokens that only the final usage counts (a server may hold text back) get the time of the last chunk.
     """
 
     def __init__(self, on_first_token: Callable[[float], None] | None = None) -> None:
@@ -33,7 +34,7 @@ class StreamedAnswer:
         self._error: str | None = None
 
     def take(self, event: SseEvent, now: float) -> None:
-        """Take one event that arrived at `now` (the run's clock, seconds)."""
+        """Add one event that arrived at `now`, in seconds on the run's clock."""
         if event.data.strip() == b"[DONE]":
             self._done = True
             return
@@ -55,6 +56,7 @@ class StreamedAnswer:
         usage = body.get("usage") or {}
         self._usage = usage or self._usage
         choices = body.get("choices") or []
+        # A last chunk with usage only.
         if not choices:
             return
         choice = choices[0]
@@ -66,6 +68,7 @@ class StreamedAnswer:
         elif isinstance(ids, list):
             count = len(ids)
         else:
+            # A completions chunk with empty text is a token in parts; a chat chunk without content has the role only.
             count = 1 if text or (reason is None and "text" in choice) else 0
         self._arrived(count, now)
         self._last_chunk_s = now
@@ -78,7 +81,7 @@ class StreamedAnswer:
         self._token_s.extend([now] * count)
 
     def verdict(self) -> str | None:
-        """Called when the stream has ended: what was wrong with it, or None."""
+        """Return what was wrong with the answer, or None; called when the stream has ended."""
         if self._error is not None:
             return self._error
         if self._finish_reason is None and not self._done:
@@ -90,7 +93,7 @@ class StreamedAnswer:
         return None
 
     def record(self, job: LoadRequest, *, sent_s: float, finish_s: float, error: str | None) -> RequestRecord:
-        """The record of this answer to `job`."""
+        """Make the record of the answer to `job`. Times in seconds on the run's clock."""
         counted = int(self._usage.get("completion_tokens") or 0)
         if self._last_chunk_s is not None and counted > len(self._token_s):
             self._arrived(counted - len(self._token_s), self._last_chunk_s)
