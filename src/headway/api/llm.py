@@ -113,6 +113,7 @@ class LLM:
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(listed):
             raise RequestError(f"{len(listed)} prompts need as many params, not {len(each)}", "params")
+        # Encoded before anything is submitted: a faulty text is refused with an empty engine.
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in listed]
         return self._run(ids, each)
 
@@ -138,6 +139,7 @@ class LLM:
                 name = f"prompt-{next(self._ids)}"
                 self._submit(name, ids, one, start_s)
                 answers[name] = Completion(len(ids))
+            # All prompts are submitted before the first step, so that they share batches from the start.
             pending = set(answers)
             while pending:
                 for delta in self._core.step():
@@ -148,6 +150,7 @@ class LLM:
             self._abort(answers)
             raise
         for answer in answers.values():
+            # Once at the end: nothing is streamed, so no incremental decoder is needed.
             answer.text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         return list(answers.values())
 
@@ -169,6 +172,7 @@ class LLM:
             raise RequestError(refusal.error or "the prompt was refused", refusal.param)
 
     def _take(self, answer: Completion, delta: OutputDelta, start_s: float) -> None:
+        """Add a delta to its completion. start_s: beginning of the call. Raises HeadwayError if it failed."""
         if delta.finish == "error":
             raise HeadwayError(delta.error or "the request failed")
         if answer.ttft_s is None:
@@ -178,6 +182,7 @@ class LLM:
         answer.e2e_s, answer.finish_reason = delta.emitted_s - start_s, delta.finish
 
     def _abort(self, names: Mapping[str, Completion]) -> None:
+        """Abort all requests of a call, finished ones included, and wait until the engine is empty."""
         for name in names:
             self._core.abort(name)
         while not self._core.idle:  # aborted requests leave with the batches in flight
@@ -185,9 +190,10 @@ class LLM:
 
 
 class _MonotonicClock:
-    """Seconds of CLOCK_MONOTONIC."""
+    """Clock of CLOCK_MONOTONIC, in seconds."""
 
     def now(self) -> float:
+        """Return the present in seconds."""
         return time.monotonic()
 
 

@@ -89,6 +89,7 @@ def load_scenario(
     else:
         data, where = _read(Path(scenario)), str(scenario)
     for name, value in (fields or {}).items():
+        # `with_field` copies: the caller's mapping is not changed.
         data = with_field(data, name, value)
     return parse_scenario(data, where)
 

@@ -55,6 +55,7 @@ def chunk_size(
     """
     if min(budget_s, cached_tokens, decodes, decode_context, limit) < 0:
         raise ConfigError("budget_s, cached_tokens, decodes, decode_context and limit cannot be negative")
+    # Rows, requests and KV tokens of the decodes; the chunk is added to them below.
     load = BatchLoad(decodes, decodes, decodes * decode_context)
     tokens, attention_s = solve_tokens(latency, load, cached_tokens, limit, budget_s)
     whole = load.with_chunk(tokens, attention_s, cached_tokens) if tokens else load

@@ -55,7 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_data(arguments: argparse.Namespace) -> tuple[dict[str, object], str, Path]:
-    """(plain data with --set applied, how errors call it, the folder that paths are relative to)."""
+    """Read a study's file and apply `--set`.
+
+    Returns the plain data, the file's name in errors, and the folder to which paths in it are relative.
+    """
     from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
 
@@ -65,6 +68,7 @@ def read_data(arguments: argparse.Namespace) -> tuple[dict[str, object], str, Pa
         if len(values) != 1:
             raise ConfigError(f"--set {text!r}: one value; use `headway accel sweep --axis` for several")
         section = field.split(".")[0]
+        # A preset by name becomes a section, so that one of its fields can be set.
         if section in ("machine", "assumptions") and isinstance(data.get(section), str):
             data[section] = {"preset": data[section]}
         data = with_field(data, field, values[0])

@@ -149,17 +149,18 @@ class AccelFile(ScenarioSection):
 
 @dataclass(frozen=True)
 class AcceleratorStudy:
-    """A file, read: what the accelerator package takes."""
+    """A validated file and the setting that it describes."""
 
     file: AccelFile
     setting: OperatorSetting
 
     @property
     def work(self) -> IterationWork:
+        """The iteration of the file's `stage`."""
         return IterationWork(**self.file.stage.model_dump())
 
     def to_json(self) -> dict[str, Any]:
-        """Every assumption and number that results rest on."""
+        """Return every assumption and number that results depend on."""
         shape, on, precision, assumed, techniques = self.setting
         return {
             "model": self.file.model if isinstance(self.file.model, str) else "given",
@@ -172,7 +173,11 @@ class AcceleratorStudy:
 
 
 def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path()) -> AcceleratorStudy:
-    """Validated and compiled. Paths of models are looked up beside the file first. ConfigError names the field."""
+    """Validate a file's data and compile it to a study.
+
+    where: the file's name in errors; folder: for relative paths of models, looked up there first. Raises ConfigError
+    that names the field.
+    """
     file = validated(AccelFile, data, where)
     try:
         setting = OperatorSetting(
@@ -188,7 +193,7 @@ def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path())
 
 
 def scheduler_of(serve: ServeSection) -> SchedulerConfig:
-    """Sarathi-Serve's policy with the file's settings on top."""
+    """Return Sarathi-Serve's scheduler configuration, overridden by the file's `serve.policy`. Raises ConfigError."""
     from headway.research.packing_prefetch_capacity import sarathi
 
     given: dict[str, Any] = serve.policy.model_dump(exclude_none=True)
@@ -200,8 +205,10 @@ def scheduler_of(serve: ServeSection) -> SchedulerConfig:
 
 
 def _shape(given: str | ModelSection, folder: Path) -> ModelShape:
+    """Return the model's sizes from a section, a config.json or its folder, or a known name. Raises ConfigError."""
     if isinstance(given, ModelSection):
         return ModelShape(**given.model_dump())
+    # A file wins over a known name; `folder` is the study file's.
     for path in (folder / given, Path(given)):
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
@@ -219,6 +226,8 @@ def _shape(given: str | ModelSection, folder: Path) -> ModelShape:
 
 
 def _machine(section: MachineSection) -> MachineModel:
+    """Return the preset's machine with the section's changes. Raises ConfigError."""
+    # Fields of the file and their `MachineModel` fields, with the factor to SI units.
     names = {
         "compute_buffer": ("compute_bytes", 1),
         "prefetch_buffer": ("prefetch_bytes", 1),

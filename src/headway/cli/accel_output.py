@@ -1,4 +1,4 @@
-"""Writing what `headway accel` found."""
+"""Output files of `headway accel`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.core.errors import ConfigError
 
 
 def write_json(path: Path | None, data: Any) -> bool:
-    """To the file, or stdout for `-`; True when it went to stdout."""
+    """Write JSON to a file, or to stdout for `-`; return True when it went to stdout. None: write nothing."""
     if path is None:
         return False
     import msgspec
@@ -19,7 +19,7 @@ def write_json(path: Path | None, data: Any) -> bool:
 
 
 def write(path: Path, body: bytes) -> bool:
-    """Bytes to a file, or stdout for `-`; True when they went to stdout. ConfigError when it cannot be written."""
+    """Write bytes to a file, or to stdout for `-`; return True when they went to stdout. Raises ConfigError."""
     if str(path) == "-":
         sys.stdout.buffer.write(body)
         return True
@@ -32,7 +32,7 @@ def write(path: Path, body: bytes) -> bool:
 
 
 def rows_csv(rows: list[dict[str, Any]]) -> bytes:
-    """One line a row, columns by the first."""
+    """Return CSV with the columns of the first row; rows is not empty."""
     import csv
     import io
 

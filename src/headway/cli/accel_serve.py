@@ -23,28 +23,31 @@ COMPARED: tuple[Mode, Mode] = ("packing", "prefetch")
 
 
 class ServiceStudy:
-    """A study's service, compiled."""
+    """A study's `serve` section with its scheduler, KV capacity and limits."""
 
     def __init__(self, study: AcceleratorStudy) -> None:
         self.study, self.section = study, study.file.serve
         self.config = scheduler_of(self.section)
         self.kv_tokens = self.section.kv_tokens or service.kv_capacity(study.setting)
         given = self.section.limits
+        # Default TBT limit, the paper's rule: 32 decodes over 4K tokens each, alone.
         rule = simulate_stage(study.setting, IterationWork(decodes=32, kv_tokens=32 * 4096)).decode_s
         self.limits = service.ServiceLimits(
             tbt_s=given.tbt_s or rule, delay_s=given.delay_s, percentile=given.percentile
         )
 
     def draw(self, qps: float) -> list[TraceRequest]:
-        """The workload's requests at a rate."""
+        """Draw the workload's requests at `qps` requests per second, from the section's seed."""
         count = self.section.workload.requests or self.section.requests
         workload = self.section.workload.model_copy(update={"qps": qps, "requests": count})
         return requests_of(workload, None, self.section.seed)
 
     def instance(self, mode: Mode) -> InstanceSpec:
+        """Return the simulated instance, with its latency under a schedule."""
         return service.instance(self.study.setting, mode, self.config, self.kv_tokens)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the section and what follows from it, for `--json`."""
         return {
             "kv_tokens": self.kv_tokens,
             "limits": {
@@ -55,7 +58,7 @@ class ServiceStudy:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """One rate, with and without prefetch."""
+    """Run `headway accel serve`: simulate one rate with and without prefetch; return the exit status."""
     from headway.sim.report.accel_table import serve_report
     from headway.sim.report.console import show
 
@@ -81,7 +84,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def capacity(arguments: argparse.Namespace) -> int:
-    """The highest rate within the limits, with and without prefetch."""
+    """Run `headway accel capacity`: search the highest rate within the limits, with and without prefetch."""
     from headway.sim.report.accel_table import capacity_report
     from headway.sim.report.console import show
 

@@ -1,4 +1,4 @@
-"""`headway accel stage` and `sweep`: iterations, one or many, as numbers, tables and pictures."""
+"""`headway accel stage` and `sweep`: one iteration, or many over a grid, as numbers, tables and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
 
 
 def stage(arguments: argparse.Namespace) -> int:
-    """One iteration."""
+    """Run `headway accel stage`: simulate one iteration and report it; return the exit status."""
     from headway.sim.report.accel_table import stage_report
     from headway.sim.report.console import show
 
@@ -41,7 +41,7 @@ def stage(arguments: argparse.Namespace) -> int:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Iterations over any fields."""
+    """Run `headway accel sweep`: simulate the iteration at each point of a grid; return the exit status."""
     from headway.sim.report.accel_table import sweep_report
     from headway.sim.report.console import show
 
@@ -49,6 +49,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise ConfigError("--axis: give at least one, such as --axis machine.prefetch_buffer=0,64M,128M,256M,512M")
     data, where, folder = read_data(arguments)
     axes = [parse_sweep(text) for text in arguments.axis]
+    # A preset by name becomes a section, so that an axis can set one of its fields.
     for name in ("machine", "assumptions"):
         if isinstance(data.get(name), str):
             data[name] = {"preset": data[name]}
@@ -72,7 +73,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def figures(study: AcceleratorStudy) -> dict[str, Any]:
-    """A stage as one row."""
+    """Simulate a study's stage and return it as one flat row. Times in ms."""
     report = simulate_stage(study.setting, study.work)
     row: dict[str, Any] = {f"{mode}_ms": report.total_s(mode) * 1e3 for mode in MODES}
     row |= {"prefill_ms": report.prefill_s * 1e3, "decode_ms": report.decode_s * 1e3}
@@ -83,7 +84,7 @@ def figures(study: AcceleratorStudy) -> dict[str, Any]:
 
 
 def answers_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
-    """How much is enough, for one stage."""
+    """Return the resources that suffice for one stage: buffer, bandwidth, HBM capacity."""
     setting, work = study.setting, study.work
     found = answers.buffer(setting, work)
     needed = answers.packing_bandwidth(setting, work)
@@ -102,7 +103,7 @@ def answers_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]
 
 
 def stage_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
-    """Everything about one stage."""
+    """Return all results of one stage, as `--json` writes them."""
     chunk = answers.smallest_chunk(study.setting, study.work) if report.work.decodes else None
     return {
         "schema": STAGE_SCHEMA,
@@ -119,11 +120,12 @@ def stage_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
 
 
 def operators_json(study: AcceleratorStudy, report: StageReport) -> list[dict[str, Any]]:
-    """A steady layer's operators with prefetch, in order of the timeline, and the LM head."""
+    """Return the operators of a steady-state layer with prefetch, in order of the timeline, and the LM head."""
     bandwidth = study.setting.machine.bandwidth
     rows = []
     for slot in report.prefetch.slots:
         op = slot.op
+        # With KV prefetched only the rest is read from HBM: compute bounds it when that takes no longer.
         ready = op.name == "decode attention" and op.compute_s * bandwidth >= slot.own_bytes
         rows.append(
             {
@@ -146,7 +148,7 @@ def operators_json(study: AcceleratorStudy, report: StageReport) -> list[dict[st
 
 
 def timeline_json(line: IterationTimeline) -> dict[str, Any]:
-    """A steady layer: when, on what, and how full the buffer."""
+    """Return the timeline of a steady-state layer: times, units, and buffer occupancy of each operator."""
     return {
         "total_ms": line.total_s * 1e3,
         "layer_us": line.layer_s * 1e6,
@@ -168,8 +170,10 @@ def timeline_json(line: IterationTimeline) -> dict[str, Any]:
 
 
 def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
-    """`pareto`: no other row with the same work costs no more of any swept machine field and is as fast. Rows of sweeps
-    over no machine field are not marked."""
+    """Set `pareto` in each row: True when no other row of the same work beats it (`_beats`).
+
+    axes: the swept fields; those of `machine` are costs, all others define the work. Without a cost no row is marked.
+    """
     costs = [axis for axis in axes if axis.startswith("machine.") and axis != "machine.preset"]
     others = [axis for axis in axes if axis not in costs]
     for row in rows:
@@ -178,15 +182,18 @@ def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
 
 
 def _beats(rival: dict[str, Any], row: dict[str, Any], costs: list[str]) -> bool:
+    """Return whether `rival` is no worse in any cost and in time, and better in one of them."""
     from headway.core.units import size
 
     def cost(value: Any) -> float:
         return float(size(value)) if isinstance(value, str) else float(value)
 
     pairs = [(cost(rival[axis]), cost(row[axis])) for axis in costs]
+    # 1e-9 ms: equal schedules may differ by rounding.
     pairs.append((round(rival["prefetch_ms"], 9), round(row["prefetch_ms"], 9)))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
 def _finite(value: float) -> float | None:
+    """Return None for infinity, which JSON lacks."""
     return value if value != float("inf") else None

@@ -1,4 +1,4 @@
-"""`headway accel validate`: what the paper prints, what comes out here, and what the real model makes of it."""
+"""`headway accel validate`: the paper's figures beside those computed here, as pins that must not move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA = "headway.accel.validate/1"
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Exit status 1 when a pinned figure has moved (or a product differs from zigzag's by more than 10%)."""
+    """Run `headway accel validate`; return 1 when a pinned figure has moved or differs from zigzag's by over 10%."""
     from headway.sim.report.accel_table import crosscheck_report, validate_report
     from headway.sim.report.console import show
 
@@ -41,7 +41,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def summary(rows: list[PinnedFigure]) -> str:
-    """One line."""
+    """Return the verdict on all pins in one line."""
     paper, own = ([pin for pin in rows if pin.kind == kind] for kind in ("paper", "own"))
     worst = max(paper, key=lambda pin: abs(pin.error))
     moved = [pin.name for pin in rows if not pin.ok]

@@ -1,4 +1,4 @@
-"""`headway cluster cluster.yaml`: several engines behind one OpenAI endpoint, and a placement policy between."""
+"""`headway cluster cluster.yaml`: several engines behind one OpenAI endpoint, with a placement policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, or print what `--dry-run` or `--replay` asks for; the exit status."""
+    """Serve, or run `--dry-run` or `--replay`; return the exit status."""
     where = str(arguments.file)
     file = cluster_file(read_yaml(where, "pools: [{count: 2}]"), where)
     flags = given_flags(ServeSettings, arguments)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(outcome)
         return 0 if same else 1
     check_hosts(file, where, settings.nnodes)
-    instance_configs(file, where, model, settings)  # refuses what no host could start
+    instance_configs(file, where, model, settings)  # only for its errors: cores of other hosts are not known yet
     config = hosts.settle_token(settings.engine_config(model), node, instances=True)
     from headway.serving.launch import serve_cluster
 

@@ -1,4 +1,4 @@
-"""The parser of all commands: flags are given in full, and what is wrong is said in one line."""
+"""Argument parser of all commands: no abbreviated flags, one-line errors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any, NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """`argparse`'s parser without abbreviations: one that is unambiguous today names another flag after the next
-    release. Subcommands get parsers of the same class."""
+    """`argparse.ArgumentParser` without abbreviations, which a later release could make ambiguous.
+
+    Subcommands get parsers of the same class.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line; the usage of some commands would fill a screen."""
+        """Exit with status 2 and one line, without the usage, which fills a screen for some commands."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists what there is)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Exit because of arguments that no flag takes, naming the flags that are spelt alike."""
+        """Exit because of unknown arguments, with suggestions of flags that are spelt alike."""
         hints = []
         for word in unknown:
             flag = word.partition("=")[0]

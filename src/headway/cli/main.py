@@ -1,4 +1,4 @@
-"""`headway`: the one command. Each subcommand's modules are imported only when it is chosen."""
+"""Entry point of the `headway` command. A subcommand's modules are imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NESTED: dict[tuple[str, str], str] = {
     ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
     ("profile", "rates"): "headway.cli.profile_rates",
 }
-"""Second words that are commands of their own."""
+"""Two-word commands with a parser of their own, by their words."""
 
 
 SERVE_ONLY = frozenset(
@@ -53,8 +53,9 @@ SERVE_ONLY = frozenset(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors that a user can mend are one line, not a traceback."""
+    """Run one command and return the exit status. Errors that a user can correct are one line, not a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # Before the main parser: `headway profile` takes a model folder where these have their second word.
     if tuple(words[:2]) in NESTED:
         return _nested(words)
     chosen = next((word for word in words if not word.startswith("-")), None)
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run: Callable[[argparse.Namespace], int] | None = None
     asked = parser
+    # Only the chosen command's module is imported: the others would bring torch and seconds of imports.
     for name, (module_name, text) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
@@ -93,11 +95,13 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         print(f"headway: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        # A missing module of the extra is the user's to install; any other one is a fault here.
         if (error.name or "").split(".")[0] not in SERVE_ONLY:
             raise
         print(f"headway: error: this command needs {error.name}: pip install 'headway[serve]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        # 128 + SIGINT, as shells report it.
         return 130
 
 

@@ -1,4 +1,4 @@
-"""Flags of a command, made from its settings model; and where settings come from besides flags."""
+"""Flags of a command, generated from its settings model, and the other sources of settings."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from headway.core.settings import SettingsModel, flag_of
 
 
 def add_options(parser: argparse.ArgumentParser, model: type[SettingsModel], leave_out: Collection[str] = ()) -> None:
-    """Add one flag a setting. Values stay text until `core.settings.resolve`."""
+    """Add one flag per setting of `model`. Values stay text until `core.settings.resolve`."""
     for name, field in model.model_fields.items():
         if name in leave_out:
             continue
         default = "none" if field.default in (None, ()) else field.default
+        # argparse expands % in help texts.
         text = f"{field.description} (default: {default})".replace("%", "%%")
         about = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         extra: dict[str, Any] = {"metavar": about.get("metavar", name.rsplit("_", 1)[-1].upper())}
         if _is_boolean(field.annotation):
+            # A boolean flag may stand alone, or have a value: --flag, --flag false.
             extra |= {"nargs": "?", "const": "true"}
+        # SUPPRESS leaves absent flags out of the namespace: `given_flags` tells them from defaults.
         extra |= {"dest": name, "default": argparse.SUPPRESS, "help": text}
         parser.add_argument(flag_of(name), **extra)
 
 
 def given_flags(model: type[SettingsModel], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line gives, by name."""
+    """Return the settings given on the command line, by name."""
     return {name: getattr(arguments, name) for name in model.model_fields if hasattr(arguments, name)}
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment."""
+    """Return the process's environment variables; replaced in tests."""
     return os.environ
 
 

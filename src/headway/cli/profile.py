@@ -1,4 +1,4 @@
-"""`headway profile [MODEL]`: measure how long this model takes on this machine, and keep the result for `serve`."""
+"""`headway profile [MODEL]`: measure a model's latency on this host, and store the result for `serve`."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         built.executor.close()
     print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
+    # Saved before the live calibration, whose failure must not lose the measurement.
     path = arguments.out or store.default_path(mark)
     store.save(source, path)
     if arguments.serve_for > 0:

@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     replayed = replay(read_log(arguments.log))
     result = calibrate(replayed, arguments.corrected)
+    # Replay decides every batch again: a difference means other code or another profile than the recorded run's.
     for line in replayed.differences:
         print(f"a decision differs: {line}")
     print(f"{len(replayed.batches)} iterations replayed, {len(replayed.differences) or 'no'} decisions differ")

@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = accelerator(arguments.device).name if arguments.device else None
     paths = _found(arguments.files)
     profiles = read_all(paths, device)
+    # Devices that share kernels share a fit, whatever their names.
     dies = sorted({accelerator(p.device).kernels for p in profiles})
     if len(dies) > 1:
         raise ConfigError(f"these files are of {' and '.join(dies)}: fit one accelerator at a time")
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     data = encode(fit)
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside and renamed, so that an interrupted run leaves no half file.
         scratch = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
         scratch.write_bytes(data)
         scratch.replace(arguments.out)
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _found(given: list[Path]) -> list[Path]:
-    """Files as given, and the profiles inside folders; ConfigError where there is nothing."""
+    """Return the given files and the profiles inside given folders. Raises ConfigError where there are none."""
     paths: list[Path] = []
     for path in given:
         if path.is_dir():

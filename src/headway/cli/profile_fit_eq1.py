@@ -61,6 +61,7 @@ def _read(path: Path) -> list[PrefillSample]:
     if not rows or not {"sp", "tokens", "seconds"} <= set(rows[0]):
         raise ConfigError(f"{path} needs the columns sp, tokens and seconds (and past, where there is history)")
     samples = []
+    # Line 1 has the names of the columns.
     for number, row in enumerate(rows, 2):
         try:
             samples.append(

@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     loads = [float(load) for load in _numbers(parse_sweep(f"loads={arguments.loads}")[1], "--loads")]
     seeds = [int(seed) for seed in _numbers(arguments.seeds.split(","), "--seeds")]
 
+    # Mean TTFT over the seeds, each with the same number of requests (§5.1).
     def mean_s(load: float, rate: float) -> float:
         return sum(scenario_ttft_s(data, load, rate, arguments.requests, seed) for seed in seeds) / len(seeds)
 

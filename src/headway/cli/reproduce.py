@@ -1,4 +1,4 @@
-"""`headway reproduce medha.fig13`: a paper's claims beside what Headway's own scheduler and models give."""
+"""`headway reproduce medha.fig13`: a paper's claims beside the results of Headway's scheduler and models."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.id is None:
         raise ConfigError("name an experiment (`headway reproduce --list` shows them), or all")
     if arguments.id != "all":
+        # Raises ConfigError for an unknown id before anything runs.
         experiment(arguments.id)
         _one(arguments.id, arguments, arguments.json, arguments.plot)
         return 0

@@ -41,7 +41,7 @@ def model_folder(named: str | None) -> str:
 
 
 def settings_of(arguments: argparse.Namespace) -> ServeSettings:
-    """Resolve flags, environment and `--config`."""
+    """Resolve the settings from flags, environment and `--config`, in this order of precedence. Raises ConfigError."""
     file = {}
     if arguments.config:
         from headway.core.strict_yaml import read_yaml
@@ -52,13 +52,14 @@ def settings_of(arguments: argparse.Namespace) -> ServeSettings:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, or print what `--print-config` or `--dry-run` asks for; the exit status."""
+    """Serve, or run `--print-config` or `--dry-run`; return the exit status."""
     settings = settings_of(arguments)
     if arguments.print_config:
         print(print_config(settings.effective()), end="")
         return 0
     model = model_folder(arguments.model)
     config = hosts.settle_token(settings.engine_config(model), settings.node_rank)
+    # Only node 0 has the endpoint; the other hosts run workers until node 0 ends.
     if settings.node_rank:
         return hosts.run_host(config, settings.node_rank)
     if arguments.dry_run:

@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Read the scenario file and apply `--set` and `--seeds`. Raises ConfigError."""
     from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
 
@@ -110,6 +111,7 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     from headway.sim.scenario import parse_scenario
     from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points
 
+    # The file itself is validated even where every field that it sets is swept.
     base = parse_scenario(data, str(arguments.scenario))
     sweeps = [parse_sweep(text) for text in arguments.sweep]
     points = parse_points(data, sweeps) if sweeps else [SweepPoint({}, base)]
@@ -132,13 +134,14 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     _write(arguments, outcome)
     if result.first is not None:
         _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
+    # A file was asked for, but the first point did not fit its memory: there is no run to show.
     elif _detail(arguments) is not None:
         raise ConfigError(result.points[0]["why"])
     return 0 if any(point["feasible"] for point in result.points) else 1
 
 
 def _detail(arguments: argparse.Namespace) -> RunDetail | None:
-    """What the files that show one run need of it; None where none was asked for."""
+    """Return the detail to keep of the first run, for the output files that show it; None without such a file."""
     from headway.sim.build import RunDetail
 
     shown = (arguments.requests, arguments.trace, arguments.plot, arguments.gantt)

@@ -1,4 +1,4 @@
-"""`headway trace EVENTLOG --out FILE`: what every stage of a live run did, for ui.perfetto.dev."""
+"""`headway trace EVENTLOG --out FILE`: convert an engine's event log to a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
-    """The events, unless they are a router's."""
+    """Yield the events of an engine's log. Raises ConfigError for a controller's log, which has no batches to draw."""
     from headway.control.decision_log import SCHEMA
 
     for event in events:
